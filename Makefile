@@ -1,0 +1,46 @@
+# Every target sets up what it needs: a virtual environment in .venv, from constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?=
+ID ?=
+
+.PHONY: setup check test bench demo serve show soak docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Rootstock and its tools into $(VENV) (about a minute)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest
+
+demo: setup
+	$(BIN)/rootstock demo
+
+serve: setup
+	$(BIN)/rootstock serve $(MODEL)
+
+bench: setup
+	$(BIN)/rootstock bench --workload agents,chat,fewshot,burst --out bench/results
+
+# `make show ID=A1` runs one acceptance script of bench/show, `make show` all of them.
+show: setup
+	$(BIN)/python bench/show/run.py $(ID)
+
+# The long forms of the property tests, by hand before a release.
+soak: setup
+	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest tests/property
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

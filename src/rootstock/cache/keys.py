@@ -1,0 +1,48 @@
+"""Identity: what may share cached bytes with what, and content keys for whoever needs to name a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from rootstock.cache.plan import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must be equal for KV to be interchangeable. Different namespaces never share a byte."""
+
+    weights: str  # fingerprint of the loaded weights
+    kv_dtype: str
+    rope_regime: str = ""  # what the frequencies depend on, where that is not the weights alone
+    adapter: str = ""
+    salt: str = ""  # tenant: an isolation boundary chosen by the caller
+
+    def digest(self) -> bytes:
+        """16 bytes; fields are length-prefixed, so that no two namespaces spell the same input."""
+        parts = (self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt)
+        h = xxhash.xxh3_128()
+        for part in parts:
+            raw = part.encode()
+            h.update(len(raw).to_bytes(8, "little"))
+            h.update(raw)
+        return h.digest()
+
+
+def block_keys(namespace: Namespace, tokens: Tokens, block_tokens: int) -> Iterator[bytes]:
+    """Content keys of the whole blocks of `tokens`: key[i] = xxh3-128(key[i-1] | tokens of block i).
+
+    key[-1] is the namespace's digest. A key therefore names the whole prefix up to the end of its block: equal
+    keys mean equal prefixes in equal namespaces (up to 2^-64 by the birthday bound). For tiers and routing;
+    the tree itself compares tokens and hashes nothing.
+    """
+    key = namespace.digest()
+    raw = memoryview(tokens.astype("<i4", copy=False).tobytes())
+    step = block_tokens * 4
+    for start in range(0, len(raw) - step + 1, step):
+        h = xxhash.xxh3_128(key)
+        h.update(raw[start : start + step])
+        key = h.digest()
+        yield key

@@ -1,0 +1,83 @@
+"""Configuration: frozen, and resolved once, before anything is built."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rootstock.errors import InvalidOption
+
+KIB = 1024
+_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": KIB**2, "GIB": KIB**3, "TIB": KIB**4}
+_UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parse_bytes(text: str, option: str = "--kv-budget") -> int:
+    """"4GiB", "512M", "1500000" → bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = found[2].upper() if found else "?"
+    if found is None or unit not in _UNITS:
+        raise InvalidOption(option, text, "a size such as 4GiB, 512MiB or 1500000")
+    return int(float(found[1]) * _UNITS[unit])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    block_size: int = 32  # tokens
+    budget_bytes: int | None = None  # None: a share of the memory that is free after the model is loaded
+    enabled: bool = True  # off: nothing is ever found, for measuring what the cache saves
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.block_size <= 4096):
+            raise InvalidOption("--block-size", self.block_size, "from 1 to 4096")
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise InvalidOption("--kv-budget", self.budget_bytes, "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    max_batch: int = 64  # requests that run at once
+    chunk_tokens: int = 512  # tokens of one step, decodes included: how long a decode can be held up
+    max_queue: int = 1024  # requests that wait at once
+    context_limit: int | None = None  # lower than the model's, if set
+    seed: int = 0  # where the seeds of requests without one come from
+
+    def __post_init__(self) -> None:
+        for option, value, least in (
+            ("--max-batch", self.max_batch, 1),
+            ("--chunk-tokens", self.chunk_tokens, 1),
+            ("--max-queue", self.max_queue, 1),
+            ("--context-limit", self.context_limit, 2),
+        ):
+            if value is not None and value < least:
+                raise InvalidOption(option, value, f"at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model: str  # a directory or a hub name
+    device: str = "auto"
+    dtype: str = "auto"
+    served_name: str | None = None
+    trust_remote_code: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise InvalidOption("--device", self.device, " | ".join(DEVICES))
+        if self.dtype not in DTYPES:
+            raise InvalidOption("--dtype", self.dtype, " | ".join(DTYPES))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.port <= 65535):
+            raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")

@@ -1,0 +1,123 @@
+"""What a request asks, the events it is answered with, and the states it passes through.
+
+Wire formats turn into `Request`; every request gets token events and then exactly one terminal event:
+`Finished`, `Failed` or `Aborted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+from rootstock.cache.plan import Tokens
+from rootstock.errors import RootstockError
+
+RequestId = NewType("RequestId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Filters apply in this order: penalties and bias, temperature, top-k,
+    top-p, min-p. `temperature` 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over the output, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: the engine draws one
+    top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's alone; n: also the n best
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a request ends. A token in `stop_tokens` or of the model's end-of-sequence ends it, and is not
+    part of the text; a stop string ends it and is cut from the text."""
+
+    max_tokens: int | None = None  # None: as many as the context limit leaves
+    min_tokens: int = 0  # end-of-sequence is not sampled before
+    stop_strings: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n` choices are n requests: the cache makes them share their prompt."""
+
+    id: RequestId
+    tokens: Tokens  # [prompt] int32, owned by the request
+    sampling: SamplingParams = SamplingParams()
+    stop: StopParams = StopParams()
+    salt: str = ""  # tenant: requests share cached prefixes only within one salt
+    prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms, of the model's distribution before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was found rather than computed, at first admission
+    completion_tokens: int
+    queued_s: float = 0.0  # submission → first admission
+    ttft_s: float = 0.0  # submission → first token
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Once, before the first token, for requests with `prompt_logprobs`: entry i scores prompt token i + 1."""
+
+    id: RequestId
+    logprobs: tuple[TokenLogprob, ...]  # [prompt - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    id: RequestId
+    token: int
+    text: str  # what became certain with this token; may be empty, may hold several tokens' text
+    logprob: TokenLogprob | None = None
+    cached_tokens: int = 0  # of the request's prompt, as in Usage: known with the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    id: RequestId
+    reason: Literal["stop", "length"]
+    usage: Usage
+    text: str = ""  # what was held back until the end was known, to be appended
+    stopped_by: str | int | None = None  # the stop string or token
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    id: RequestId
+    error: RootstockError
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    id: RequestId
+    usage: Usage
+
+
+Terminal = Finished | Failed | Aborted
+Event = PromptScored | TokenEvent | Terminal
+Sink = Callable[[Event], None]  # called on the engine's thread: must not block and must not raise

@@ -1,0 +1,232 @@
+"""Every error that Rootstock raises on purpose.
+
+    RootstockError
+    ├── RequestError                    400  something in one request; the server goes on
+    │   ├── InvalidParameter            400  a field has a wrong type or value
+    │   ├── EmptyPrompt                 400
+    │   ├── PromptTooLong               400
+    │   ├── CompletionTooLong           400
+    │   ├── ModelNotFound               404
+    │   └── Unauthorized                401
+    ├── Overloaded                      429  try again later
+    │   └── QueueFull                   429
+    ├── EngineError                     500
+    │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
+    │   ├── OutOfBlocks                 500  a lone request outgrew the pool
+    │   └── EngineStopped               503
+    └── StartupError                    exit status 2
+        ├── InvalidOption                    an option, its value, what is allowed
+        ├── BudgetTooSmall
+        └── ModelError
+            ├── ModelPathNotFound
+            ├── ModelWeightsMissing
+            ├── ModelUnsupported             an architecture or layer kind that we refuse, and why
+            └── SelfCheckFailed              our attention and the model's own disagree, with the figures
+
+An error carries its data as attributes and states the remedy in its message. `code` is stable and
+machine-readable, `http_status` is what a server answers, `param` names the offending field if there is one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RootstockError(Exception):
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(RootstockError):
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidParameter(RequestError):
+    code = "invalid_parameter"
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"'{name}' is {value!r}, but must be {allowed}.", param=name)
+        self.name = name
+        self.value = value
+        self.allowed = allowed
+
+
+class EmptyPrompt(RequestError):
+    code = "empty_prompt"
+
+    def __init__(self, param: str = "prompt") -> None:
+        super().__init__("The prompt has no tokens. Send at least one token of text.", param=param)
+
+
+class PromptTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, limit_tokens: int, *, param: str = "prompt") -> None:
+        super().__init__(
+            f"The prompt has {prompt_tokens:,} tokens, but at most {limit_tokens - 1:,} fit into the limit of "
+            f"{limit_tokens:,} tokens with one token of answer. Shorten the prompt, or serve with a larger "
+            "--kv-budget or --context-limit.",
+            param=param,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit_tokens = limit_tokens
+
+
+class CompletionTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit_tokens: int) -> None:
+        super().__init__(
+            f"The prompt's {prompt_tokens:,} tokens and max_tokens={max_tokens:,} make "
+            f"{prompt_tokens + max_tokens:,}, over the limit of {limit_tokens:,} tokens. Ask for at most "
+            f"{limit_tokens - prompt_tokens:,} tokens.",
+            param="max_tokens",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.limit_tokens = limit_tokens
+
+
+class ModelNotFound(RequestError):
+    code = "model_not_found"
+    http_status = 404
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(f"Model {asked!r} is not served here. Ask for {served!r}.", param="model")
+        self.asked = asked
+        self.served = served
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
+
+    def __init__(self) -> None:
+        super().__init__("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
+
+
+class Overloaded(RootstockError):
+    code = "overloaded"
+    http_status = 429
+
+
+class QueueFull(Overloaded):
+    code = "queue_full"
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait already and the queue's limit is {limit} (--max-queue). "
+            "Try again in a moment."
+        )
+        self.waiting = waiting
+        self.limit = limit
+
+
+class EngineError(RootstockError):
+    code = "engine_error"
+
+
+class StepFailed(EngineError):
+    code = "step_failed"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"The forward pass of this request failed: {type(cause).__name__}: {cause}. Other requests go on; "
+            "send it again, and report it if it fails again."
+        )
+        self.cause = cause
+
+
+class OutOfBlocks(EngineError):
+    code = "out_of_blocks"
+
+    def __init__(self, needed_blocks: int, pool_blocks: int) -> None:
+        super().__init__(
+            f"The request needs {needed_blocks:,} more KV blocks and the pool of {pool_blocks:,} has none left "
+            "to free. Serve with a larger --kv-budget."
+        )
+        self.needed_blocks = needed_blocks
+        self.pool_blocks = pool_blocks
+
+
+class EngineStopped(EngineError):
+    code = "engine_stopped"
+    http_status = 503
+
+    def __init__(self, reason: str = "The server is shutting down") -> None:
+        super().__init__(f"{reason}. Try again when it is back.")
+
+
+class StartupError(RootstockError):
+    code = "startup_error"
+
+
+class InvalidOption(StartupError):
+    code = "invalid_option"
+
+    def __init__(self, option: str, value: object, allowed: str) -> None:
+        super().__init__(f"{option} is {value!r}, but must be {allowed}.")
+        self.option = option
+        self.value = value
+        self.allowed = allowed
+
+
+class BudgetTooSmall(StartupError):
+    code = "budget_too_small"
+
+    def __init__(self, budget_bytes: int, needed_bytes: int, block_bytes: int) -> None:
+        super().__init__(
+            f"--kv-budget is {budget_bytes:,} bytes, but {needed_bytes:,} are needed at least: one block takes "
+            f"{block_bytes:,} bytes. Raise --kv-budget or lower --block-size."
+        )
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+        self.block_bytes = block_bytes
+
+
+class ModelError(StartupError):
+    code = "model_error"
+
+
+class ModelPathNotFound(ModelError):
+    code = "model_path_not_found"
+
+    def __init__(self, model: str, detail: str) -> None:
+        super().__init__(f"No model at {model!r}: {detail}. Give a directory with config.json, or a hub name.")
+        self.model = model
+
+
+class ModelWeightsMissing(ModelError):
+    code = "model_weights_missing"
+
+    def __init__(self, model: str, detail: str) -> None:
+        super().__init__(f"The model at {model!r} has no usable weights: {detail}.")
+        self.model = model
+
+
+class ModelUnsupported(ModelError):
+    code = "model_unsupported"
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"Rootstock cannot run {model!r}: {reason}.")
+        self.model = model
+        self.reason = reason
+
+
+class SelfCheckFailed(ModelError):
+    code = "self_check_failed"
+
+    def __init__(self, model: str, figure: float, tolerance: float, what: str) -> None:
+        super().__init__(
+            f"{model!r} failed its self-check: {what} is {figure:.3g}, at most {tolerance:.3g} is allowed. The "
+            "paged forward would give wrong answers, so the model is refused; please report the architecture."
+        )
+        self.model = model
+        self.figure = figure
+        self.tolerance = tolerance
