@@ -1,0 +1,92 @@
+"""Why a prompt hits what it hits: the position at which it stops, and what stopped it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rootstock.cache.lease import Match
+from rootstock.cache.radix import common_prefix
+
+Cap = Literal[
+    "cache_off",
+    "nothing_cached",  # this namespace holds nothing that begins like this
+    "diverged",  # the prompt goes another way than everything cached
+    "evicted",  # more of it was cached once
+    "end_of_cached",  # everything cached on this path agrees; the rest was never seen
+    "last_token",  # all of it is cached; the last token is always computed
+]
+
+MAX_ALTERNATIVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    prompt_tokens: int
+    matched_tokens: int  # that need not be computed
+    cap: Cap
+    divergence: int | None  # position of the first token that is not cached; None: all are
+    asked_token: int | None  # the prompt's token there
+    cached_tokens_there: tuple[int, ...]  # the tokens with which cached prefixes go on there
+    evicted_tokens: int  # how many of the following tokens were cached once
+    pending_tokens: int  # how many of the following tokens a running request is computing now
+    message: str
+
+
+def explain_match(match: Match, reuse: bool) -> Explanation:
+    tokens, found = match.tokens, match.found
+    all_cached = found == len(tokens)
+    alternatives: tuple[int, ...] = ()
+    evicted = 0
+    if match.node is not None and not all_cached:
+        node = match.node
+        if found < node.end:
+            alternatives = (int(node.tokens[found - node.start]),)
+        else:
+            alternatives = tuple(node.children)[:MAX_ALTERNATIVES]
+            remembered = node.evicted.get(int(tokens[found]))
+            evicted = 0 if remembered is None else common_prefix(remembered, tokens[found:])
+    cap: Cap
+    if not reuse:
+        cap = "cache_off"
+    elif all_cached and len(tokens):
+        cap = "last_token"
+    elif evicted:
+        cap = "evicted"
+    elif found == 0:
+        cap = "nothing_cached"
+    elif alternatives:
+        cap = "diverged"
+    else:
+        cap = "end_of_cached"
+    return Explanation(
+        prompt_tokens=len(tokens),
+        matched_tokens=match.length,
+        cap=cap,
+        divergence=None if all_cached else found,
+        asked_token=None if all_cached else int(tokens[found]),
+        cached_tokens_there=alternatives,
+        evicted_tokens=evicted,
+        pending_tokens=0 if match.pending is None else match.pending.until - found,
+        message=_message(cap, match, alternatives, evicted),
+    )
+
+
+def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int) -> str:
+    of = f"{match.length:,} of {len(match.tokens):,} tokens are cached"
+    match cap:
+        case "cache_off":
+            return "The prefix cache is switched off."
+        case "last_token":
+            return f"{of}; the last token is always computed."
+        case "evicted":
+            return f"{of}; {evicted:,} more were cached and have been evicted since."
+        case "nothing_cached":
+            return "Nothing cached begins with this prompt's first token."
+        case "diverged":
+            there = ", ".join(map(str, alternatives))
+            asked = int(match.tokens[match.found])
+            where = f"at position {match.found:,} the prompt has token {asked}"
+            return f"{of}; {where}, cached prefixes go on with {there}."
+        case "end_of_cached":
+            return f"{of}; no cached prefix is longer."

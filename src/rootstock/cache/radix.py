@@ -1,0 +1,186 @@
+"""The radix tree: which token prefixes are cached, and in which blocks.
+
+A node is an edge: a run of tokens at absolute positions start … end-1 and the blocks that hold their K/V. Blocks
+lie on absolute block boundaries, so a node that starts inside a block owns a block whose first positions are its
+parent's: either the very block of the parent (after a split) or a copy of it (after copy-on-write). Reading a
+path from the root, a deeper node's block therefore replaces its ancestor's block of the same index.
+
+Walking compares NumPy arrays at memory speed and costs O(tokens), never O(what is cached).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.keys import Namespace
+from rootstock.cache.plan import BlockIds, Tokens
+
+if TYPE_CHECKING:
+    from rootstock.cache.lease import Lease
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+class Node:
+    __slots__ = (
+        "blocks",
+        "children",
+        "end",
+        "evicted",
+        "hits",
+        "last_used",
+        "parent",
+        "pins",
+        "queue_ticket",
+        "start",
+        "tips",
+        "tokens",
+        "wants",
+        "writer",
+    )
+
+    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: BlockIds, now: float) -> None:
+        self.parent = parent
+        self.start = start
+        self.end = start + len(tokens)
+        self.tokens = tokens  # [end - start], owned
+        self.blocks = blocks  # of block indices start // block_size … ceil(end / block_size) - 1
+        self.children: dict[int, Node] = {}  # by first token
+        self.tips: dict[Lease, None] = {}  # leases whose published prefix ends exactly at `end`
+        self.pins = 0  # leases whose tip is here or below: > 0 means not evictable
+        self.wants: dict[object, None] = {}  # queued requests that would hit this node
+        self.writer: Lease | None = None  # the lease that computed it, while it runs
+        self.evicted: dict[int, Tokens] = {}  # what was below here once, by first token: for explanations
+        self.last_used = now
+        self.hits = 0
+        self.queue_ticket = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.wants)
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def path(self) -> Iterator[Node]:
+        """From this node up to the root, both included."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def __repr__(self) -> str:
+        return f"Node({self.start}…{self.end}, {len(self.children)} children, {self.pins} pins)"
+
+
+class Root(Node):
+    """Where a namespace begins: no tokens, no blocks, never evicted."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace, now: float) -> None:
+        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, now)
+        self.namespace = namespace
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    length = min(len(a), len(b))
+    if length == 0:
+        return 0
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
+    """The deepest node that a prefix of `tokens` reaches, and how many tokens agree.
+
+    The position lies in (node.start, node.end], or is 0 at the root.
+    """
+    node, position, length = root, 0, len(tokens)
+    while position < length:
+        child = node.children.get(int(tokens[position]))
+        if child is None:
+            break
+        node = child
+        position += common_prefix(child.tokens, tokens[position:])
+        if position < child.end:
+            break
+    return node, position
+
+
+def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
+    """Cuts an edge at a position inside it; returns the new upper half.
+
+    `node` stays the lower half, with its children, its tips and its writer. A block that the cut goes through
+    belongs to both halves: both hold it.
+    """
+    assert node.parent is not None
+    assert node.start < position < node.end
+    cut = position - node.start
+    first = node.start // block_size
+    upper = Node(
+        node.parent,
+        node.start,
+        node.tokens[:cut].copy(),
+        node.blocks[: -(-position // block_size) - first].copy(),
+        node.last_used,
+    )
+    upper.hits = node.hits
+    upper.pins = node.pins
+    for want in node.wants:
+        upper.wants[want] = None
+    upper.children[int(node.tokens[cut])] = node
+    node.parent.children[int(node.tokens[0])] = upper
+    node.parent = upper
+    node.start = position
+    node.tokens = node.tokens[cut:].copy()
+    node.blocks = node.blocks[position // block_size - first :].copy()
+    if position % block_size:
+        pool.hold(node.blocks[:1])
+    return upper
+
+
+def block_table(node: Node, position: int, block_size: int) -> BlockIds:
+    """Blocks of positions 0 … position-1 along the path to `node`; the last may be partly filled."""
+    table = np.empty(-(-position // block_size), np.int32)
+    filled_from = len(table)
+    for step in node.path():
+        first = step.start // block_size
+        if first < filled_from:
+            table[first:filled_from] = step.blocks[: filled_from - first]
+            filled_from = first
+    return table
+
+
+def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
+    """Blocks of the path's nodes that `table` does not contain: partial tails that a deeper block replaces.
+
+    Whoever pins the path owns these as well: they cannot be evicted before the nodes below them.
+    """
+    found: dict[int, None] = {}
+    for step in node.path():
+        first = step.start // block_size
+        # Only a node's last block can be partial, so only that one can be replaced.
+        if len(step.blocks):
+            index = first + len(step.blocks) - 1
+            block = int(step.blocks[-1])
+            if index >= len(table) or int(table[index]) != block:
+                found[block] = None
+    return list(found)
+
+
+def walk(root: Node) -> Iterator[Node]:
+    """Every node below the root, parents first. For reports and integrity checks."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
