@@ -13,6 +13,7 @@
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
     │   ├── OutOfBlocks                 500  a lone request outgrew the pool
+    │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   └── EngineStopped               503
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, what is allowed
@@ -155,6 +156,16 @@ class OutOfBlocks(EngineError):
         self.pool_blocks = pool_blocks
 
 
+class SamplingFailed(EngineError):
+    code = "sampling_failed"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"No token could be chosen: {reason}. Other requests go on. If the logits are not finite, the "
+            "model overflows in this dtype: serve with --dtype float32 or bfloat16."
+        )
+
+
 class EngineStopped(EngineError):
     code = "engine_stopped"
     http_status = 503
@@ -198,7 +209,9 @@ class ModelPathNotFound(ModelError):
     code = "model_path_not_found"
 
     def __init__(self, model: str, detail: str) -> None:
-        super().__init__(f"No model at {model!r}: {detail}. Give a directory with config.json, or a hub name.")
+        super().__init__(
+            f"No model at {model!r}: {detail}. Give a directory with config.json, or a hub name."
+        )
         self.model = model
 
 

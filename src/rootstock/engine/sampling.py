@@ -1,0 +1,319 @@
+"""Choosing the next token from a row of logits.
+
+One `Sampler` serves one request. What it chooses depends on the logits, the request's seed and the index of
+the token, and on nothing else: not on batch mates, and not on whether the request was preempted in between.
+Everything is NumPy and works on whole rows; a vocabulary of 150,000 is never sorted, only searched for
+candidates (`best_ids`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.request import SamplingParams, TokenLogprob
+from rootstock.errors import SamplingFailed
+
+Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
+Ids = NDArray[np.intp]
+
+# Dividing by less than this overflows float32; what is left of the distribution is its largest token anyway.
+_LEAST_TEMPERATURE = 1e-6
+_BIAS_LIMIT = 100.0  # OpenAI: -100 bans a token, 100 selects among the tokens that have it
+_CHUNK = 1024
+_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token: int
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """Samples the tokens of one request, one call of `sample` per token.
+
+    `eos` are the tokens that may not be sampled before `min_tokens` are there. `generated` are tokens that an
+    earlier sampler of the same request sampled: with them this one goes on exactly where that one stopped.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Tokens,
+        vocab_size: int,
+        seed: int,
+        eos: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        generated: Iterable[int] = (),
+    ) -> None:
+        past = [int(token) for token in generated]
+        self._params = params
+        self._vocab_size = vocab_size
+        self._eos = np.array([token for token in eos if token < vocab_size], dtype=np.intp)
+        self._min_tokens = min_tokens
+        self._bias = _Bias.of(params, vocab_size)
+        self._penalties = _Penalties.of(params, prompt, past, vocab_size)
+        self._sampled = len(past)
+        self._draws = None if params.greedy else _draws_from(seed, len(past))
+
+    def sample(self, logits: Row) -> SampledToken:
+        """The next token from `logits` [vocab], which are left as they are. Raises SamplingFailed."""
+        assert logits.shape == (self._vocab_size,), logits.shape
+        best = int(
+            logits.argmax()
+        )  # NumPy's argmax answers the first NaN if there is one, else the lowest id
+        if not np.isfinite(logits[best]):
+            raise SamplingFailed(f"the model gave the logit {logits[best]} for token {best}")
+
+        row = self._edited(logits)
+        if row is not logits:
+            best = int(row.argmax())
+            if row[best] == -np.inf:
+                raise SamplingFailed("logit_bias and min_tokens leave no token that may be chosen")
+        token = best if self._draws is None else _draw(row, best, self._params, _uniform(self._draws))
+
+        self._sampled += 1
+        if self._penalties is not None:
+            self._penalties.count(token)
+        top = self._params.top_logprobs
+        return SampledToken(token, None if top is None else _logprob(logits, token, top))
+
+    def _edited(self, logits: Row) -> Row:
+        """A changed copy, or `logits` itself if nothing is to be changed."""
+        too_early = self._sampled < self._min_tokens and self._eos.size > 0
+        if self._penalties is None and self._bias is None and not too_early:
+            return logits
+        row = logits.copy()
+        if self._penalties is not None:
+            self._penalties.apply(row)
+        if self._bias is not None:
+            self._bias.apply(row)
+        if too_early:
+            row[self._eos] = -np.inf
+        return row
+
+
+def score_prompt(logits: NDArray[np.float32], next_tokens: Tokens, top: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of `next_tokens` [rows] under `logits` [rows, vocab], with each row's `top` best."""
+    assert len(logits) == len(next_tokens), (logits.shape, next_tokens.shape)
+    # Row by row on purpose: a chunk of 512 rows and 150,000 tokens would need 300 MB for its exponentials.
+    return tuple(_logprob(row, int(token), top) for row, token in zip(logits, next_tokens, strict=True))
+
+
+def best_ids(row: Row, count: int) -> Ids:
+    """Ids of the `count` largest values, best first, ties to the lowest id; fewer if `row` is shorter.
+
+    The `count`-th largest of the maxima of disjoint groups is a lower bound of the `count`-th largest value,
+    and is found far sooner: only the few values above it are then sorted.
+    """
+    count = min(count, len(row))
+    if count == 0:
+        return np.empty(0, dtype=np.intp)
+    grouped = len(row) // _GROUP
+    if count <= grouped // 4:
+        maxima = row[: grouped * _GROUP].reshape(grouped, _GROUP).max(axis=1)
+        candidates = np.flatnonzero(row >= np.partition(maxima, -count)[-count])
+    else:
+        candidates = np.arange(len(row))
+    if len(candidates) > 4 * count:  # a large part of the vocabulary, or many ties
+        values = row[candidates]
+        least = np.partition(values, -count)[-count]
+        above = values > least
+        ties = np.flatnonzero(values == least)[: count - int(above.sum())]
+        above[ties] = True
+        candidates = candidates[above]
+    order = np.argsort(-row[candidates], kind="stable")[:count]
+    return candidates[order]
+
+
+# ---- drawing
+
+
+def _draw(row: Row, best: int, params: SamplingParams, uniform: float) -> int:
+    """Inverts the cumulative distribution of `row` at `uniform` in [0, 1), after temperature and filters."""
+    temperature = max(params.temperature, _LEAST_TEMPERATURE)
+    top = row[best]
+    if params.top_k > 0:
+        ids = best_ids(row, params.top_k)
+        weights = _weights(row[ids], top, temperature)
+        mass = params.top_p * float(weights.sum(dtype=np.float64))
+        kept = len(ids) if params.top_p >= 1.0 else _reach(weights, mass)
+        ids, weights = ids[:kept], weights[:kept]
+    elif params.top_p < 1.0:
+        weights = _weights(row, top, temperature)
+        ids = _nucleus(weights, params.top_p)
+        weights = weights[ids]
+    else:
+        weights = _weights(row, top, temperature)
+        ids = None
+    if params.min_p > 0.0:
+        probable = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
+        ids = probable if ids is None else ids[probable]
+        weights = weights[probable]
+    picked = _pick(weights, uniform)
+    return picked if ids is None else int(ids[picked])
+
+
+def _weights(logits: Row, top: np.float32, temperature: float) -> Row:
+    """exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
+    weights = logits - top
+    weights /= np.float32(temperature)
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _reach(weights: Row, mass: float) -> int:
+    """How many of `weights`, in their order, it takes to reach `mass`; at least one."""
+    return int(np.searchsorted(np.cumsum(weights, dtype=np.float64), mass, side="left")) + 1
+
+
+def _nucleus(weights: Row, top_p: float) -> Ids:
+    """Ids, ascending, of the fewest weights that make up `top_p` of them all; ties to the lowest id.
+
+    Without sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
+    """
+    total = float(weights.sum(dtype=np.float64))
+    # All that are lighter than this make up less than 1 - top_p together.
+    ids = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
+    weights = weights[ids]
+    # Positive floats are ordered as their bits are; the upper half tells 128 bins per power of two apart.
+    bins = weights.view(np.uint32) >> 16
+    reached = np.cumsum(np.bincount(bins, weights)[::-1])  # from the heaviest bin down
+    mass = top_p * total
+    passed = int(np.searchsorted(reached, mass, side="left"))
+    if passed == len(reached):  # by rounding
+        return ids
+    border = len(reached) - 1 - passed
+    kept = bins > border
+    on_border = np.flatnonzero(bins == border)
+    on_border = on_border[np.argsort(-weights[on_border], kind="stable")]
+    missing = mass - (float(reached[passed - 1]) if passed else 0.0)
+    kept[on_border[: _reach(weights[on_border], missing)]] = True
+    return ids[kept]
+
+
+def _pick(weights: Row, uniform: float) -> int:
+    """The index whose share of the cumulated weights holds `uniform`. In chunks: a cumulated sum is slow."""
+    start = 0
+    if len(weights) > 2 * _CHUNK:
+        starts = np.arange(0, len(weights), _CHUNK)
+        sums = np.add.reduceat(weights, starts)
+        chunk, offset = _invert(sums, uniform * float(sums.sum(dtype=np.float64)))
+        start = int(starts[chunk])
+        weights = weights[start : start + _CHUNK]
+    else:
+        offset = uniform * float(weights.sum(dtype=np.float64))
+    return start + _invert(weights, offset)[0]
+
+
+def _invert(weights: Row, target: float) -> tuple[int, float]:
+    """The first index whose cumulated weight exceeds `target`, and how far `target` lies in it."""
+    reached = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(reached, target, side="right"))
+    if index == len(weights):  # `target` was rounded up to the total: the last one that has any weight
+        index = int(np.flatnonzero(weights)[-1])
+    return index, target - (float(reached[index - 1]) if index else 0.0)
+
+
+def _draws_from(seed: int, index: int) -> np.random.Philox:
+    """The seed's random numbers from the `index`-th on. Philox counts, so that it can start anywhere."""
+    draws = np.random.Philox(key=seed & 0xFFFF_FFFF_FFFF_FFFF)
+    draws.advance(index // 4)  # a step of the counter makes four numbers
+    for _ in range(index % 4):
+        draws.random_raw()
+    return draws
+
+
+def _uniform(draws: np.random.Philox) -> float:
+    return (int(draws.random_raw()) >> 11) * 2.0**-53
+
+
+# ---- logits, edited
+
+
+class _Penalties:
+    """Repetition (CTRL: divide a positive logit, multiply a negative one) over prompt and output; presence
+    and frequency (OpenAI: subtract once, and once per occurrence) over the output."""
+
+    def __init__(self, params: SamplingParams, ids: Ids) -> None:
+        self._repetition = np.float32(params.repetition_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        # Every distinct token so far, in arrays that double when full, so that a step costs no Python loop.
+        self._index = {int(token): index for index, token in enumerate(ids)}
+        self._ids = ids
+        self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
+
+    @staticmethod
+    def of(params: SamplingParams, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
+        repeats = params.repetition_penalty != 1.0
+        if not repeats and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
+            return None
+        in_prompt = np.unique(prompt) if repeats else np.empty(0, dtype=np.int32)
+        # A prompt may hold ids that have an embedding and no logit.
+        penalties = _Penalties(params, in_prompt[in_prompt < vocab_size].astype(np.intp))
+        for token in past:
+            penalties.count(token)
+        return penalties
+
+    def count(self, token: int) -> None:
+        index = self._index.setdefault(token, len(self._index))
+        if index == len(self._ids):
+            room = max(64, len(self._ids))
+            self._ids = np.concatenate([self._ids, np.zeros(room, dtype=np.intp)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
+        self._ids[index] = token
+        self._counts[index] += 1.0
+
+    def apply(self, row: Row) -> None:
+        ids = self._ids[: len(self._index)]
+        counts = self._counts[: len(self._index)]
+        values = row[ids]
+        values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        values -= self._presence * (counts > 0) + self._frequency * counts
+        row[ids] = values
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    added: tuple[Ids, Row]
+    banned: Ids
+    only: Ids  # if there are any, nothing else may be chosen
+
+    @staticmethod
+    def of(params: SamplingParams, vocab_size: int) -> _Bias | None:
+        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
+        if not bias:
+            return None
+        ids = np.array(list(bias), dtype=np.intp)
+        values = np.array(list(bias.values()), dtype=np.float32)
+        between = np.abs(values) < _BIAS_LIMIT
+        return _Bias(
+            added=(ids[between], values[between]),
+            banned=ids[values <= -_BIAS_LIMIT],
+            only=ids[values >= _BIAS_LIMIT],
+        )
+
+    def apply(self, row: Row) -> None:
+        ids, values = self.added
+        row[ids] += values
+        row[self.banned] = -np.inf
+        if self.only.size:
+            allowed = row[self.only]
+            row[:] = -np.inf
+            row[self.only] = allowed
+
+
+# ---- log-probabilities
+
+
+def _logprob(row: Row, token: int, top: int) -> TokenLogprob:
+    largest = row.max()
+    log_total = float(largest) + float(np.log(np.exp(row - largest).sum()))
+    best = tuple((int(id), float(row[id]) - log_total) for id in best_ids(row, top))
+    return TokenLogprob(token, float(row[token]) - log_total, best)
