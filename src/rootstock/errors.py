@@ -6,6 +6,8 @@
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
     │   ├── CompletionTooLong           400
+    │   ├── ChatTemplateMissing         400
+    │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
     │   └── Unauthorized                401
     ├── Overloaded                      429  try again later
@@ -21,6 +23,7 @@
         └── ModelError
             ├── ModelPathNotFound
             ├── ModelWeightsMissing
+            ├── TokenizerUnusable
             ├── ModelUnsupported             an architecture or layer kind that we refuse, and why
             └── SelfCheckFailed              our attention and the model's own disagree, with the figures
 
@@ -92,6 +95,25 @@ class CompletionTooLong(RequestError):
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.limit_tokens = limit_tokens
+
+
+class ChatTemplateMissing(RequestError):
+    code = "chat_template_missing"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This model has no chat template, so that messages cannot become a prompt. Use /v1/completions, or "
+            "serve it with --chat-template FILE.",
+            param="messages",
+        )
+
+
+class ChatTemplateFailed(RequestError):
+    code = "chat_template_failed"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"The model's chat template refuses these messages: {detail}", param="messages")
+        self.detail = detail
 
 
 class ModelNotFound(RequestError):
@@ -220,6 +242,17 @@ class ModelWeightsMissing(ModelError):
 
     def __init__(self, model: str, detail: str) -> None:
         super().__init__(f"The model at {model!r} has no usable weights: {detail}.")
+        self.model = model
+
+
+class TokenizerUnusable(ModelError):
+    code = "tokenizer_unusable"
+
+    def __init__(self, model: str, detail: str) -> None:
+        super().__init__(
+            f"The model at {model!r} has no usable tokenizer: {detail}. Put its tokenizer.json and "
+            "tokenizer_config.json beside config.json."
+        )
         self.model = model
 
 

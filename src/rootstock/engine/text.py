@@ -1,0 +1,345 @@
+"""Text: tokens to and from it, one token at a time, until a stop string.
+
+`TextCodec` is all that the engine and the server know of a tokenizer. `TextStream` turns one request's tokens
+into the pieces of text that are certain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rootstock.cache.plan import Tokens
+from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
+
+Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates take them
+Tool = Mapping[str, Any]
+
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
+_CONTEXT_TOKENS = 16
+_WINDOW_TOKENS = 64
+
+
+class TextCodec(Protocol):
+    """Every method may be called from any thread."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> Tokens:
+        """A plain prompt, with the tokens that the model wants before every text."""
+        ...
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
+        """The text of a conversation, up to where the assistant speaks next unless `options` say otherwise.
+
+        Raises ChatTemplateMissing and ChatTemplateFailed.
+        """
+        ...
+
+    def encode_chat(self, rendered: str) -> Tokens:
+        """A rendered conversation, which holds all of its special tokens already."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether a token never has text of its own: it is special, or not in the vocabulary."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, special ones included: a leading space or half a character as it is."""
+        ...
+
+
+def token_text(codec: TextCodec, token: int) -> str:
+    return codec.token_bytes(token).decode("utf-8", errors="replace")
+
+
+# ---- streams
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    text: str
+    stopped_by: str | None  # the stop string that ended the text before itself
+
+
+class TextStream:
+    """The text of one request's output, as it becomes certain.
+
+    The deltas and `finish()` together are `decode(context + tokens)` after `decode(context)`, cut before the
+    stop string that is complete first (of two that end at one place, the longer). With the end of the prompt
+    as `context`, a tokenizer that drops the space before the first word drops none here.
+
+    Two things are held back: a character whose bytes are not all there, and what may begin a stop string.
+    Detokenising looks at a window of the last tokens only. (tokenizers' DecodeStream does the same, but gives
+    up the bytes that are still incomplete at the end, and raises where a decoder's text is not append-only.)
+    """
+
+    def __init__(
+        self, codec: TextCodec, stop_strings: Sequence[str] = (), context: Sequence[int] | Tokens = ()
+    ) -> None:
+        assert all(stop_strings), "an empty stop string"
+        self._codec = codec
+        self._stop_strings = tuple(stop_strings)
+        self._longest_stop = max(map(len, self._stop_strings), default=0)
+        self._window = _clean_end(codec, context)
+        self._given_tokens = len(self._window)  # of the window: their text was given out
+        self._given_chars = len(codec.decode(self._window).rstrip(_UNDECODED))  # of the window's text
+        self._held = ""  # may begin a stop string
+        self._stopped = False
+
+    def push(self, token: int) -> StreamDelta:
+        """The text that became certain with `token`. Not to be called after a stop string."""
+        assert not self._stopped
+        if self._codec.is_hidden(token):
+            return StreamDelta("", None)
+        self._window.append(token)
+        return self._until_stop(self._decode_window())
+
+    def finish(self) -> str:
+        """What was held back, now that no token follows."""
+        if self._stopped:
+            return ""
+        self._stopped = True
+        return self._held + self._codec.decode(self._window)[self._given_chars :]
+
+    def _decode_window(self) -> str:
+        text = self._codec.decode(self._window)
+        certain = text.rstrip(_UNDECODED)
+        delta = certain[self._given_chars :]
+        self._given_chars = max(self._given_chars, len(certain))
+        if len(certain) == len(text):
+            self._shift()
+        elif len(self._window) % _WINDOW_TOKENS == 0:
+            delta += self._cut(text)
+        return delta
+
+    def _shift(self) -> None:
+        """Keeps only the newest tokens as the context of those to come, if they have text."""
+        newest = self._window[self._given_tokens :]
+        text = self._codec.decode(newest)
+        if text:
+            self._window = newest
+            self._given_chars = len(text)
+        self._given_tokens = len(self._window)
+
+    def _cut(self, text: str) -> str:
+        """Gives out what is broken for good, so that an output of broken bytes does not grow the window."""
+        for cut in range(len(self._window) - 4, 0, -1):  # a character has at most four bytes
+            head, tail = self._codec.decode(self._window[:cut]), self._codec.decode(self._window[cut:])
+            if head + tail == text and len(head) >= self._given_chars:
+                delta = head[self._given_chars :]
+                self._window = self._window[cut:]
+                self._given_tokens = self._given_chars = 0
+                return delta
+        return ""
+
+    def _until_stop(self, delta: str) -> StreamDelta:
+        if not self._stop_strings:
+            return StreamDelta(delta, None)
+        text = self._held + delta
+        found = [(at + len(stop), at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self._held = ""
+            self._stopped = True
+            return StreamDelta(text[:at], stop)
+        certain = self._first_that_may_begin_a_stop(text)
+        self._held = text[certain:]
+        return StreamDelta(text[:certain], None)
+
+    def _first_that_may_begin_a_stop(self, text: str) -> int:
+        for at in range(max(0, len(text) - self._longest_stop + 1), len(text)):
+            rest = text[at:]
+            if any(stop.startswith(rest) for stop in self._stop_strings):
+                return at
+        return len(text)
+
+
+def _clean_end(codec: TextCodec, context: Sequence[int] | Tokens) -> list[int]:
+    """The fewest tokens at the end of `context` that begin with a whole character."""
+    visible = [int(token) for token in context[-_CONTEXT_TOKENS:] if not codec.is_hidden(int(token))]
+    for start in range(len(visible) - 1, -1, -1):
+        text = codec.decode(visible[start:])
+        if text and not text.startswith(_UNDECODED):
+            return visible[start:]
+    return visible if len(context) <= _CONTEXT_TOKENS else []
+
+
+# ---- codecs
+
+
+class HFTextCodec:
+    """A transformers tokenizer. Fast ones are called past their wrapper, whose settings are not thread-safe."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:
+            self._fast.no_truncation()  # a tokenizer.json may bring limits of its training along
+            self._fast.no_padding()
+            added = self._fast.get_added_tokens_decoder()
+            decoder = self._fast.decoder
+            self._decoder_types = _type_names(json.loads(decoder.__getstate__()) if decoder else None)
+        else:
+            added = tokenizer.added_tokens_decoder
+            self._decoder_types = {"ByteFallback", "Metaspace"}
+        self._added = {int(id): str(token.content) for id, token in added.items()}
+        self._special = frozenset(int(id) for id, token in added.items() if token.special)
+        eos = tokenizer.eos_token_id
+        self._eos: tuple[int, ...] = (
+            tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+        )
+
+    @classmethod
+    def load(
+        cls, model: str, chat_template: str | None = None, *, trust_remote_code: bool = False
+    ) -> HFTextCodec:
+        """From a model's directory or hub name. `chat_template` is used instead of the model's own."""
+        from transformers import (
+            AutoTokenizer,
+        )  # takes seconds to import, and the fake runtime needs none of it
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        except Exception as error:  # whatever a tokenizer's own code raises
+            detail = str(error).strip().splitlines() or [type(error).__name__]
+            raise TokenizerUnusable(model, detail[0]) from error
+        return cls(tokenizer, chat_template)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos
+
+    def encode(self, text: str) -> Tokens:
+        if self._fast is None:
+            return np.array(self._tokenizer.encode(text), dtype=np.int32)
+        return np.array(self._fast.encode(text).ids, dtype=np.int32)
+
+    def encode_chat(self, rendered: str) -> Tokens:
+        if self._fast is None:
+            return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
+        return np.array(self._fast.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
+        if not self._tokenizer.chat_template:
+            raise ChatTemplateMissing
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                **({"add_generation_prompt": True} | options | {"tokenize": False}),
+            )
+        except Exception as error:  # a template is a program of the model's makers and may raise anything
+            raise ChatTemplateFailed(str(error) or type(error).__name__) from error
+        return str(rendered)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self._fast is None:
+            visible = [token for token in tokens if not self.is_hidden(token)]
+            return str(self._tokenizer.decode(visible, clean_up_tokenization_spaces=False))
+        return str(self._fast.decode(tokens, skip_special_tokens=True))
+
+    def is_hidden(self, token: int) -> bool:
+        return token in self._special or self._piece(token) is None
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._added.get(token)
+        if piece is not None:
+            return piece.encode()
+        piece = self._piece(token)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoder_types:
+            if all(char in _BYTE_OF_CHAR for char in piece):
+                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+            return piece.encode()
+        if "ByteFallback" in self._decoder_types and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes([int(byte[1], 16)])
+        if self._decoder_types & {"Replace", "Metaspace"}:
+            return piece.replace("\u2581", " ").encode()
+        if "WordPiece" in self._decoder_types:
+            return piece.removeprefix("##").encode() if piece.startswith("##") else f" {piece}".encode()
+        return piece.encode()
+
+    def _piece(self, token: int) -> str | None:
+        if self._fast is not None:
+            piece = self._fast.id_to_token(token)
+        else:
+            piece = self._tokenizer.convert_ids_to_tokens(token) if token < len(self._tokenizer) else None
+        return None if piece is None else str(piece)
+
+
+class ByteTextCodec:
+    """A token for each byte, and a few special ones for a chat: for tests, with the fake runtime."""
+
+    SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+    END = 256 + SPECIAL.index("<|end|>")
+    vocab_size = 256 + len(SPECIAL)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return (self.END,)
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    def encode_chat(self, rendered: str) -> Tokens:
+        parts = re.split("(" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
+        special = {name: np.array([256 + index], dtype=np.int32) for index, name in enumerate(self.SPECIAL)}
+        return np.concatenate([special[part] if part in special else self.encode(part) for part in parts])
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
+        lines = ["<|begin|>"]
+        if tools:
+            lines.append(f"<|system|>{json.dumps([dict(tool) for tool in tools])}<|end|>")
+        for message in messages:
+            if f"<|{message['role']}|>" not in self.SPECIAL:
+                raise ChatTemplateFailed(f"there is no role {message['role']!r}")
+            lines.append(f"<|{message['role']}|>{message.get('content') or ''}<|end|>")
+        if options.get("add_generation_prompt", True):
+            lines.append("<|assistant|>")
+        return "".join(lines)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
+
+    def is_hidden(self, token: int) -> bool:
+        return token >= 256
+
+    def token_bytes(self, token: int) -> bytes:
+        if token < 256:
+            return bytes([token])
+        return self.SPECIAL[token - 256].encode() if token < self.vocab_size else b""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: Latin-1 where that is printable, else from
+    U+0100 on (GPT-2's `bytes_to_unicode`, Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _type_names(decoder: Any) -> set[str]:
+    """The "type" of a serialised decoder and of all that it is made of."""
+    if isinstance(decoder, dict):
+        own = {decoder["type"]} if isinstance(decoder.get("type"), str) else set()
+        return own.union(*(_type_names(value) for value in decoder.values()))
+    if isinstance(decoder, list):
+        return set[str]().union(*(_type_names(value) for value in decoder))
+    return set()

@@ -1,0 +1,295 @@
+"""Text streams on two real tokenizers, trained here: byte-level BPE, and SentencePiece-like with byte fallback."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rootstock.engine.text import ByteTextCodec, HFTextCodec, TextCodec, TextStream, token_text
+from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "Stop strings such as ###, END and </answer> end the text. The end.",
+    "Größe, naïve café, Ελληνικά, Русский язык, 日本語のテキスト, 中文字符, 한국어",
+    "emoji 😀😃 👩‍👩‍👧‍👦 🇩🇪 and combining e\u0301 n\u0303",
+]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('Roles are system, user and assistant, not ' + m.role) }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking else '' }}{% endif %}"
+)
+SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+@functools.cache
+def byte_level() -> HFTextCodec:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return HFTextCodec(wrapped, TEMPLATE)
+
+
+@functools.cache
+def sentencepiece() -> HFTextCodec:
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trained.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    learned = trained.get_vocab()
+    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {piece: id for id, piece in enumerate(pieces + sorted(learned, key=lambda piece: learned[piece]))}
+    merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+    )
+    return HFTextCodec(wrapped)
+
+
+CODECS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "bytes": ByteTextCodec}
+every_codec = pytest.mark.parametrize("codec", [make() for make in CODECS.values()], ids=list(CODECS))
+
+# Texts from which both trained tokenizers make merged, single-byte and multi-byte tokens.
+texts = st.text(
+    st.one_of(st.sampled_from("The quick END ###\n é日😀👩‍👧"), st.characters(codec="utf-8")), max_size=60
+)
+
+
+def streamed(
+    codec: TextCodec, tokens: Sequence[int], stops: Sequence[str] = (), context: Sequence[int] = ()
+) -> tuple[list[str], str | None]:
+    stream = TextStream(codec, stops, context)
+    deltas: list[str] = []
+    for token in tokens:
+        delta = stream.push(int(token))
+        deltas.append(delta.text)
+        if delta.stopped_by is not None:
+            assert stream.finish() == ""
+            return deltas, delta.stopped_by
+    return [*deltas, stream.finish()], None
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Character by character: the first stop string to be complete, the longer of two that end at once."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+# ---- detokenisation
+
+
+@every_codec
+@settings(deadline=None, max_examples=200)
+@given(text=texts)
+def test_the_deltas_of_a_text_are_the_text_that_decoding_all_tokens_gives(
+    codec: TextCodec, text: str
+) -> None:
+    tokens = codec.encode(text).tolist()
+    assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens) == text
+
+
+@pytest.mark.parametrize("codec", [byte_level(), ByteTextCodec()], ids=["byte-level", "bytes"])
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_the_deltas_of_any_bytes_even_broken_ones_are_what_decoding_all_tokens_gives(
+    codec: TextCodec, data: st.DataObject
+) -> None:
+    tokens = data.draw(st.lists(st.integers(0, 420), max_size=80))
+    assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(tokens=st.lists(st.integers(0, 480), max_size=80))
+def test_broken_byte_fallback_never_raises_and_never_takes_back_a_character(tokens: list[int]) -> None:
+    codec = sentencepiece()
+    text = "".join(streamed(codec, tokens)[0])
+    # A run of byte tokens that is broken anywhere decodes to U+FFFD for each byte; a stream has given out the
+    # whole characters of the run already.
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    decoded = codec.decode(tokens)
+    assert len(text) <= len(decoded)
+    if replacement not in decoded:
+        assert text == decoded
+
+
+@every_codec
+@settings(deadline=None, max_examples=200)
+@given(prompt=texts, text=texts)
+def test_with_the_prompts_end_as_context_the_deltas_are_the_rest_of_the_text(
+    codec: TextCodec, prompt: str, text: str
+) -> None:
+    before, after = codec.encode(prompt).tolist(), codec.encode(text).tolist()
+    whole = codec.decode(before + after)
+    assert "".join(streamed(codec, after, context=before)[0]) == whole.removeprefix(codec.decode(before))
+
+
+def test_the_space_before_a_word_is_kept_when_it_continues_a_prompt() -> None:
+    codec = sentencepiece()
+    prompt, answer = codec.encode("The quick").tolist(), codec.encode("brown fox").tolist()
+    assert "".join(streamed(codec, answer)[0]) == "brown fox"
+    assert "".join(streamed(codec, answer, context=prompt)[0]) == " brown fox"
+
+
+@every_codec
+def test_a_character_is_given_out_once_its_last_byte_is_there(codec: TextCodec) -> None:
+    tokens = codec.encode("a👍z").tolist()
+    deltas, _ = streamed(codec, tokens)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(deltas)
+    assert len([delta for delta in deltas if delta]) == 3
+
+
+def test_text_before_an_incomplete_character_is_given_out_at_once() -> None:
+    stream = TextStream(ByteTextCodec())
+    assert stream.push(ord("a")).text == "a"
+    assert stream.push(0xE2).text == ""
+    assert stream.push(0x82).text == ""
+    assert stream.push(0xAC).text == "€"
+    assert stream.push(0xE2).text == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_character_that_began_in_the_prompt_is_given_out_whole() -> None:
+    stream = TextStream(ByteTextCodec(), context=[0xE2, 0x82])
+    assert stream.push(0xAC).text == "€"
+
+
+@every_codec
+def test_special_and_unknown_tokens_have_no_text_and_cost_nothing(codec: TextCodec) -> None:
+    hidden = [*codec.eos_token_ids, 10**6]
+    tokens = [*codec.encode("The quick").tolist()]
+    mixed = [each for token in tokens for each in (token, *hidden)]
+    stream = TextStream(codec)
+    assert "".join(stream.push(token).text for token in mixed) + stream.finish() == "The quick"
+    assert len(stream._window) <= 4
+
+
+@pytest.mark.parametrize("broken", [[0x80], [0xF0, 0x9F], [0xE2, 0x82, 0xF0], [0xEF, 0xBF, 0xBD]])
+def test_a_window_of_broken_bytes_does_not_grow(broken: list[int]) -> None:
+    codec = ByteTextCodec()
+    tokens = (broken * 300)[:600]
+    stream = TextStream(codec)
+    text = "".join(stream.push(token).text for token in tokens)
+    assert len(stream._window) < 130
+    assert text + stream.finish() == codec.decode(tokens)
+
+
+# ---- stop strings
+
+
+@every_codec
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("aAb#\nE é😀", max_size=40),
+    stops=st.lists(st.text("aAb#\nE é😀", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+)
+def test_the_text_is_cut_before_the_stop_string_that_is_complete_first(
+    codec: TextCodec, text: str, stops: list[str]
+) -> None:
+    deltas, stopped_by = streamed(codec, codec.encode(text).tolist(), stops)
+    assert ("".join(deltas), stopped_by) == cut(text, stops)
+
+
+@every_codec
+def test_what_may_begin_a_stop_string_is_held_back_until_it_is_certain(codec: TextCodec) -> None:
+    stream = TextStream(codec, ["</answer>"])
+    so_far = ""
+    for token in codec.encode("x </answe z").tolist():
+        so_far += stream.push(token).text
+        assert not so_far.endswith(("<", "</", "</a", "</answe"))
+    assert so_far + stream.finish() == "x </answe z"
+
+
+def test_a_held_beginning_is_given_out_at_the_end() -> None:
+    stream = TextStream(ByteTextCodec(), ["END"])
+    assert [stream.push(ord(char)).text for char in "a EN"] == ["a", " ", "", ""]
+    assert stream.finish() == "EN"
+
+
+# ---- codecs
+
+
+@every_codec
+@settings(deadline=None, max_examples=100)
+@given(text=texts)
+def test_the_bytes_of_the_tokens_make_up_the_text(codec: TextCodec, text: str) -> None:
+    data = b"".join(codec.token_bytes(token) for token in codec.encode(text).tolist())
+    prefix = b" " if codec is CODECS["sentencepiece"]() else b""  # the one that it drops at the very front
+    assert data.removeprefix(prefix) == text.encode()
+
+
+def test_a_special_token_has_a_name_but_no_text() -> None:
+    codec = byte_level()
+    end = codec.eos_token_ids[0]
+    assert codec.is_hidden(end)
+    assert token_text(codec, end) == "<|end|>"
+    assert codec.decode([end]) == ""
+    assert codec.token_bytes(10**6) == b""
+
+
+def test_a_conversation_is_rendered_by_the_models_template() -> None:
+    codec = byte_level()
+    messages = [{"role": "user", "content": "The dog"}]
+    assert codec.render_chat(messages, []) == "<|user|>The dog<|end|><|assistant|>"
+    assert codec.render_chat(messages, [], thinking=True).endswith("<think>")
+    assert codec.render_chat(messages, [], add_generation_prompt=False) == "<|user|>The dog<|end|>"
+    tokens = codec.encode_chat(codec.render_chat(messages, [])).tolist()
+    assert [token for token in tokens if codec.is_hidden(token)] == [2, 1, 3]
+
+
+def test_what_a_template_refuses_is_answered_with_the_templates_own_words() -> None:
+    with pytest.raises(ChatTemplateFailed, match="Roles are system, user and assistant, not wizard"):
+        byte_level().render_chat([{"role": "wizard", "content": "abra"}], [])
+
+
+def test_a_model_without_a_template_names_the_remedy() -> None:
+    with pytest.raises(ChatTemplateMissing, match="--chat-template"):
+        sentencepiece().render_chat([{"role": "user", "content": "hi"}], [])
+
+
+def test_a_tokenizer_is_loaded_from_a_models_directory(tmp_path: Any) -> None:
+    saved = byte_level()._tokenizer
+    saved.save_pretrained(tmp_path)
+    loaded = HFTextCodec.load(str(tmp_path))
+    assert loaded.encode("The dog sleeps 😀").tolist() == byte_level().encode("The dog sleeps 😀").tolist()
+    assert loaded.eos_token_ids == byte_level().eos_token_ids
+    messages = [{"role": "user", "content": "x"}]
+    assert loaded.render_chat(messages, []) == byte_level().render_chat(messages, [])
+    assert HFTextCodec.load(str(tmp_path), "{{ 'mine' }}").render_chat(messages, []) == "mine"
+
+
+def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Any) -> None:
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json"):
+        HFTextCodec.load(str(tmp_path))
+
+
+def test_a_truncation_saved_with_the_tokenizer_does_not_shorten_prompts() -> None:
+    tokenizer = Tokenizer.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
+    tokenizer.enable_truncation(4)
+    codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
+    assert codec.decode(codec.encode("The quick brown fox jumps").tolist()) == "The quick brown fox jumps"
