@@ -78,15 +78,19 @@ class KVCache:
         if blocks < 2:  # one to compute into and one to copy a shared tail from
             raise BudgetTooSmall(budget_bytes, 2 * self.block_bytes, self.block_bytes)
         self.families = tuple(families)
-        self.pool = BlockPool(blocks)
         self.reuse = reuse
         self.counters = Counters()
+        self._policy = policy
         self._clock = clock
-        self._queue: EvictionQueue[Node] = EvictionQueue(policy)
-        self._roots: dict[Namespace, Root] = {}
-        self._leases: dict[LeaseId, Lease] = {}
         self._next_lease = 0
         self._version = 0
+        self._start_empty(blocks)
+
+    def _start_empty(self, blocks: int) -> None:
+        self.pool = BlockPool(blocks)
+        self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
+        self._roots: dict[Namespace, Root] = {}
+        self._leases: dict[LeaseId, Lease] = {}
         self._evicted_runs: deque[tuple[Node, int, int]] = deque()
         self._remembered_tokens = 0
 
@@ -287,6 +291,13 @@ class KVCache:
                 node.evicted.clear()
             self._forget_if_empty(root)
         return self.pool.free_blocks - before
+
+    def reset(self) -> None:
+        """Forgets everything, leases included: for an owner whose own state was lost."""
+        self._version += 1
+        for lease in self._leases.values():
+            lease.ended = True
+        self._start_empty(self.pool.total_blocks)
 
     def stats(self) -> CacheStats:
         """Recounted from the structures at each call: O(nodes)."""

@@ -1,61 +1,496 @@
-"""STUB of the public face (bodies follow): the thread that owns the runtime."""
+"""The engine: one thread that owns the cache and the runtime, and a face that any thread may call.
+
+A step: run what other threads asked for → schedule → execute the plans → one packed forward → publish what was
+computed → sample → tell. Every request that was accepted gets exactly one terminal event, whatever happens: a
+forward that raises fails the requests of that step, and a bug of our own fails everything and starts the cache
+anew rather than trusting it.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from rootstock.cache import KVCache
-from rootstock.cache.plan import Tokens
-from rootstock.engine.request import Event, Request, RequestId, Sink
-from rootstock.runtime.base import Runtime
+from rootstock.cache.explain import Explanation
+from rootstock.cache.keys import Namespace
+from rootstock.cache.plan import NOTHING, Plan, Tokens
+from rootstock.cache.stats import CacheStats
+from rootstock.config import EngineConfig
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    Request,
+    RequestId,
+    Sink,
+    TokenEvent,
+)
+from rootstock.engine.sampling import Sampler, score_prompt
+from rootstock.engine.scheduler import Scheduler, Work
+from rootstock.engine.sequence import Decoding, Sequence
+from rootstock.engine.text import TextCodec, TextStream
+from rootstock.errors import (
+    CompletionTooLong,
+    EmptyPrompt,
+    EngineStopped,
+    InvalidParameter,
+    PromptTooLong,
+    QueueFull,
+    RootstockError,
+    StepFailed,
+)
+from rootstock.runtime.base import Batch, Logits, Runtime, Segment
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    alive: bool  # the thread runs, and has not hung
+    alive: bool
     detail: str
     running: int
     waiting: int
     steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    blocks: int
+    bytes: int
+
+
+@dataclass(slots=True)
+class StepCounters:
+    steps: int = 0
+    computed_tokens: int = 0  # positions that went through a forward
+    sampled_tokens: int = 0
+    forward_s: float = 0.0
+    failed_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    cache: CacheStats
+    running: int
+    waiting: int
+    counters: StepCounters = field(default_factory=StepCounters)
+
+
 class Engine:
-    """`with Engine(...) as engine:` starts and stops the thread. Every method may be called from any thread."""
+    """`with Engine(...) as engine:` starts and stops the thread. Methods may be called from any thread.
 
-    def __init__(self, runtime: Runtime, cache: KVCache, config: Any, codec: Any | None = None) -> None: ...
+    The cache belongs to the engine from here on. Without `codec` no text is made: token events have none, and
+    stop strings are refused. A test may drive an engine that was not started by calling `step` itself.
+    """
 
-    def __enter__(self) -> Engine: ...
-    def __exit__(self, *exc: object) -> None: ...
-    def start(self) -> None: ...
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: KVCache,
+        config: EngineConfig | None = None,
+        codec: TextCodec | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runtime = runtime
+        self._cache = cache
+        self._config = config or EngineConfig()
+        self._codec = codec
+        self._clock = clock
+        self._scheduler = Scheduler(cache, self._config.max_batch, self._config.chunk_tokens)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._live: dict[RequestId, Sequence] = {}  # accepted and not ended
+        self._lock = threading.Lock()  # of _live, _arrivals and _closed
+        self._arrivals = 0
+        self._closed = False
+        self._seeds = np.random.default_rng(self._config.seed)
+        self._thread: threading.Thread | None = None
+        self._counters = StepCounters()
+        self._step_began: float | None = None
+
+    # --------------------------------------------------------------------------------------- lifetime
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        assert self._thread is None, "an engine is started once"
+        self._thread = threading.Thread(target=self._run, name="rootstock-engine", daemon=True)
+        self._thread.start()
+
     def stop(self) -> None:
-        """Fails what still runs with EngineStopped, then ends the thread."""
+        """What still runs fails with EngineStopped; the thread ends after the current step. Idempotent."""
+        with self._lock:
+            self._closed = True
+        if self._thread is None:
+            self._fail_everything(EngineStopped())
+            return
+        self._commands.put(lambda: None)  # wakes the thread if it sleeps
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            # With nothing to do, sleep until somebody asks for something.
+            self.step(None if self._scheduler.has_work else self._commands.get())
+        self._drain_commands()
+        self._fail_everything(EngineStopped())
+
+    # ---------------------------------------------------------------------------------- for any thread
 
     @property
     def context_limit(self) -> int:
-        """Tokens that prompt and answer may have together: the model's limit or the pool's, if that is less."""
+        """Tokens that a prompt and its answer may have together."""
+        limits = [self._runtime.description.context_limit, self._cache.capacity_tokens]
+        if self._config.context_limit is not None:
+            limits.append(self._config.context_limit)
+        return min(limits)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Checks and queues. Raises EmptyPrompt, PromptTooLong, CompletionTooLong, QueueFull, EngineStopped,
-        InvalidParameter at once; afterwards every outcome is an event."""
+        """Checks and queues. Whatever becomes of it afterwards is told by events.
+
+        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
+        """
+        self._refuse_impossible(request)
+        eos = () if request.stop.ignore_eos else self._runtime.description.eos_token_ids
+        with self._lock:
+            if self._closed:
+                raise EngineStopped()
+            limit = self._config.max_batch + self._config.max_queue
+            if len(self._live) >= limit:
+                raise QueueFull(len(self._live) - self._config.max_batch, self._config.max_queue)
+            if request.id in self._live:
+                raise InvalidParameter("request_id", request.id, "different from that of every open request")
+            seed = request.sampling.seed
+            sequence = Sequence(
+                request,
+                sink,
+                arrival=self._arrivals,
+                namespace=self._namespace(request.salt),
+                max_tokens=self._max_tokens(request),
+                sampler=Sampler(
+                    request.sampling,
+                    request.tokens,
+                    self._runtime.description.vocab_size,
+                    int(self._seeds.integers(2**63)) if seed is None else seed,
+                    (*eos, *request.stop.stop_tokens),
+                    request.stop.min_tokens,
+                ),
+                stream=self._text_stream(request),
+                stop_tokens=frozenset((*eos, *request.stop.stop_tokens)),
+                now=self._clock(),
+            )
+            self._arrivals += 1
+            self._live[request.id] = sequence
+        self._commands.put(lambda: self._scheduler.add(sequence))
 
     def abort(self, request: RequestId) -> None:
-        """Idempotent; the request gets `Aborted` unless it ended before."""
+        """The request ends with `Aborted`, unless it has ended. Idempotent, does not wait."""
+        self._commands.put(lambda: self._abort(request))
 
     def generate(self, request: Request) -> Iterator[Event]:
-        """Submits and yields the events; blocking. Closing the iterator aborts."""
+        """Submits, and yields the events up to the terminal one. Closing the iterator aborts the request."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.submit(request, events.put)
+        ended = False
+        try:
+            while not ended:
+                event = events.get()
+                ended = isinstance(event, Finished | Failed | Aborted)
+                yield event
+        finally:
+            if not ended:
+                self.abort(request.id)
 
-    def explain(self, tokens: Tokens, salt: str = "") -> Any:
-        """cache.explain on the engine's thread (a frozen dataclass, see cache/explain.py)."""
+    def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
+        """Why a request with these tokens would hit what it would hit now."""
+        return self.call(lambda: self._cache.explain(tokens, self._namespace(salt)))
 
-    def stats(self) -> Any:
-        """cache.stats plus the engine's own counters (frozen dataclasses)."""
+    def stats(self) -> EngineStats:
+        return self.call(
+            lambda: EngineStats(
+                self._cache.stats(), self._scheduler.running, self._scheduler.waiting, self._copy_counters()
+            )
+        )
 
-    def clear_cache(self) -> Any:
-        """Drops every cached prefix that no running request uses; returns blocks and bytes freed."""
+    def clear_cache(self) -> Cleared:
+        """Drops every cached prefix that no running request uses."""
 
-    def health(self) -> Health: ...
+        def clear() -> Cleared:
+            blocks = self._cache.clear()
+            return Cleared(blocks, blocks * self._cache.block_bytes)
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the engine's thread between two steps, and returns what it returns."""
+        return self.call(clear)
+
+    def health(self) -> Health:
+        """Answered by the calling thread, so that a dead or hung engine cannot hide."""
+        thread, began = self._thread, self._step_began
+        alive, detail = True, "ok"
+        if self._closed:
+            alive, detail = False, "stopped"
+        elif thread is not None and not thread.is_alive():
+            alive, detail = False, "the engine's thread has died"
+        elif began is not None and self._clock() - began > HUNG_AFTER_S:
+            alive, detail = False, f"a step has been running for {self._clock() - began:.0f} s"
+        running = self._scheduler.running
+        return Health(alive, detail, running, max(0, len(self._live) - running), self._counters.steps)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What `function` returns, run on the engine's thread between two steps."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return function()
+        if self._closed or not self._thread.is_alive():
+            raise EngineStopped()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self._closed:
+                future.set_exception(EngineStopped())
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._commands.put(run)
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                if future.done():  # the function itself raised TimeoutError
+                    raise
+                if not self._thread.is_alive():
+                    raise EngineStopped() from None
+
+    # --------------------------------------------------------------------------------------- a request
+
+    def _refuse_impossible(self, request: Request) -> None:
+        """What can never work is refused at submission, with the numbers."""
+        prompt, limit, stop = len(request.tokens), self.context_limit, request.stop
+        if prompt == 0:
+            raise EmptyPrompt()
+        vocab_size = self._runtime.description.vocab_size
+        lowest, highest = int(request.tokens.min()), int(request.tokens.max())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidParameter("prompt", wrong, f"token ids from 0 to {vocab_size - 1}")
+        if prompt + (stop.max_tokens != 0) > limit:
+            raise PromptTooLong(prompt, limit)
+        if stop.max_tokens is not None:
+            if stop.max_tokens < 0:
+                raise InvalidParameter("max_tokens", stop.max_tokens, "0 or more")
+            if prompt + stop.max_tokens > limit:
+                raise CompletionTooLong(prompt, stop.max_tokens, limit)
+        if stop.stop_strings and self._codec is None:
+            raise InvalidParameter("stop", stop.stop_strings, "empty: this engine has no tokenizer")
+
+    def _text_stream(self, request: Request) -> TextStream | None:
+        if self._codec is None:
+            return None
+        return TextStream(self._codec, request.stop.stop_strings, context=request.tokens)
+
+    def _max_tokens(self, request: Request) -> int:
+        room = self.context_limit - len(request.tokens)
+        return room if request.stop.max_tokens is None else request.stop.max_tokens
+
+    def _namespace(self, salt: str) -> Namespace:
+        described = self._runtime.description
+        return Namespace(
+            weights=described.weights_fingerprint,
+            kv_dtype=described.kv_dtype,
+            rope_regime=described.rope_regime,
+            salt=salt,
+        )
+
+    def _abort(self, request: RequestId) -> None:
+        sequence = self._live.get(request)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+            self._forget(sequence)
+            sequence.abort(self._clock())
+
+    def _fail(self, sequence: Sequence, error: RootstockError) -> None:
+        self._scheduler.remove(sequence)
+        self._forget(sequence)
+        sequence.fail(error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        with self._lock:
+            self._live.pop(sequence.request.id, None)
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def step(self, command: Callable[[], None] | None = None) -> bool:
+        """One turn of the loop; False if there was nothing to do. For the engine's thread, or a test's."""
+        self._step_began = self._clock()
+        try:
+            if command is not None:
+                command()
+            self._drain_commands()
+            if self._closed or not self._scheduler.has_work:
+                return False
+            self._schedule_and_run()
+        except Exception as error:
+            # Ours to mend, and the cache cannot be trusted any more: nothing of it is kept.
+            log.exception(
+                "the engine failed between forwards; every open request fails, the cache is emptied"
+            )
+            self._scheduler.drain()
+            self._fail_everything(StepFailed(error))
+            self._cache.reset()
+        finally:
+            self._step_began = None
+        return True
+
+    def _schedule_and_run(self) -> None:
+        self._scheduler.now = self._clock()
+        work, given_up = self._scheduler.schedule()
+        for sequence, error in given_up:
+            self._forget(sequence)
+            sequence.fail(error)
+        if not work:
+            assert given_up or not self._scheduler.has_work, "requests wait and nothing runs"
+            return
+        try:
+            logits = self._forward(work)
+        except Exception as error:
+            log.exception("a forward failed; its %d requests fail, others go on", len(work))
+            self._counters.failed_steps += 1
+            for item in work:
+                self._fail(item.sequence, StepFailed(error))
+            return
+        row = 0
+        for item in work:
+            rows = self._rows_wanted(item)
+            self._take(item, logits[row : row + rows])
+            row += rows
+
+    def _forward(self, work: list[Work]) -> Logits:
+        copies = tuple(copy for item in work for copy in item.sequence.plan.copies)
+        if copies:
+            self._runtime.apply(Plan(copies))
+            for item in work:
+                item.sequence.plan = NOTHING
+        batch = Batch(
+            [
+                Segment(item.tokens, item.lease.computed, item.lease.table, self._rows_wanted(item))
+                for item in work
+            ]
+        )
+        began = self._clock()
+        logits = self._runtime.forward(batch)
+        self._counters.forward_s += self._clock() - began
+        self._counters.steps += 1
+        self._counters.computed_tokens += batch.new_tokens
+        return logits
+
+    @staticmethod
+    def _rows_wanted(item: Work) -> int:
+        if not item.sequence.prompt_scored:
+            return len(item.tokens)
+        return 1 if item.completes_prompt and item.sequence.max_tokens > 0 else 0
+
+    def _take(self, item: Work, logits: Logits) -> None:
+        """One sequence's share of a forward's result: publish, score, sample, tell."""
+        sequence, completes, past = item.sequence, item.completes_prompt, item.lease.computed
+        self._cache.commit(item.lease, item.tokens)
+        try:
+            if not sequence.prompt_scored:
+                self._score(sequence, past, logits, completes)
+            if completes:
+                self._continue(sequence, item, logits)
+        except RootstockError as error:
+            self._fail(sequence, error)
+        except Exception as error:
+            log.exception("request %s failed after its forward", sequence.request.id)
+            self._fail(sequence, StepFailed(error))
+
+    def _score(self, sequence: Sequence, past: int, logits: Logits, completes: bool) -> None:
+        prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
+        assert top is not None
+        following = prompt[past + 1 : past + 1 + len(logits)]
+        sequence.prompt_scores.extend(score_prompt(logits[: len(following)], following, top))
+        if completes:
+            sequence.prompt_scored = True
+            sequence.emit(PromptScored(sequence.request.id, tuple(sequence.prompt_scores)))
+            sequence.prompt_scores = []
+
+    def _continue(self, sequence: Sequence, item: Work, logits: Logits) -> None:
+        """Every known token is computed: sample the next one, or end."""
+        if sequence.max_tokens == 0:  # a prompt to be scored or cached, and no more
+            self._finish(sequence, item, "length")
+            return
+        sampled = sequence.sampler.sample(logits[-1])
+        self._counters.sampled_tokens += 1
+        sequence.generated.append(sampled.token)
+        sequence.state = Decoding(item.lease)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = self._clock()
+        if sampled.token in sequence.stop_tokens:
+            self._finish(sequence, item, "stop", stopped_by=sampled.token)
+            return
+        text, stopped_by = "", None
+        if sequence.stream is not None:
+            delta = sequence.stream.push(sampled.token)
+            text, stopped_by = delta.text, delta.stopped_by
+        sequence.emit(
+            TokenEvent(sequence.request.id, sampled.token, text, sampled.logprob, sequence.cached_tokens or 0)
+        )
+        if stopped_by is not None:
+            self._finish(sequence, item, "stop", stopped_by=stopped_by, flush=False)
+        elif len(sequence.generated) >= sequence.max_tokens:
+            self._finish(sequence, item, "length")
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        item: Work,
+        reason: Literal["stop", "length"],
+        stopped_by: str | int | None = None,
+        flush: bool = True,
+    ) -> None:
+        text = sequence.stream.finish() if flush and sequence.stream is not None else ""
+        self._scheduler.complete(sequence, item.lease)
+        self._forget(sequence)
+        usage = sequence.usage(self._clock())
+        sequence.finish(Finished(sequence.request.id, reason, usage, text, stopped_by))
+
+    # ---------------------------------------------------------------------------------------- the rest
+
+    def _drain_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _fail_everything(self, error: RootstockError) -> None:
+        for sequence in list(self._scheduler.sequences()):
+            self._scheduler.remove(sequence)
+        with self._lock:
+            left, self._live = list(self._live.values()), {}
+        for sequence in left:
+            sequence.fail(error)
+
+    def _copy_counters(self) -> StepCounters:
+        c = self._counters
+        return StepCounters(c.steps, c.computed_tokens, c.sampled_tokens, c.forward_s, c.failed_steps)

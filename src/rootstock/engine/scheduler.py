@@ -1,0 +1,223 @@
+"""What the next forward computes: who decodes, who prefills how much, who is admitted, who must make room.
+
+Order of a step: running decodes, one token each; running prefills, first come first served, within the token
+budget; then admissions from the queue. Nothing here touches a tensor or a clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.lease import Admitted, Deferred, Lease, Match
+from rootstock.cache.plan import NOTHING, Tokens
+from rootstock.engine.sequence import (
+    Decoding,
+    Ended,
+    Preempted,
+    Prefilling,
+    Sequence,
+    Waiting,
+    WaitingForPrefix,
+)
+from rootstock.errors import OutOfBlocks, RootstockError
+
+WANTING_REQUESTS = 64  # how many of the queue's first requests protect what they would hit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's share of a step: these tokens, which follow what its lease has computed."""
+
+    sequence: Sequence
+    lease: Lease
+    tokens: Tokens  # [new]
+
+    @property
+    def completes_prompt(self) -> bool:
+        """After this forward every known token is computed, and the next one can be sampled."""
+        return self.lease.computed + len(self.tokens) >= self.lease.known
+
+
+class Scheduler:
+    """Owns the queue and the running set."""
+
+    def __init__(self, cache: KVCache, max_batch: int, chunk_tokens: int) -> None:
+        self._cache = cache
+        self._max_batch = max_batch
+        self._chunk_tokens = chunk_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of admission
+        self._given_up: list[tuple[Sequence, RootstockError]] = []
+        self.now = 0.0  # set by the engine before each step
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._waiting
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; what it has computed stays in the cache."""
+        lease = sequence.lease
+        if lease is not None:
+            self._running.remove(sequence)
+            self._cache.abort(lease)
+        else:
+            self._waiting.remove(sequence)
+        self._drop_want(sequence)
+        sequence.state = Waiting()
+
+    def complete(self, sequence: Sequence, lease: Lease) -> None:
+        """A running sequence has all its tokens."""
+        self._running.remove(sequence)
+        self._cache.finish(lease)
+        sequence.state = Waiting()
+
+    def drain(self) -> list[Sequence]:
+        """Everything out, without telling the cache: for when the cache itself is started anew."""
+        left = list(self.sequences())
+        self._running.clear()
+        self._waiting.clear()
+        for sequence in left:
+            sequence.state, sequence.want = Waiting(), None
+        return left
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def schedule(self) -> tuple[list[Work], list[tuple[Sequence, RootstockError]]]:
+        """The next forward, every block of which is reserved, and whom the scheduler had to give up on."""
+        self._given_up = []
+        work = self._decodes()
+        budget = self._chunk_tokens - len(work)
+        for sequence in self._running:
+            if isinstance(sequence.state, Prefilling) and budget > 0:
+                work.append(self._prefill(sequence, sequence.state.lease, budget))
+                budget -= len(work[-1].tokens)
+        self._admit(work, budget)
+        self._protect_hits_of_queued()
+        return work, self._given_up
+
+    def _decodes(self) -> list[Work]:
+        work: list[Work] = []
+        for sequence in list(self._running):
+            # A sequence further up may have preempted this one meanwhile.
+            if isinstance(sequence.state, Decoding) and self._reserve_next(sequence, sequence.state.lease):
+                work.append(Work(sequence, sequence.state.lease, np.array(sequence.generated[-1:], np.int32)))
+        # … or one further down a sequence whose work is planned already.
+        return [w for w in work if w.sequence.lease is w.lease]
+
+    def _reserve_next(self, sequence: Sequence, lease: Lease) -> bool:
+        """A block for the next token; others are preempted if need be, the least-progressed first."""
+        while True:
+            extended = self._cache.extend(lease, 1)
+            if not isinstance(extended, Deferred):
+                return True
+            if len(self._running) == 1:  # the last one is never preempted: nobody would make room for it
+                self.remove(sequence)
+                error = OutOfBlocks(extended.needed_blocks, self._cache.pool.total_blocks)
+                self._given_up.append((sequence, error))
+                return False
+            victim = min(self._running, key=_progress)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, victim: Sequence) -> None:
+        lease = victim.lease
+        assert lease is not None
+        self._cache.preempt(lease)
+        self._running.remove(victim)
+        victim.state = Preempted()
+        victim.plan = NOTHING
+        # Ahead of what was never admitted, in order of arrival among its like.
+        ahead = sum(isinstance(s.state, Preempted) and s.arrival < victim.arrival for s in self._waiting)
+        self._waiting.insert(ahead, victim)
+
+    def _prefill(self, sequence: Sequence, lease: Lease, budget: int) -> Work:
+        end = min(lease.known, lease.computed + budget)
+        return Work(sequence, lease, lease.tokens[lease.computed : end])
+
+    def _admit(self, work: list[Work], budget: int) -> None:
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._running) >= self._max_batch:
+                return
+            if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
+                continue
+            match = self._match(sequence)
+            if (
+                match.pending is not None
+                and match.waiting_gain >= self._cache.block_size
+                and sequence.prompt_scored
+            ):
+                # The producer is running, so its blocks come at least as soon as our own would.
+                sequence.state = WaitingForPrefix(match.pending.producer, match.pending.until)
+                continue
+            # Those that run must not be preempted at once for the sake of the newcomer.
+            headroom = sum(isinstance(s.state, Decoding) for s in self._running)
+            admitted = self._cache.admit(match, headroom)
+            if isinstance(admitted, Deferred):
+                return  # first come, first served: nobody overtakes
+            self._start(sequence, admitted)
+            work.append(self._prefill(sequence, admitted.lease, budget))
+            budget -= len(work[-1].tokens)
+
+    def _match(self, sequence: Sequence) -> Match:
+        nothing_to_reuse = None if sequence.prompt_scored else 0  # the logits of every position are wanted
+        return self._cache.match(sequence.tokens, sequence.namespace, nothing_to_reuse)
+
+    def _start(self, sequence: Sequence, admitted: Admitted) -> None:
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        self._drop_want(sequence)
+        sequence.state = Prefilling(admitted.lease)
+        sequence.plan = admitted.plan
+        sequence.prompt_scores.clear()  # a prompt that is scored begins anew after a preemption
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = admitted.lease.hit_tokens
+            sequence.admitted_at = self.now
+
+    def _protect_hits_of_queued(self) -> None:
+        for index, sequence in enumerate(self._waiting):
+            if index >= WANTING_REQUESTS:
+                return
+            if sequence.want is None and sequence.prompt_scored:
+                sequence.want = self._cache.want(self._cache.match(sequence.tokens, sequence.namespace))
+
+    def _drop_want(self, sequence: Sequence) -> None:
+        if sequence.want is not None:
+            self._cache.unwant(sequence.want)
+            sequence.want = None
+
+    def check(self) -> None:
+        """Asserts what must hold between steps."""
+        for sequence in self._running:
+            assert sequence.lease is not None
+            assert not sequence.lease.ended
+        for sequence in self._waiting:
+            assert sequence.lease is None
+            assert not isinstance(sequence.state, Ended)
+
+
+def _progress(sequence: Sequence) -> tuple[int, int, int]:
+    """Least first; of equals the latest comer."""
+    lease = sequence.lease
+    assert lease is not None
+    return len(sequence.generated), lease.computed - lease.hit_tokens, -sequence.arrival

@@ -1,0 +1,162 @@
+"""A request on its way through the engine: its state, what it has generated, and how its end is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from rootstock.cache.cache import Want
+from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import Lease
+from rootstock.cache.plan import NOTHING, Plan, Tokens
+from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, Sink, TokenLogprob, Usage
+from rootstock.engine.sampling import Sampler
+from rootstock.engine.text import TextStream
+from rootstock.errors import RootstockError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """In the queue, for blocks or for a place in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForPrefix:
+    """In the queue, until a running request has computed what both have in common."""
+
+    producer: Lease
+    until: int  # position
+
+    @property
+    def is_over(self) -> bool:
+        return self.producer.ended or self.producer.published >= self.until
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """Back at the head of the queue; what it has computed is in the cache, as far as that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """It got its terminal event."""
+
+
+State = Waiting | WaitingForPrefix | Prefilling | Decoding | Preempted | Ended
+
+
+class Sequence:
+    """Owned by the engine's thread."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "cached_tokens",
+        "first_token_at",
+        "generated",
+        "max_tokens",
+        "namespace",
+        "plan",
+        "prompt_scored",
+        "prompt_scores",
+        "request",
+        "sampler",
+        "sink",
+        "state",
+        "stop_tokens",
+        "stream",
+        "submitted_at",
+        "want",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        arrival: int,
+        namespace: Namespace,
+        max_tokens: int,
+        sampler: Sampler,
+        stream: TextStream | None,
+        stop_tokens: frozenset[int],
+        now: float,
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.arrival = arrival  # order of submission: what ties are broken by
+        self.namespace = namespace
+        self.max_tokens = max_tokens
+        self.sampler = sampler
+        self.stream = stream
+        self.stop_tokens = stop_tokens
+        self.state: State = Waiting()
+        self.generated: list[int] = []
+        self.cached_tokens: int | None = None  # None: not admitted yet
+        self.prompt_scores: list[TokenLogprob] = []
+        self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
+        self.plan: Plan = NOTHING  # to be executed before its next forward
+        self.want: Want | None = None
+        self.submitted_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """[prompt + generated] what must be computed before the next token can be sampled."""
+        if not self.generated:
+            return self.request.tokens
+        return np.concatenate((self.request.tokens, np.array(self.generated, np.int32)))
+
+    @property
+    def lease(self) -> Lease | None:
+        match self.state:
+            case Prefilling(lease) | Decoding(lease):
+                return lease
+            case _:
+                return None
+
+    def usage(self, now: float) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=self.cached_tokens or 0,
+            completion_tokens=len(self.generated),
+            queued_s=(self.admitted_at if self.admitted_at is not None else now) - self.submitted_at,
+            ttft_s=(self.first_token_at if self.first_token_at is not None else now) - self.submitted_at,
+            total_s=now - self.submitted_at,
+        )
+
+    def emit(self, event: Event) -> None:
+        """A sink that raises loses its events, and nothing else stops."""
+        try:
+            self.sink(event)
+        except Exception:
+            log.exception("the sink of request %s raised", self.request.id)
+
+    def finish(self, event: Finished) -> None:
+        self._end(event)
+
+    def fail(self, error: RootstockError) -> None:
+        self._end(Failed(self.request.id, error))
+
+    def abort(self, now: float) -> None:
+        self._end(Aborted(self.request.id, self.usage(now)))
+
+    def _end(self, event: Finished | Failed | Aborted) -> None:
+        assert not isinstance(self.state, Ended), "a request ended twice"
+        self.state = Ended()
+        self.emit(event)
