@@ -2,14 +2,18 @@
 
     RootstockError
     ├── RequestError                    400  something in one request; the server goes on
+    │   ├── InvalidJson                 400  the body of the request
     │   ├── InvalidParameter            400  a field has a wrong type or value
+    │   ├── MissingParameter            400
+    │   ├── Unsupported                 400  a field that would change the answer, and that we cannot obey
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
     │   ├── CompletionTooLong           400
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
-    │   └── Unauthorized                401
+    │   ├── Unauthorized                401
+    │   └── BodyTooLarge                413
     ├── Overloaded                      429  try again later
     │   └── QueueFull                   429
     ├── EngineError                     500
@@ -33,7 +37,11 @@ machine-readable, `http_status` is what a server answers, `param` names the offe
 
 from __future__ import annotations
 
+import reprlib
 from typing import ClassVar
+
+_SHORT = reprlib.Repr()  # a wrong value may be a megabyte of it
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class RootstockError(Exception):
@@ -51,14 +59,35 @@ class RequestError(RootstockError):
     http_status = 400
 
 
+class InvalidJson(RequestError):
+    code = "invalid_json"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"The body of the request is not JSON: {detail}.")
+
+
 class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"'{name}' is {value!r}, but must be {allowed}.", param=name)
+        super().__init__(f"'{name}' is {_SHORT.repr(value)}, but must be {allowed}.", param=name)
         self.name = name
         self.value = value
         self.allowed = allowed
+
+
+class MissingParameter(RequestError):
+    code = "missing_parameter"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"'{name}' is missing.", param=name)
+
+
+class Unsupported(RequestError):
+    code = "unsupported_parameter"
+
+    def __init__(self, name: str, remedy: str) -> None:
+        super().__init__(f"'{name}' is not supported here. {remedy}", param=name)
 
 
 class EmptyPrompt(RequestError):
@@ -132,6 +161,15 @@ class Unauthorized(RequestError):
 
     def __init__(self) -> None:
         super().__init__("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
+
+
+class BodyTooLarge(RequestError):
+    code = "body_too_large"
+    http_status = 413
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The body of the request has more than {limit_bytes:,} bytes. Send less at once.")
+        self.limit_bytes = limit_bytes
 
 
 class Overloaded(RootstockError):

@@ -1,0 +1,123 @@
+"""One call → its HTTP response, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Aborted, Failed, Finished, PromptScored, TokenEvent
+from rootstock.errors import RootstockError, StepFailed
+from rootstock.server.errors import ClientGone, error_body
+from rootstock.server.generation import Bridge, Generation, total_usage
+from rootstock.server.metrics import Metrics
+from rootstock.server.openai import DONE, Call, ChunkWriter, error_event, usage_body
+
+log = logging.getLogger(__name__)
+
+
+class Answerer:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._bridge: Bridge | None = None
+
+    async def answer(self, call: Call, request: HttpRequest) -> Response:
+        """Raises what the engine refuses, before anything was sent; and ClientGone."""
+        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics, call.requests)
+        route = request.url.path
+        try:
+            await generation.submit()
+            if call.stream:
+                return EventStream(generation, self._stream(call, generation, route))
+            generation.watch(request.receive)
+            return await self._whole(call, generation, route)
+        except ClientGone:
+            self._metrics.answered(route, "disconnected")
+            raise
+        except RootstockError:
+            self._metrics.answered(route, "error")
+            raise
+        finally:
+            if not call.stream:
+                generation.close()
+
+    async def _whole(self, call: Call, generation: Generation, route: str) -> Response:
+        histories: list[list[PromptScored | TokenEvent | Finished]] = [[] for _ in call.requests]
+        async for batch in generation:
+            for index, event in batch:
+                assert not isinstance(event, Failed | Aborted)
+                histories[index].append(event)
+        ends = [history[-1] for history in histories]
+        usage = total_usage([end for end in ends if isinstance(end, Finished)], call.choices_per_prompt)
+        self._metrics.answered(route, "ok", usage)
+        choices = [call.format.whole(index, history) for index, history in enumerate(histories)]
+        return JSONResponse(call.format.head | {"choices": choices, "usage": usage_body(usage)})
+
+    async def _stream(self, call: Call, generation: Generation, route: str) -> AsyncGenerator[str]:
+        writer = ChunkWriter(call.format, call.include_usage)
+        ends: dict[int, Finished] = {}
+        try:
+            async for batch in generation:
+                chunks: list[str] = []
+                for index, event in batch:
+                    assert not isinstance(event, Failed | Aborted)
+                    chunks += map(writer.chunk, call.format.choices(index, event))
+                    if isinstance(event, Finished):
+                        ends[index] = event
+                if chunks:
+                    yield "".join(chunks)
+        except (ClientGone, asyncio.CancelledError):
+            self._metrics.answered(route, "disconnected")
+            raise
+        except Exception as error:
+            # The status was sent long ago: the client learns of it in the stream, which ends without [DONE].
+            self._metrics.answered(route, "error")
+            if not isinstance(error, RootstockError):
+                log.exception("a stream failed")
+                error = StepFailed(error)
+            yield error_event(error_body(error))
+            return
+        usage = total_usage([ends[index] for index in range(len(ends))], call.choices_per_prompt)
+        self._metrics.answered(route, "ok", usage)
+        yield (writer.usage(usage) if call.include_usage else "") + DONE
+
+    def _bridge_of_this_loop(self) -> Bridge:
+        loop = asyncio.get_running_loop()
+        if self._bridge is None or self._bridge.loop is not loop:
+            self._bridge = Bridge(loop)
+        return self._bridge
+
+
+class EventStream(Response):
+    """Like StreamingResponse, but a client that goes away is noticed while there is nothing to send, too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, pieces: AsyncGenerator[str]) -> None:
+        self._generation = generation
+        self._pieces = pieces
+        self.status_code = 200
+        self.background = None
+        # Proxies such as nginx would otherwise collect the stream before they pass it on.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._generation.watch(receive)
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            async with aclosing(self._pieces) as pieces:
+                async for piece in pieces:
+                    await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGone, OSError):
+            pass  # nobody is left to be told
+        finally:
+            self._generation.close()

@@ -1,0 +1,142 @@
+"""Errors as OpenAI's API shows them: {"error": {"message", "type", "param", "code"}} and a status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from rootstock.errors import (
+    InvalidJson,
+    InvalidParameter,
+    MissingParameter,
+    Overloaded,
+    RootstockError,
+    Unauthorized,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+CLIENT_GONE_STATUS = 499  # nginx's; nobody reads it
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def error_body(error: RootstockError) -> dict[str, Any]:
+    return _body(error.http_status, error.message, error.code, error.param)
+
+
+def error_response(error: RootstockError) -> JSONResponse:
+    headers = {}
+    match error:
+        case Overloaded():
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        case Unauthorized():
+            headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), error.http_status, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RootstockError)
+    async def on_rootstock_error(_request: Request, error: RootstockError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_wrong_body(request: Request, error: RequestValidationError) -> Response:
+        content_type = request.headers.get("content-type", "")
+        if isinstance(error.body, bytes) and "json" not in content_type:
+            detail = f"its Content-Type is {content_type!r} and must be 'application/json'"
+            return error_response(InvalidJson(detail))
+        return error_response(wrong_body(error.errors(), error.body))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        route = f"{request.method} {request.url.path}"
+        match error.status_code:
+            case 404:
+                message, code = f"There is no {route} here. GET /docs lists what there is.", "not_found"
+            case 405:
+                message, code = f"{route} is not allowed; see the Allow header.", "method_not_allowed"
+            case _:
+                message, code = str(error.detail), "http_error"
+        return JSONResponse(_body(error.status_code, message, code, None), error.status_code, error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def on_client_gone(_request: Request, _error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        message = (
+            f"The server failed on {request.url.path}: {type(error).__name__}: {error}. Please report it."
+        )
+        return JSONResponse(_body(500, message, "internal_error", None), 500)
+
+
+def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
+    """One sentence about the first field that is wrong. A union's alternatives are one error each: joined."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidJson(f"{first['ctx']['error']} at character {first['loc'][-1]}")
+    if first["type"] == "missing" and len(first["loc"]) > 1:
+        path, _ = _locate(first["loc"][1:-1], body)
+        return MissingParameter(f"{path}.{first['loc'][-1]}" if path else str(first["loc"][-1]))
+    if first["type"] == "missing":
+        return InvalidJson("it is empty")
+    # The deepest place is the one that is wrong: of ["a", 5], the 5 rather than the list.
+    located = [(*_locate(error["loc"][1:], body), error) for error in errors]
+    path, value, _ = max(
+        (each for each in located if each[0].startswith(located[0][0])), key=lambda at: len(at[0])
+    )
+    allowed = [_allowed(error) for other, _, error in located if other == path]
+    return InvalidParameter(path or "body", value, " or ".join(dict.fromkeys(allowed)))
+
+
+_WORDS = {
+    "a valid dictionary or object to extract fields from": "an object",
+    "a valid dictionary": "an object",
+}
+
+
+def _allowed(error: Mapping[str, Any]) -> str:
+    match error["type"]:
+        case "too_short":
+            return f"a list of at least {error['ctx']['min_length']}"
+        case "string_type":
+            return "a string"
+        case "list_type":
+            return "a list"
+    said = str(error["msg"]).removeprefix("Input should be ")
+    return _WORDS.get(said, said)
+
+
+def _locate(loc: Sequence[int | str], body: Any) -> tuple[str, Any]:
+    """The path of a value as people write it, and the value. Parts of `loc` that name no part of the body are
+    the names of a union's alternatives."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int) and isinstance(body, list) and part < len(body):
+            path, body = f"{path}[{part}]", body[part]
+        elif isinstance(body, dict) and part in body:
+            path, body = f"{path}.{part}" if path else str(part), body[part]
+    return path, body
+
+
+def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    return {"error": {"message": _utf8(message), "type": kind, "param": param and _utf8(param), "code": code}}
+
+
+def _utf8(text: str) -> str:
+    """What a client sent comes back in messages, halves of surrogate pairs included."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,102 @@
+"""What /metrics tells Prometheus. The names are the vocabulary's; times are in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Usage
+from rootstock.errors import EngineStopped
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "rootstock_requests",
+            "HTTP requests by how they ended",
+            ["route", "outcome"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter("rootstock_prompt_tokens", "Prompt tokens asked", registry=self.registry)
+        self.cached_tokens = Counter(
+            "rootstock_cached_prompt_tokens", "Prompt tokens found in the cache", registry=self.registry
+        )
+        self.completion_tokens = Counter(
+            "rootstock_completion_tokens", "Tokens generated", registry=self.registry
+        )
+        self.queue_s = self._histogram("rootstock_queue_seconds", "Submission to admission", _LATENCY_S)
+        self.ttft_s = self._histogram("rootstock_ttft_seconds", "Submission to first token", _LATENCY_S)
+        self.itl_s = self._histogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
+        self.registry.register(_EngineCollector(engine))
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, help, buckets=buckets, registry=self.registry)
+
+    def timing(self, requests: int) -> Timing:
+        return Timing(self, requests)
+
+    def answered(self, route: str, outcome: str, usage: Usage | None = None) -> None:
+        """One HTTP request ended: "ok", "error" or "disconnected"."""
+        self.requests.labels(route, outcome).inc()
+        if usage is not None:
+            self.prompt_tokens.inc(usage.prompt_tokens)
+            self.cached_tokens.inc(usage.cached_tokens)
+            self.completion_tokens.inc(usage.completion_tokens)
+
+    def render(self) -> bytes:
+        """Asks the engine's thread: not for an event loop."""
+        return generate_latest(self.registry)
+
+
+class Timing:
+    """The times of one HTTP request's sequences."""
+
+    def __init__(self, metrics: Metrics, requests: int) -> None:
+        self._metrics = metrics
+        self._last_token_at: list[float | None] = [None] * requests
+
+    def token(self, index: int) -> None:
+        now, last = time.monotonic(), self._last_token_at[index]
+        if last is not None:
+            self._metrics.itl_s.observe(now - last)
+        self._last_token_at[index] = now
+
+    def finished(self, usage: Usage) -> None:
+        self._metrics.queue_s.observe(usage.queued_s)
+        self._metrics.ttft_s.observe(usage.ttft_s)
+
+
+class _EngineCollector(Collector):
+    """The engine's and the cache's state, asked for at each scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # nothing can be asked before the engine runs
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._engine.health()
+        yield GaugeMetricFamily("rootstock_alive", "1 while the engine works", value=float(health.alive))
+        try:
+            stats = self._engine.stats()
+        except EngineStopped:
+            return
+        requests = GaugeMetricFamily("rootstock_engine_requests", "Requests in the engine", labels=["state"])
+        requests.add_metric(["running"], stats.running)
+        requests.add_metric(["waiting"], stats.waiting)
+        yield requests
+        blocks = GaugeMetricFamily("rootstock_cache_blocks", "Blocks of the pool", labels=["state"])
+        blocks.add_metric(["free"], stats.cache.free_blocks)
+        blocks.add_metric(["cached"], stats.cache.cached_blocks)
+        blocks.add_metric(["live"], stats.cache.live_blocks)
+        yield blocks
