@@ -443,11 +443,15 @@ class KVCache:
             duplicates = own[differs].copy()
             self.pool.use(theirs[differs])
             lease._table[first : first + whole] = theirs
-            self.pool.unuse(duplicates)
-            self.counters.duplicate_blocks += len(duplicates)
             if int(theirs[0]) in lease.replaced:  # the other half of a split block was the parent's tail
                 lease.replaced.remove(int(theirs[0]))
                 self.pool.unuse(theirs[:1])
+            if differs[0] and self._is_tail_above(node, int(duplicates[0])):
+                # Our block is the tail of a node that we pin, so it stays ours beside the table.
+                lease.replaced.append(int(duplicates[0]))
+                duplicates = duplicates[1:]
+            self.pool.unuse(duplicates)
+            self.counters.duplicate_blocks += len(duplicates)
         if whole < len(node.blocks):
             tail = int(node.blocks[-1])
             if tail != int(lease._table[first + whole]) and tail not in lease.replaced:
@@ -455,6 +459,16 @@ class KVCache:
                 lease.replaced.append(tail)
         node.pins += 1
         self._queue.drop(node)
+
+    def _is_tail_above(self, node: Node, block: int) -> bool:
+        """Whether an ancestor that ends inside the node's first block keeps its last positions in `block`."""
+        first = node.start // self.block_size
+        above = node.parent
+        while above is not None and above.end > first * self.block_size:
+            if int(above.blocks[-1]) == block:
+                return True
+            above = above.parent
+        return False
 
     def _add(self, lease: Lease, node: Node, position: int, tokens: Tokens) -> Node:
         """Positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""

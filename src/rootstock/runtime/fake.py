@@ -106,7 +106,8 @@ class FakeRuntime:
         """[vocab] what follows these tokens, by the tokens alone."""
         hashes = _chain(int(_SEED), tokens, 0)
         digests = _digests(tokens, np.arange(len(tokens), dtype=np.int32), hashes)
-        return self._logits(digests[-1:])[0]
+        row: NDArray[np.float32] = self._logits(digests[-1:])[0]
+        return row
 
     def _write(self, segment: Segment) -> None:
         size, past = self._block_size, segment.past
@@ -131,5 +132,4 @@ class FakeRuntime:
         """[digests, vocab] pseudo-random in [0, 8), so that both greedy and sampled outputs tell digests apart."""
         vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
         bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
-        logits: NDArray[np.float32] = (bits >> np.uint64(40)).astype(np.float32)
-        return np.divide(logits, np.float32(1 << 21), out=logits)
+        return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)

@@ -1,0 +1,220 @@
+"""Random schedules of a whole engine on the oracle runtime, from a seed.
+
+Requests share, diverge, repeat, go on from each other's answers, are scored, cancelled and preempted, under a pool
+that is far too small, while forwards fail now and then. Whatever happens: every request ends exactly once, what
+it was given is what it would have been given alone, and at the end every block is accounted for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.plan import Tokens
+from rootstock.config import EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+    TokenEvent,
+)
+from rootstock.engine.sampling import Sampler
+from rootstock.errors import RootstockError, StepFailed
+from rootstock.runtime.base import Batch
+from rootstock.runtime.fake import FakeRuntime
+
+VOCAB = 5  # few tokens, so that prompts and answers meet often
+EOS = 4
+
+
+class Injected(Exception):
+    """A forward that fails on purpose."""
+
+
+@dataclass
+class Outcome:
+    """What a schedule exercised, so that a test can tell that it was worth running."""
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    copied_blocks: int = 0
+    evicted_blocks: int = 0
+    duplicate_blocks: int = 0
+    waited_for_prefix: int = 0
+    refused: int = 0
+
+    def add(self, other: Outcome) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class Client:
+    request: Request
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if isinstance(event, TokenEvent)]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Finished | Failed | Aborted)
+
+
+def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
+    rng = np.random.default_rng(seed)
+    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
+
+    def fault(batch: Batch) -> None:
+        if fail_rate and rng.random() < fail_rate:
+            raise Injected
+
+    runtime = FakeRuntime(VOCAB, eos_token_ids=(EOS,), fault=fault)
+    block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
+    blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
+    runtime.allocate(blocks, block_size)
+    ticks = iter(range(10**9))
+    cache = KVCache(
+        runtime.description.families,
+        blocks * block_size * runtime.description.families[0].bytes_per_token,
+        block_size,
+        clock=lambda: float(next(ticks)),
+        reuse=bool(rng.random() < 0.95),
+    )
+    config = EngineConfig(
+        max_batch=int(rng.integers(1, 9)),
+        chunk_tokens=int(rng.integers(1, 40)),
+        max_queue=int(rng.integers(4, 20)),
+        seed=seed,
+    )
+    engine = Engine(runtime, cache, config)
+    outcome, clients = Outcome(), []
+    to_come = int(rng.integers(3, 16))
+    while to_come or engine._scheduler.has_work:
+        action = rng.random()
+        if to_come and (action < 0.4 or not engine._scheduler.has_work):
+            to_come -= 1
+            client = Client(_request(rng, clients, engine.context_limit))
+            try:
+                engine.submit(client.request, client.events.append)
+                clients.append(client)
+            except RootstockError:
+                outcome.refused += 1
+        elif action < 0.42 and clients:
+            engine.abort(clients[int(rng.integers(len(clients)))].request.id)
+        elif action < 0.43:
+            engine.clear_cache()
+        engine.step()
+        outcome.waited_for_prefix += sum(
+            type(s.state).__name__ == "WaitingForPrefix" for s in engine._scheduler.sequences()
+        )
+        if check_every_step:
+            cache.check()
+            engine._scheduler.check()
+    for client in clients:
+        _judge(client, runtime, outcome)
+    stats = cache.stats()
+    assert stats.live_blocks == 0, "blocks are in use when nothing runs"
+    assert stats.leases == 0
+    assert stats.hit_tokens + stats.missed_tokens == stats.asked_tokens
+    outcome.preemptions += stats.preemptions
+    outcome.hit_tokens += stats.hit_tokens
+    outcome.copied_blocks += stats.copied_blocks
+    outcome.evicted_blocks += stats.evicted_blocks
+    outcome.duplicate_blocks += stats.duplicate_blocks
+    cache.clear()
+    cache.check()
+    assert cache.pool.free_blocks == blocks, "blocks were lost"
+    return outcome
+
+
+def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Request:
+    shared = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
+    kind = rng.random()
+    if kind < 0.45 or not clients:
+        head = shared[: rng.integers(0, min(60, limit))]
+    else:  # another's prompt and answer, whole or cut somewhere
+        other = clients[int(rng.integers(len(clients)))]
+        head = np.concatenate((other.request.tokens, np.array(other.tokens, np.int64)))
+        if rng.random() < 0.5:
+            head = head[: rng.integers(0, len(head) + 1)]
+    tail = rng.integers(0, VOCAB, rng.integers(0 if len(head) else 1, 12))
+    tokens: Tokens = np.concatenate((head, tail)).astype(np.int32)
+    tokens = tokens[: max(1, limit - 1)]
+    room = limit - len(tokens)
+    return Request(
+        id=RequestId(f"r{len(clients)}-{rng.integers(10**9)}"),
+        tokens=tokens,
+        sampling=SamplingParams(
+            temperature=float(rng.choice([0.0, 0.0, 1.0])),
+            seed=int(rng.integers(1000)),
+            top_logprobs=None if rng.random() < 0.9 else 2,
+            repetition_penalty=float(rng.choice([1.0, 1.0, 1.3])),
+        ),
+        stop=StopParams(
+            max_tokens=min(room, int(rng.integers(0, 25))) if rng.random() < 0.9 else None,
+            stop_tokens=(3,) if rng.random() < 0.2 else (),
+            ignore_eos=bool(rng.random() < 0.7),
+        ),
+        salt=str(rng.choice(["", "", "", "tenant"])),
+        prompt_logprobs=1 if rng.random() < 0.08 else None,
+    )
+
+
+def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[list[int], str]:
+    """What the request is given without a cache, a batch or a pool: tokens, and why it ends."""
+    eos = () if request.stop.ignore_eos else runtime.description.eos_token_ids
+    ends = {*eos, *request.stop.stop_tokens}
+    assert request.sampling.seed is not None
+    sampler = Sampler(request.sampling, request.tokens, VOCAB, request.sampling.seed, tuple(ends))
+    tokens = request.tokens.tolist()
+    room = limit - len(tokens) if request.stop.max_tokens is None else request.stop.max_tokens
+    given: list[int] = []
+    while len(given) < room:
+        token = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32))).token
+        tokens.append(token)
+        if token in ends:
+            return given, "stop"
+        given.append(token)
+    return given, "length"
+
+
+def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome) -> None:
+    request, events = client.request, client.events
+    outcome.requests += 1
+    assert client.ended, f"{request.id} has no terminal event"
+    assert sum(isinstance(event, Finished | Failed | Aborted) for event in events) == 1
+    limit = runtime._tokens.size
+    alone, reason = answer_alone(request, runtime, limit)
+    assert client.tokens == alone[: len(client.tokens)], f"{request.id} was given other tokens than alone"
+    match events[-1]:
+        case Finished() as finished:
+            outcome.finished += 1
+            assert client.tokens == alone
+            assert finished.reason == reason
+            assert finished.usage.prompt_tokens == len(request.tokens)
+            assert 0 <= finished.usage.cached_tokens < len(request.tokens)
+            scored = [event for event in events if isinstance(event, PromptScored)]
+            assert len(scored) == (request.prompt_logprobs is not None)
+            for event in scored:
+                assert [s.token for s in event.logprobs] == request.tokens[1:].tolist()
+        case Aborted():
+            outcome.aborted += 1
+        case Failed(_, error):
+            outcome.failed += 1
+            assert isinstance(error, StepFailed)
+            assert isinstance(error.cause, Injected), f"{request.id} failed for another reason: {error}"
