@@ -23,6 +23,7 @@
     │   └── EngineStopped               503
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, what is allowed
+        ├── AddressUnavailable
         ├── BudgetTooSmall
         └── ModelError
             ├── ModelPathNotFound
@@ -246,6 +247,18 @@ class InvalidOption(StartupError):
         self.option = option
         self.value = value
         self.allowed = allowed
+
+
+class AddressUnavailable(StartupError):
+    code = "address_unavailable"
+
+    def __init__(self, host: str, port: int, detail: str) -> None:
+        super().__init__(
+            f"Cannot listen at {host}:{port}: {detail}. Stop what listens there, or choose another --host or "
+            "--port (0 takes any free port)."
+        )
+        self.host = host
+        self.port = port
 
 
 class BudgetTooSmall(StartupError):

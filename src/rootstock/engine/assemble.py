@@ -1,0 +1,86 @@
+"""Model, cache and text put together into an engine: for the command line, the benchmarks and the demo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rootstock.cache import KVCache
+from rootstock.config import CacheConfig, EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.text import TextCodec
+from rootstock.runtime.base import ModelDescription, Runtime
+
+# Of what is free once the model is loaded. A CPU's memory is everybody's: half is left to activations, other
+# programs and the file cache. A GPU's is ours, but for activations and fragmentation.
+HOST_SHARE = 0.5
+DEVICE_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine that was not started, and what it was made of."""
+
+    engine: Engine
+    codec: TextCodec
+    description: ModelDescription
+    pool_tokens: int
+    pool_bytes: int
+
+
+def assemble(
+    runtime: Runtime, codec: TextCodec, cache: CacheConfig | None = None, engine: EngineConfig | None = None
+) -> Assembly:
+    """Raises BudgetTooSmall."""
+    cache, engine = cache or CacheConfig(), engine or EngineConfig()
+    described = runtime.description
+    budget = auto_budget_bytes(described, engine) if cache.budget_bytes is None else cache.budget_bytes
+    kv = KVCache(described.families, budget, cache.block_size, reuse=cache.enabled)
+    runtime.allocate(kv.pool.total_blocks, cache.block_size)
+    return Assembly(
+        Engine(runtime, kv, engine, codec),
+        codec,
+        described,
+        pool_tokens=kv.capacity_tokens,
+        pool_bytes=kv.pool.total_blocks * kv.block_bytes,
+    )
+
+
+def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:
+    """A share of the free memory, but no more than `max_batch` requests of the longest context can use."""
+    if description.device.startswith("cuda"):
+        import torch
+
+        share = DEVICE_SHARE * torch.cuda.mem_get_info()[0]
+    else:
+        share = HOST_SHARE * free_host_bytes()
+    longest = min(description.context_limit, engine.context_limit or description.context_limit)
+    usable = engine.max_batch * longest * sum(family.bytes_per_token for family in description.families)
+    return int(min(share, usable))
+
+
+def free_host_bytes() -> int:
+    """What programs can still have of the main memory: the system's limit or the container's."""
+    limits = [_system_free_bytes()]
+    for folder, limit, used, unused_file in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not in a container, or "max"
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            used_bytes = int(Path(folder, used).read_text()) - int(stat[unused_file])
+            limits.append(int(Path(folder, limit).read_text()) - used_bytes)
+    return max(0, min(limits))
+
+
+def _system_free_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Without /proc nobody tells what is free: macOS and the BSDs know how much there is.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

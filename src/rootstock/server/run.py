@@ -1,0 +1,97 @@
+"""From an application to a listening server, and back: uvicorn, with an end that tells every client."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+
+from rootstock.engine.engine import Engine
+from rootstock.errors import AddressUnavailable
+
+GRACE_S = 10  # for answers that are being sent when the server stops
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the address, before a model is loaded for minutes. Connections are refused until `serve`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise AddressUnavailable(host, port, error.strerror or str(error)) from error
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise AddressUnavailable(host, port, error.strerror or str(error)) from error
+    return taken
+
+
+def url_of(taken: socket.socket) -> str:
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: FastAPI, engine: Engine, taken: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event."""
+    host, port = taken.getsockname()[:2]
+    try:
+        _Server(app, engine, on_ready).run([taken])
+    except OSError as error:  # somebody else listened first
+        raise AddressUnavailable(host, port, error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def running(app: FastAPI, engine: Engine, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """The same server on a thread, for as long as the block lasts: yields its URL. The engine is stopped, too."""
+    taken = listen(host, port)
+    url, ready = url_of(taken), threading.Event()
+    server = _Server(app, engine, ready.set)
+    thread = threading.Thread(target=server.run, args=([taken],), name="rootstock-http", daemon=True)
+    thread.start()
+    try:
+        while not ready.wait(0.1):
+            if not thread.is_alive():
+                raise AddressUnavailable(host, port, "the server did not start")
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, app: FastAPI, engine: Engine, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self._engine = engine
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await run_in_threadpool(self._engine.stop)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Without uvicorn's habit of raising the signal again at the end: a server that was asked to stop, and
+        did, exits with 0."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()

@@ -1,0 +1,130 @@
+"""A whole server over the oracle runtime: whatever the engine or the cache got wrong would change its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.engine.assemble import Assembly, assemble
+from rootstock.engine.text import ByteTextCodec, TextCodec
+from rootstock.runtime.base import Batch
+from rootstock.runtime.fake import FakeRuntime
+from rootstock.server.app import create_app
+from rootstock.server.defaults import SamplingDefaults
+from rootstock.server.run import running
+
+Json = dict[str, Any]
+GREEDY: Json = {"temperature": 0}
+
+
+def user(text: str) -> list[Json]:
+    return [{"role": "user", "content": text}]
+
+
+@dataclass
+class Served:
+    url: str
+    client: httpx.Client
+    assembly: Assembly
+    runtime: FakeRuntime
+
+    def chat(self, text: str, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json={"messages": user(text), **fields})
+
+    def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
+
+    def chunks(self, path: str, **fields: Any) -> list[Json]:
+        """The data of every event of a stream; asserts the form and the [DONE] at its end."""
+        with self.client.stream("POST", path, json={"stream": True, **fields}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            events = "".join(response.iter_text()).split("\n\n")
+        assert events.pop() == ""
+        assert all(event.startswith("data: ") for event in events)
+        assert events.pop() == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def chat_prompt(self, text: str) -> list[int]:
+        codec = self.assembly.codec
+        return codec.encode_chat(codec.render_chat(user(text), [])).tolist()
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """What the oracle's tokens must be, by the tokens alone; ends before an end of sequence."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count:
+            token = int(self.runtime.expected_logits(np.array(tokens, np.int32)).argmax())
+            if token == ByteTextCodec.END:
+                break
+            tokens.append(token)
+        return tokens[len(prompt) :]
+
+    def settled(self) -> None:
+        """Waits until nothing runs; then everything must have been released."""
+        until = time.monotonic() + 10
+        while (health := self.assembly.engine.health()).running or health.waiting:
+            assert time.monotonic() < until, health
+            time.sleep(0.005)
+        stats = self.assembly.engine.stats().cache
+        assert stats.leases == 0
+        assert stats.live_blocks == 0
+        assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
+
+    def metric(self, name: str, **labels: str) -> float:
+        wanted = name + (
+            "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
+        )
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(wanted + " "):
+                return float(line.split()[-1])
+        return 0.0
+
+
+@contextlib.contextmanager
+def served_by_oracle(
+    engine: EngineConfig | None = None,
+    server: ServerConfig | None = None,
+    defaults: SamplingDefaults | None = None,
+    codec: TextCodec | None = None,
+    fault: Callable[[Batch], None] | None = None,
+    context_limit: int = 4096,
+    blocks: int = 2000,
+) -> Iterator[Served]:
+    runtime = FakeRuntime(
+        ByteTextCodec.vocab_size, context_limit, eos_token_ids=(ByteTextCodec.END,), fault=fault
+    )
+    block_bytes = 8 * runtime.description.families[0].bytes_per_token
+    made = assemble(
+        runtime,
+        codec or ByteTextCodec(),
+        CacheConfig(block_size=8, budget_bytes=blocks * block_bytes),
+        engine,
+    )
+    app = create_app(made.engine, made.codec, made.description, server, defaults)
+    with (
+        made.engine,
+        running(app, made.engine) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield Served(url, client, made, runtime)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with served_by_oracle() as one:
+        yield one
+        one.settled()
+
+
+@pytest.fixture
+def serve() -> Callable[..., contextlib.AbstractContextManager[Served]]:
+    return served_by_oracle
