@@ -21,7 +21,7 @@ from rootstock.engine.request import (
     TokenEvent,
     Usage,
 )
-from rootstock.errors import EngineStopped
+from rootstock.errors import EngineStopped, RootstockError
 from rootstock.server.errors import ClientGone
 from rootstock.server.metrics import Metrics
 
@@ -122,9 +122,15 @@ class Generation:
         Raises the error of a request that fails, and ClientGone.
         """
         while self._open:
-            batch = [self._checked(await self._queue.get())]
-            while not self._queue.empty():
-                batch.append(self._checked(self._queue.get_nowait()))
+            batch: list[Indexed] = []
+            try:
+                batch.append(self._checked(await self._queue.get()))
+                while not self._queue.empty():
+                    batch.append(self._checked(self._queue.get_nowait()))
+            except (RootstockError, ClientGone):
+                if batch:  # what happened before the failure is told before it
+                    yield batch
+                raise
             yield batch
 
     def _checked(self, item: Any) -> Indexed:

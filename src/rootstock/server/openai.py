@@ -212,9 +212,10 @@ def prompts_of(prompt: Any, codec: TextCodec) -> list[Prompt]:
         raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
     if not prompt:
         raise EmptyPrompt()
+    ids = type(prompt[0]) is int
     for i, each in enumerate(prompt):
-        if not isinstance(each, str) and not _are_ids(each):
-            allowed = "an integer" if isinstance(prompt[0], int) else "a string or a list of token ids"
+        if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
+            allowed = "a token id" if ids else "a string or a list of token ids"
             raise InvalidParameter(f"prompt[{i}]", each, allowed)
     return [_prompt_of(each, codec) for each in prompt]
 

@@ -1,0 +1,421 @@
+"""Every wrong request is answered in OpenAI's shape, with the right status and one clear sentence, and the
+server answers the next one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rootstock.config import EngineConfig, ServerConfig
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+EXPLAIN = "/v1/cache/explain"
+
+BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
+    # route, body, status, code, param, a part of the message
+    (CHAT, {}, 400, "missing_parameter", "messages", "'messages' is missing"),
+    (CHAT, [1], 400, "invalid_parameter", "body", "must be an object"),
+    (
+        CHAT,
+        {"messages": "hi"},
+        400,
+        "invalid_parameter",
+        "messages",
+        "'messages' is 'hi', but must be a list",
+    ),
+    (CHAT, {"messages": []}, 400, "invalid_parameter", "messages", "a list of at least 1"),
+    (CHAT, {"messages": ["hi"]}, 400, "invalid_parameter", "messages[0]", "an object"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "missing_parameter", "messages[0].role", "missing"),
+    (
+        CHAT,
+        {"messages": [{"role": 3, "content": "x"}]},
+        400,
+        "invalid_parameter",
+        "messages[0].role",
+        "a string",
+    ),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "missing_parameter", "messages[0].content", "missing"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": 5}]},
+        400,
+        "invalid_parameter",
+        "messages[0].content",
+        "a string or a list of parts",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        400,
+        "invalid_parameter",
+        "messages[0].content[0].type",
+        "'image_url', but must be a part of type 'text'",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "wizard", "content": "abra"}]},
+        400,
+        "chat_template_failed",
+        "messages",
+        "no role 'wizard'",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "half \ud83d of a pair"}]},
+        400,
+        "invalid_parameter",
+        "messages",
+        "surrogate",
+    ),
+    (CHAT, {"messages": MESSAGES, "model": "gpt-9"}, 404, "model_not_found", "model", "Ask for 'fake'"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "temperature": "hot"},
+        400,
+        "invalid_parameter",
+        "temperature",
+        "a valid number",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "temperature": "0.5"},
+        400,
+        "invalid_parameter",
+        "temperature",
+        "a valid number",
+    ),
+    (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "invalid_parameter", "temperature", "equal to 0"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "top_p": 1.5},
+        400,
+        "invalid_parameter",
+        "top_p",
+        "less than or equal to 1",
+    ),
+    (CHAT, {"messages": MESSAGES, "top_k": 2.5}, 400, "invalid_parameter", "top_k", "integer"),
+    (CHAT, {"messages": MESSAGES, "min_p": 2}, 400, "invalid_parameter", "min_p", "equal to 1"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "repetition_penalty": 0},
+        400,
+        "invalid_parameter",
+        "repetition_penalty",
+        "than 0",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "presence_penalty": 3},
+        400,
+        "invalid_parameter",
+        "presence_penalty",
+        "equal to 2",
+    ),
+    (CHAT, {"messages": MESSAGES, "n": 0}, 400, "invalid_parameter", "n", "equal to 1"),
+    (CHAT, {"messages": MESSAGES, "n": 1000}, 400, "invalid_parameter", "n", "128"),
+    (CHAT, {"messages": MESSAGES, "stream": "yes"}, 400, "invalid_parameter", "stream", "boolean"),
+    (CHAT, {"messages": MESSAGES, "stop": 5}, 400, "invalid_parameter", "stop", "a string or a list"),
+    (CHAT, {"messages": MESSAGES, "stop": ["a", 5]}, 400, "invalid_parameter", "stop[1]", "a string"),
+    (CHAT, {"messages": MESSAGES, "stop": ""}, 400, "invalid_parameter", "stop", "1 to 512 characters"),
+    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 99}, 400, "invalid_parameter", "stop", "at most 16"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "logit_bias": {"x": 1}},
+        400,
+        "invalid_parameter",
+        "logit_bias",
+        "token ids",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "logit_bias": {"999": 1}},
+        400,
+        "invalid_parameter",
+        "logit_bias",
+        "to 261",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "logit_bias": {"9": 101}},
+        400,
+        "invalid_parameter",
+        "logit_bias.9",
+        "-100 to",
+    ),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs", "true with"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": -1}, 400, "invalid_parameter", "max_tokens", "equal to 0"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 9999}, 400, "context_length_exceeded", "max_tokens", "4,096"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 1, "min_tokens": 2},
+        400,
+        "invalid_parameter",
+        "min_tokens",
+        "is 1",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x" * 5000}]},
+        400,
+        "context_length_exceeded",
+        "messages",
+        "5,004 tokens",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+        400,
+        "unsupported_parameter",
+        "response_format",
+        "not supported",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tool_choice": "required"},
+        400,
+        "unsupported_parameter",
+        "tool_choice",
+        "forced",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
+        400,
+        "unsupported_parameter",
+        "chat_template_kwargs.chat_template",
+        "--chat-template",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "cache_salt": "\ud800"},
+        400,
+        "invalid_parameter",
+        "cache_salt",
+        "surrogate",
+    ),
+    (TEXT, {}, 400, "missing_parameter", "prompt", "missing"),
+    (TEXT, {"prompt": ""}, 400, "empty_prompt", "prompt", "no tokens"),
+    (TEXT, {"prompt": []}, 400, "empty_prompt", "prompt", "no tokens"),
+    (TEXT, {"prompt": ["a", ""]}, 400, "empty_prompt", "prompt", "no tokens"),
+    (TEXT, {"prompt": 5}, 400, "invalid_parameter", "prompt", "a string, a list of token ids"),
+    (TEXT, {"prompt": [1, "a"]}, 400, "invalid_parameter", "prompt[1]", "'a', but must be a token id"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "invalid_parameter", "prompt[1]", "a string or a list of token ids"),
+    (TEXT, {"prompt": [1, -2]}, 400, "invalid_parameter", "prompt", "-2"),
+    (TEXT, {"prompt": [1, 2**40]}, 400, "invalid_parameter", "prompt", str(2**40)),
+    (TEXT, {"prompt": [262]}, 400, "invalid_parameter", "prompt", "262"),
+    (TEXT, {"prompt": "x" * 4096}, 400, "context_length_exceeded", "prompt", "4,096 tokens"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "unsupported_parameter", "suffix", "infilling"),
+    (TEXT, {"prompt": "x", "best_of": 4}, 400, "unsupported_parameter", "best_of", "n choices"),
+    (TEXT, {"prompt": "x", "logprobs": True}, 400, "invalid_parameter", "logprobs", "integer"),
+    (EXPLAIN, {}, 400, "invalid_parameter", "messages", "or else 'prompt'"),
+    (EXPLAIN, {"prompt": "x", "messages": MESSAGES}, 400, "invalid_parameter", "messages", "not both"),
+    (EXPLAIN, {"prompt": ""}, 400, "empty_prompt", "prompt", "no tokens"),
+    (EXPLAIN, {"prompt": ["a", "b"]}, 400, "invalid_parameter", "prompt", "one prompt"),
+]
+
+
+def assert_error(response: Any, status: int, code: str, param: str | None, part: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    assert part in error["message"], error
+    assert len(error["message"]) < 400
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "code", "param", "part"),
+    BODIES,
+    ids=[f"{body[0].rsplit('/', 1)[-1]}-{body[3]}-{body[4]}-{i}" for i, body in enumerate(BODIES)],
+)
+def test_a_wrong_request_is_one_clear_error(
+    served: Any, route: str, body: Any, status: int, code: str, param: str | None, part: str
+) -> None:
+    raw = json.dumps(body)  # spells surrogates out, as clients in other languages do
+    response = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
+    assert_error(response, status, code, param, part)
+    if isinstance(body, dict) and route != EXPLAIN:
+        raw = json.dumps(body | {"stream": body.get("stream", True)})
+        streamed = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
+        assert_error(streamed, status, code, param, part)
+    assert served.chat("still there?", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "part"),
+    [
+        (b"{bad", "application/json", "not JSON"),
+        (b"", "application/json", "it is empty"),
+        (b'{"messages": [', "application/json", "not JSON"),
+        (b"a=b", "application/x-www-form-urlencoded", "must be 'application/json'"),
+        (b"\xff\xfe", "application/json", "body"),
+        (b"[" * 100_000, "application/json", "body"),
+        (b'{"messages": [], "temperature": NaN}', "application/json", "finite"),
+    ],
+)
+def test_a_body_that_is_not_json_is_one_clear_error(
+    served: Any, content: bytes, content_type: str, part: str
+) -> None:
+    response = served.client.post(CHAT, content=content, headers={"Content-Type": content_type})
+    assert response.status_code == 400, response.text
+    assert part in response.json()["error"]["message"]
+
+
+def test_json_without_a_content_type_is_taken_for_json(served: Any) -> None:
+    request = served.client.build_request("POST", CHAT, json={"messages": MESSAGES, "max_tokens": 1})
+    del request.headers["content-type"]
+    assert served.client.send(request).status_code == 200
+
+
+def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> None:
+    assert_error(served.client.get("/v1/nothing"), 404, "not_found", None, "GET /v1/nothing")
+    wrong = served.client.get(CHAT)
+    assert_error(wrong, 405, "method_not_allowed", None, "Allow")
+    assert wrong.headers["allow"] == "POST"
+    assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "model", "gpt-9")
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rootstock.server.app.MAX_BODY_BYTES", 1000)
+    with serve() as served:
+        assert_error(served.complete("x" * 2000), 413, "body_too_large", None, "1,000 bytes")
+        chunked = served.client.post(TEXT, content=(b"x" * 100 for _ in range(50)))
+        assert chunked.status_code == 413
+        assert served.complete("x", max_tokens=1).status_code == 200
+
+
+def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
+    from rootstock.engine.text import ByteTextCodec
+    from rootstock.errors import ChatTemplateMissing
+
+    class Bare(ByteTextCodec):
+        def render_chat(self, *_messages: Any, **_options: Any) -> str:
+            raise ChatTemplateMissing
+
+    with serve(codec=Bare()) as served:
+        assert_error(served.chat("x"), 400, "chat_template_missing", "messages", "--chat-template")
+        assert served.complete("x", max_tokens=1).status_code == 200
+
+
+def test_an_api_key_is_asked_for_everywhere_but_at_health(serve: Any) -> None:
+    with serve(server=ServerConfig(api_key="s3cret")) as served:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            refused = served.client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
+            assert_error(refused, 401, "invalid_api_key", None, "Authorization")
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/v1/cache/stats", "/metrics", "/openapi.json", "/nothing"):
+            assert served.client.get(path).status_code == 401
+        assert served.client.get("/health").status_code == 200
+        known = {"Authorization": "Bearer s3cret"}
+        assert served.client.get("/v1/models", headers=known).status_code == 200
+
+
+# ---- what goes wrong later
+
+
+def slowly(_batch: Any) -> None:
+    time.sleep(0.02)
+
+
+def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
+    with serve(EngineConfig(max_batch=1, max_queue=1), fault=slowly) as served:
+        answers: list[int] = []
+
+        def ask() -> None:
+            answers.append(served.chat("wait", max_tokens=30, ignore_eos=True).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while len(served.assembly.engine._live) < 2:
+            time.sleep(0.005)
+        refused = served.chat("one too many")
+        assert_error(refused, 429, "queue_full", None, "--max-queue")
+        assert int(refused.headers["retry-after"]) >= 1
+        # Three choices do not fit either: none of them may stay behind.
+        assert served.chat("three", n=3).status_code == 429
+        for thread in threads:
+            thread.join()
+        assert answers == [200, 200]
+        served.settled()
+
+
+class FailsOnce:
+    """A forward that raises after so many others."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, _batch: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the accelerator hiccuped")
+
+
+def test_a_step_that_fails_answers_its_requests_and_the_server_goes_on(serve: Any) -> None:
+    with serve(fault=FailsOnce(3)) as served:
+        failed = served.chat("boom", max_tokens=20, ignore_eos=True)
+        assert_error(failed, 500, "step_failed", None, "the accelerator hiccuped")
+        assert failed.json()["error"]["type"] == "server_error"
+        assert served.chat("again", max_tokens=20).status_code == 200
+        served.settled()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failure_in_a_stream_is_an_error_event_and_the_streams_end(serve: Any, n: int) -> None:
+    with serve(fault=FailsOnce(4)) as served:
+        body = {"messages": MESSAGES, "max_tokens": 20, "stream": True, "ignore_eos": True, "n": n}
+        with served.client.stream("POST", CHAT, json=body) as response:
+            assert response.status_code == 200
+            events = "".join(response.iter_text()).strip().split("\n\n")
+        assert "chat.completion.chunk" in events[0]
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "step_failed"
+        assert sum('"error"' in event for event in events) == 1
+        served.settled()
+        assert served.chat("again", max_tokens=2).status_code == 200
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone(serve: Any) -> None:
+    with serve() as served:
+        forward = served.runtime.forward
+
+        def poisoned(batch: Any) -> Any:
+            logits = forward(batch)
+            logits[:, 7] = float("nan")
+            return logits
+
+        served.runtime.forward = poisoned
+        assert_error(served.chat("nan"), 500, "sampling_failed", None, "nan")
+        del served.runtime.forward
+        assert served.chat("fine", max_tokens=1).status_code == 200
+
+
+def test_a_server_that_stops_ends_its_streams_with_an_error_event(serve: Any) -> None:
+    events: list[str] = []
+    with serve(fault=slowly) as served:
+        body = {"messages": MESSAGES, "max_tokens": 3000, "stream": True, "ignore_eos": True}
+        started = threading.Event()
+
+        def read() -> None:
+            with served.client.stream("POST", CHAT, json=body) as response:
+                for line in response.iter_lines():
+                    events.append(line)
+                    started.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert started.wait(10)
+        served.assembly.engine.stop()
+        reader.join(10)
+        assert not reader.is_alive()
+    said = [event for event in events if event]
+    assert "engine_stopped" in said[-1]
+    assert "data: [DONE]" not in said
