@@ -1,0 +1,73 @@
+"""How a show script ends: one line of JSON, and exit status 0 only if every bar is met.
+
+    conclude("A4", {"computed_tokens": 2080, "ratio": 1.0}, {"ratio": at_most(1.02)})
+
+A bar carries the name of the figure that it judges. A figure that is missing, None or not a number misses its bar.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    relation: Literal["<=", ">=", "=="]
+    bound: Any
+
+    def is_met_by(self, figure: Any) -> bool:
+        if self.relation == "==":
+            return bool(figure == self.bound)
+        if isinstance(figure, bool) or not isinstance(figure, Real) or math.isnan(figure):
+            return False
+        return bool(float(figure) <= self.bound if self.relation == "<=" else float(figure) >= self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.relation} {self.bound}"
+
+
+def at_most(bound: float) -> Bar:
+    return Bar("<=", bound)
+
+
+def at_least(bound: float) -> Bar:
+    return Bar(">=", bound)
+
+
+def exactly(value: object) -> Bar:
+    return Bar("==", value)
+
+
+def conclude(show: str, figures: Mapping[str, Any], bars: Mapping[str, Bar]) -> NoReturn:
+    """Prints the missed bars and the final line, and exits."""
+    assert bars, "a script that judges nothing shows nothing"
+    missed = {name: bar for name, bar in bars.items() if not bar.is_met_by(figures.get(name))}
+    for name, bar in missed.items():
+        print(f"{show}: {name} is {figures.get(name)}, the bar is {bar}", flush=True)
+    line = {
+        "show": show,
+        "figures": dict(figures),
+        "bars": {name: str(bar) for name, bar in bars.items()},
+        "met": not missed,
+    }
+    print(json.dumps(line, default=_plain), flush=True)
+    sys.exit(0 if not missed else 1)
+
+
+def could_not(show: str, reason: str) -> NoReturn:
+    """For what could not be measured here: never met, and says why."""
+    print(json.dumps({"show": show, "figures": {"could_not": reason}, "bars": {}, "met": False}), flush=True)
+    sys.exit(1)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and arrays, and whatever else is no JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
