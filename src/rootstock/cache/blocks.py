@@ -48,8 +48,9 @@ class BlockPool:
     def refcount(self, block: int) -> int:
         return int(self._held[block] + self._used[block])
 
-    def is_held_once(self, block: int) -> bool:
-        return int(self._held[block]) == 1
+    def holders(self, block: int) -> int:
+        """How many tree nodes own it."""
+        return int(self._held[block])
 
     def unused_among(self, ids: BlockIds) -> int:
         """How many of these blocks no lease uses."""

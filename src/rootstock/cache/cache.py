@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -446,7 +446,9 @@ class KVCache:
             if int(theirs[0]) in lease.replaced:  # the other half of a split block was the parent's tail
                 lease.replaced.remove(int(theirs[0]))
                 self.pool.unuse(theirs[:1])
-            if differs[0] and self._is_tail_above(node, int(duplicates[0])):
+            assert node.parent is not None
+            above = self._ancestors_inside_block(node.parent, node.start)
+            if differs[0] and any(int(n.blocks[-1]) == int(duplicates[0]) for n in above):
                 # Our block is the tail of a node that we pin, so it stays ours beside the table.
                 lease.replaced.append(int(duplicates[0]))
                 duplicates = duplicates[1:]
@@ -459,16 +461,6 @@ class KVCache:
                 lease.replaced.append(tail)
         node.pins += 1
         self._queue.drop(node)
-
-    def _is_tail_above(self, node: Node, block: int) -> bool:
-        """Whether an ancestor that ends inside the node's first block keeps its last positions in `block`."""
-        first = node.start // self.block_size
-        above = node.parent
-        while above is not None and above.end > first * self.block_size:
-            if int(above.blocks[-1]) == block:
-                return True
-            above = above.parent
-        return False
 
     def _add(self, lease: Lease, node: Node, position: int, tokens: Tokens) -> Node:
         """Positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
@@ -498,18 +490,32 @@ class KVCache:
     def _rehome_tail(self, lease: Lease, node: Node, copy: BlockIds) -> None:
         """The parent's partial tail is the first part of its new child's block: keep one of the two.
 
-        A conversation whose turns end inside blocks then costs as many blocks as one long prompt. Only where
-        nobody else owns the old tail; every position of the parent reads the same from the copy.
+        A conversation whose turns end inside blocks then costs as many blocks as one long prompt. The old tail may
+        serve several short ancestors; it goes only where they are its only holders and nobody else pins them.
+        Every position of theirs reads the same from the copy.
         """
         old = node.blocks[-1:].copy()
-        if int(old[0]) == int(copy[0]) or not self.pool.is_held_once(int(old[0])):
+        block = int(old[0])
+        if block == int(copy[0]):
             return
-        self.pool.hold(copy)
-        node.blocks[-1] = copy[0]
-        self.pool.unhold(old)
-        if int(old[0]) in lease.replaced:
-            lease.replaced.remove(int(old[0]))
+        holders = [n for n in self._ancestors_inside_block(node, node.end) if int(n.blocks[-1]) == block]
+        if self.pool.holders(block) != len(holders) or any(n.pins != 1 for n in holders):
+            return
+        for holder in holders:
+            self.pool.hold(copy)
+            holder.blocks[-1] = copy[0]
+            self.pool.unhold(old)
+        if block in lease.replaced:
+            lease.replaced.remove(block)
             self.pool.unuse(old)
+
+    def _ancestors_inside_block(self, node: Node, position: int) -> Iterator[Node]:
+        """From `node` up, the nodes that end inside the block of `position` or at it, but not at its start."""
+        block_start = position // self.block_size * self.block_size
+        step: Node | None = node
+        while step is not None and step.end > block_start:
+            yield step
+            step = step.parent
 
     # ---------------------------------------------------------------------------------- eviction
 

@@ -1,0 +1,93 @@
+"""A cache over pretend bytes, and a request that goes through its whole cycle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.eviction import EvictionPolicy, least_recently_used
+from rootstock.cache.lease import Admitted, Deferred, Lease
+from rootstock.cache.plan import Plan, Tokens
+from rootstock.cache.radix import Node, walk
+
+NAMESPACE = Namespace("weights", "float32")
+
+
+def clock() -> Callable[[], float]:
+    ticks = itertools.count(1)
+    return lambda: float(next(ticks))
+
+
+def make_cache(
+    blocks: int = 64, block_size: int = 4, policy: EvictionPolicy = least_recently_used
+) -> KVCache:
+    return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
+
+
+def ints(*values: int | Sequence[int] | range) -> Tokens:
+    flat: list[int] = []
+    for value in values:
+        flat.extend([value] if isinstance(value, int) else value)
+    return np.array(flat, np.int32)
+
+
+def admit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> tuple[Lease, Plan]:
+    answer = cache.admit(cache.match(tokens, namespace))
+    assert isinstance(answer, Admitted), answer
+    cache.check()
+    return answer.lease, answer.plan
+
+
+def refused(cache: KVCache, tokens: Tokens, headroom_blocks: int = 0) -> Deferred:
+    answer = cache.admit(cache.match(tokens, NAMESPACE), headroom_blocks)
+    assert isinstance(answer, Deferred), answer
+    cache.check()
+    return answer
+
+
+def prefill(cache: KVCache, lease: Lease) -> None:
+    cache.commit(lease, lease.tokens[lease.computed :].copy())
+    cache.check()
+
+
+def decode(cache: KVCache, lease: Lease, tokens: Tokens) -> None:
+    for token in tokens:
+        assert not isinstance(cache.extend(lease, 1), Deferred)
+        cache.commit(lease, np.array([token], np.int32))
+    cache.check()
+
+
+def run(
+    cache: KVCache, tokens: Tokens, answer: Tokens | None = None, namespace: Namespace = NAMESPACE
+) -> Lease:
+    """Admits, computes and finishes; returns the ended lease."""
+    lease, _ = admit(cache, tokens, namespace)
+    prefill(cache, lease)
+    if answer is not None:
+        decode(cache, lease, answer)
+    cache.finish(lease)
+    cache.check()
+    return lease
+
+
+def hit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> int:
+    return cache.match(tokens, namespace).length
+
+
+def nodes(cache: KVCache) -> list[Node]:
+    return sorted(
+        (node for root in cache._roots.values() for node in walk(root)), key=lambda n: (n.start, n.end)
+    )
+
+
+def state(cache: KVCache) -> tuple[object, ...]:
+    """Everything that an operation which changes nothing must leave alone."""
+    held, used = cache.pool.owners()
+    tree = [
+        (n.start, n.end, n.tokens.tobytes(), n.blocks.tobytes(), n.pins, n.hits, n.last_used, n.queue_ticket)
+        for n in nodes(cache)
+    ]
+    return cache.stats(), held.tobytes(), used.tobytes(), tree, cache._version
