@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rootstock.cache import KVCache
-from rootstock.config import CacheConfig, EngineConfig
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.text import TextCodec
+from rootstock.engine.text import HFTextCodec, TextCodec
 from rootstock.runtime.base import ModelDescription, Runtime
 
 # Of what is free once the model is loaded. A CPU's memory is everybody's: half is left to activations, other
 # programs and the file cache. A GPU's is ours, but for activations and fragmentation.
 HOST_SHARE = 0.5
 DEVICE_SHARE = 0.85
+
+
+LoadProgress = Callable[[str, int, int], None]  # what is being loaded, parts that are there, parts in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Assembly:
     description: ModelDescription
     pool_tokens: int
     pool_bytes: int
+    model_directory: Path | None = None  # where its files are, if it has any
 
 
 def assemble(
@@ -46,6 +51,27 @@ def assemble(
         pool_tokens=kv.capacity_tokens,
         pool_bytes=kv.pool.total_blocks * kv.block_bytes,
     )
+
+
+def build_engine(
+    model: ModelConfig,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    *,
+    chat_template: str | None = None,
+    progress: LoadProgress | None = None,
+) -> Assembly:
+    """Loads a model and assembles an engine around it. Raises StartupError.
+
+    `chat_template` is used instead of the model's own. Takes seconds to minutes; torch is imported here.
+    """
+    from rootstock.runtime.torch_model import load_model
+
+    runtime = load_model(model, progress)
+    codec = HFTextCodec.load(model.model, chat_template, trust_remote_code=model.trust_remote_code)
+    made = assemble(runtime, codec, cache, engine)
+    directory = Path(model.model)
+    return replace(made, model_directory=directory) if directory.is_dir() else made
 
 
 def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:

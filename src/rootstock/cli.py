@@ -1,0 +1,212 @@
+"""The command line, and the composition root: here options become configuration, and parts become a server."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from rootstock._version import __version__
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, parse_bytes
+from rootstock.engine.assemble import Assembly, build_engine
+from rootstock.errors import InvalidOption, StartupError
+
+EXIT_STARTUP_ERROR = 2
+
+# Their values are the options' defaults.
+_MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
+
+app = typer.Typer(
+    name="rootstock",
+    help="An LLM inference server whose core is one KV cache for every model, request and tier.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    try:
+        app()
+    except StartupError as error:
+        print(f"rootstock: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_STARTUP_ERROR)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"rootstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None: ...
+
+
+class SamplingSource(StrEnum):
+    model = "model"
+    openai = "openai"
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = _SERVER.host,
+    port: Annotated[int, typer.Option(help="0: any free port.")] = _SERVER.port,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROOTSTOCK_API_KEY", show_envvar=True, help="Ask every client but /health for it."
+        ),
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="How clients call the model.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = _MODEL.dtype,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one forward.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    kv_budget: Annotated[
+        str,
+        typer.Option(
+            help="Memory of the KV cache, such as 4GiB. auto: half of the memory that is free once the model is "
+            "loaded (85 % on a GPU), but no more than --max-batch requests of the longest context can use."
+        ),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
+    cache: Annotated[
+        bool,
+        typer.Option("--cache/--no-cache", help="Without: no prefix is found, to measure what it saves."),
+    ] = _CACHE.enabled,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = _ENGINE.max_batch,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens of one forward: how long a prefill may hold up the others.")
+    ] = _ENGINE.chunk_tokens,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that wait at once; beyond it clients get 429.")
+    ] = _ENGINE.max_queue,
+    context_limit: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together, below the model's own limit.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a Jinja chat template, instead of the model's own.")
+    ] = None,
+    sampling_defaults: Annotated[
+        SamplingSource,
+        typer.Option(
+            help="Where temperature, top_p, top_k, min_p and repetition_penalty come from if a request does not "
+            "name them: the model's generation_config.json, or OpenAI's defaults."
+        ),
+    ] = SamplingSource.model,
+) -> None:
+    """Serve a model to OpenAI clients."""
+    _log_warnings()
+    model_config = ModelConfig(model, device, dtype, served_model_name, trust_remote_code, threads)
+    cache_config = CacheConfig(
+        block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
+    )
+    engine_config = EngineConfig(max_batch, chunk_tokens, max_queue, context_limit)
+    server_config = ServerConfig(host, port, api_key)
+    template = None if chat_template is None else _read_template(chat_template)
+
+    from rootstock.server.run import listen, serve, url_of
+
+    taken = listen(host, port)  # before the model is loaded, which may take minutes
+    with LoadProgress() as progress:
+        made = build_engine(
+            model_config, cache_config, engine_config, chat_template=template, progress=progress
+        )
+
+    from rootstock.server.app import create_app
+    from rootstock.server.defaults import SamplingDefaults
+
+    defaults = SamplingDefaults()
+    if sampling_defaults is SamplingSource.model and made.model_directory is not None:
+        defaults = SamplingDefaults.of_model(made.model_directory)
+    web = create_app(made.engine, made.codec, made.description, server_config, defaults)
+    # What is loaded stays: the garbage collector need not look at it again between two tokens.
+    gc.collect()
+    gc.freeze()
+    with made.engine:
+        serve(web, made.engine, taken, on_ready=lambda: print(ready_line(made, url_of(taken)), flush=True))
+
+
+def ready_line(made: Assembly, url: str) -> str:
+    described = made.description
+    families = " + ".join(f"{family.name} × {family.layers} layers" for family in described.families)
+    return (
+        f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, {families}, "
+        f"{described.dtype} on {described.device} · pool of {made.pool_tokens:,} tokens, "
+        f"{in_units(made.pool_bytes)}"
+    )
+
+
+def in_units(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+
+
+class LoadProgress:
+    """Shows how far loading is: a bar on a terminal, else a line for each thing that is done."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+        self._what = ""
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> LoadProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` parts of `what` are there."""
+        if self._bar is None:
+            if what != self._what:
+                print(f"rootstock: {what}", file=sys.stderr, flush=True)
+        elif what != self._what or self._task is None:
+            self._task = self._bar.add_task(what, total=total, completed=done)
+        else:
+            self._bar.update(self._task, completed=done, total=total)
+        self._what = what
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption("--chat-template", str(path), f"a file that can be read ({error})") from error
+
+
+def _log_warnings() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+if __name__ == "__main__":
+    main()

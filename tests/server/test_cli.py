@@ -1,0 +1,172 @@
+"""The command line as a user meets it: in a process of its own, with a signal at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rootstock import __version__
+
+# `rootstock serve` with the oracle in the place of a model that is loaded; everything else is the real thing.
+ORACLE = """
+import sys, time
+import rootstock.cli as cli
+from rootstock.config import CacheConfig
+from rootstock.engine.assemble import assemble
+from rootstock.engine.text import ByteTextCodec
+from rootstock.runtime.fake import FakeRuntime
+
+def build_engine(model, cache, engine, *, chat_template, progress):
+    progress("reading the oracle", 0, 2)
+    progress("reading the oracle", 2, 2)
+    runtime = FakeRuntime(
+        ByteTextCodec.vocab_size, 4096, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
+    )
+    return assemble(runtime, ByteTextCodec(), cache, engine)
+
+cli.build_engine = build_engine
+cli.main()
+"""
+
+
+def rootstock(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rootstock.cli", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+class Process:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ORACLE, "serve", "oracle", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", self.ready)
+        assert found, (self.ready, self.process.communicate())
+        self.url = found[0]
+
+    def stop(self, sent: signal.Signals) -> tuple[int, str, str]:
+        self.process.send_signal(sent)
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()
+
+
+def test_the_version_is_shown() -> None:
+    shown = rootstock("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"rootstock {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kv-budget", "lots"], "--kv-budget is 'lots', but must be a size such as 4GiB"),
+        (["--block-size", "0"], "--block-size is 0"),
+        (["--device", "tpu"], "--device is 'tpu', but must be auto | cpu | cuda | mps"),
+        (["--dtype", "int3"], "--dtype is 'int3'"),
+        (["--max-batch", "0"], "--max-batch is 0, but must be at least 1"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--chat-template", "/no/such/file"], "--chat-template is '/no/such/file'"),
+        (["--host", "no.such.host.invalid"], "Cannot listen at no.such.host.invalid"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_names_what_is_allowed(options: list[str], said: str) -> None:
+    done = rootstock("serve", "nowhere", *options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("rootstock: ")
+    assert said in line
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = rootstock("serve", "nowhere", "--port", str(port))
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert f"Cannot listen at 127.0.0.1:{port}" in line
+
+
+def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes: list[Process]) -> None:
+    one = Process("--kv-budget", "1MiB", "--block-size", "16")
+    processes.append(one)
+    assert "fake" in one.ready
+    assert "full × 1 layers" in one.ready
+    assert "pool of 65,536 tokens, 1.0 MiB" in one.ready
+    assert httpx.get(f"{one.url}/health").json()["status"] == "ok"
+    returncode, out, err = one.stop(signal.SIGTERM)
+    assert (returncode, out) == (0, "")
+    assert err == "rootstock: reading the oracle\n"  # plain lines where there is no terminal
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
+    processes: list[Process], sent: signal.Signals
+) -> None:
+    one = Process("--kv-budget", "1MiB")
+    processes.append(one)
+    events: list[str] = []
+    started = threading.Event()
+
+    def read() -> None:
+        body: dict[str, Any] = {"prompt": "on and on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=30) as response:
+            for line in response.iter_lines():
+                events.append(line)
+                started.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert started.wait(10)
+    returncode, _, err = one.stop(sent)
+    reader.join(10)
+    assert returncode == 0, err
+    assert "Traceback" not in err
+    last = [event for event in events if event][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+
+
+def test_the_api_key_may_come_from_the_environment(processes: list[Process]) -> None:
+    one = Process("--kv-budget", "1MiB", env={"ROOTSTOCK_API_KEY": "from-the-environment"})
+    processes.append(one)
+    assert httpx.get(f"{one.url}/v1/models").status_code == 401
+    known = {"Authorization": "Bearer from-the-environment"}
+    assert httpx.get(f"{one.url}/v1/models", headers=known).status_code == 200
+
+
+def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:
+    from rootstock.server.defaults import SamplingDefaults
+
+    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults()
+    config = {"temperature": 0.6, "top_k": 20, "eos_token_id": 1, "min_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
+    (tmp_path / "generation_config.json").write_text("{")
+    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults()
