@@ -111,8 +111,9 @@ class Scheduler:
             if isinstance(sequence.state, Prefilling) and budget > 0:
                 work.append(self._prefill(sequence, sequence.state.lease, budget))
                 budget -= len(work[-1].tokens)
+        if len(self._waiting) > 1:  # before the first of them may evict what the others would hit
+            self._protect_hits_of_queued()
         self._admit(work, budget)
-        self._protect_hits_of_queued()
         return work, self._given_up
 
     def _decodes(self) -> list[Work]:

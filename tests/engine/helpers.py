@@ -1,0 +1,116 @@
+"""An engine on the oracle runtime, driven step by step, and clients that remember their events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.plan import Tokens
+from rootstock.config import EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+    TokenEvent,
+)
+from rootstock.engine.text import TextCodec
+from rootstock.runtime.base import Batch
+from rootstock.runtime.fake import FakeRuntime
+
+GREEDY = SamplingParams(temperature=0.0)
+_ids = itertools.count()
+
+
+class Bench:
+    """An engine and all that it is made of."""
+
+    def __init__(
+        self,
+        blocks: int = 200,
+        block_size: int = 4,
+        *,
+        vocab_size: int = 97,
+        context_limit: int = 1 << 20,
+        eos_token_ids: tuple[int, ...] = (),
+        reuse: bool = True,
+        fault: Callable[[Batch], None] | None = None,
+        codec: TextCodec | None = None,
+        **config: int,
+    ) -> None:
+        self.batches: list[Batch] = []
+
+        def record(batch: Batch) -> None:
+            self.batches.append(batch)
+            if fault is not None:
+                fault(batch)
+
+        self.runtime = FakeRuntime(vocab_size, context_limit, eos_token_ids=eos_token_ids, fault=record)
+        self.runtime.allocate(blocks, block_size)
+        families = self.runtime.description.families
+        budget = blocks * block_size * families[0].bytes_per_token
+        self.cache = KVCache(families, budget, block_size, reuse=reuse)
+        self.engine = Engine(self.runtime, self.cache, EngineConfig(**config), codec)
+
+    def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
+        client = Client(tokens, max_tokens, **request)
+        self.engine.submit(client.request, client.events.append)
+        return client
+
+    def run(self, steps: int | None = None) -> None:
+        """Until nothing is left, or so many steps."""
+        done = 0
+        while (steps is None or done < steps) and self.engine.step():
+            self.cache.check()
+            self.engine._scheduler.check()
+            done += 1
+
+    def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
+        """The greedy continuation, by the tokens alone."""
+        so_far = list(map(int, tokens))
+        for _ in range(count):
+            so_far.append(int(self.runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
+        return so_far[len(tokens) :]
+
+
+class Client:
+    def __init__(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> None:
+        stop = request.pop("stop", None) or StopParams(max_tokens=max_tokens)
+        assert isinstance(stop, StopParams)
+        sampling = request.pop("sampling", GREEDY)
+        assert isinstance(sampling, SamplingParams)
+        self.request = Request(
+            RequestId(str(request.pop("id", next(_ids)))),
+            np.array(tokens, np.int32),
+            sampling,
+            stop,
+            **request,  # type: ignore[arg-type]
+        )
+        self.events: list[Event] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if isinstance(event, TokenEvent)]
+
+    @property
+    def text(self) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, TokenEvent | Finished))
+
+    @property
+    def terminals(self) -> list[Event]:
+        return [event for event in self.events if isinstance(event, Finished | Failed | Aborted)]
+
+    @property
+    def finished(self) -> Finished:
+        assert len(self.terminals) == 1, self.events
+        assert self.events[-1] is self.terminals[0]
+        assert isinstance(self.events[-1], Finished), self.events[-1]
+        return self.events[-1]

@@ -1,0 +1,191 @@
+"""Budget, admission, preemption: who runs when there is not room for all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.helpers import Bench, Client
+from rootstock.engine.request import Finished, StopParams
+from rootstock.errors import CompletionTooLong, PromptTooLong, QueueFull
+
+RNG = np.random.default_rng(11)
+
+
+def prompt(length: int) -> list[int]:
+    return [int(t) for t in RNG.integers(0, 97, length)]
+
+
+def test_over_budget_requests_wait_and_all_finish_with_the_right_tokens() -> None:
+    bench = Bench(blocks=20, block_size=4, max_batch=8)
+    clients = [bench.ask(prompt(30), max_tokens=8) for _ in range(6)]
+    bench.run()
+    assert all(c.tokens == bench.alone(c.request.tokens, 8) for c in clients)
+    assert bench.cache.pool.live_blocks == 0
+
+
+def test_blocks_for_the_next_forward_are_reserved_before_it_runs() -> None:
+    bench = Bench(blocks=30, block_size=4, chunk_tokens=16)
+    for _ in range(5):
+        bench.ask(prompt(20), max_tokens=10)
+    bench.run()
+    for batch in bench.batches:
+        for segment in batch.segments:
+            assert len(segment.blocks) * 4 >= segment.past + len(segment.tokens)
+
+
+def test_cold_prefixes_go_before_those_that_queued_requests_would_hit() -> None:
+    bench = Bench(blocks=24, block_size=4, max_batch=1)
+    wanted = prompt(32)
+    bench.ask(wanted, max_tokens=1)
+    bench.run()
+    bench.ask(prompt(32), max_tokens=1)  # newer, and nobody wants it
+    bench.run()
+    bench.ask(prompt(40), max_tokens=1)  # takes ten blocks: eight free, two to be found
+    queued = bench.ask([*wanted, 1], max_tokens=1)
+    bench.run()
+    assert queued.finished.usage.cached_tokens == 32
+
+
+def test_prefixes_of_queued_requests_go_before_a_running_request_is_preempted() -> None:
+    bench = Bench(blocks=16, block_size=4, max_batch=1)
+    wanted = prompt(32)
+    bench.ask(wanted, max_tokens=1)
+    bench.run()
+    runner = bench.ask(prompt(16), max_tokens=40)
+    queued = bench.ask([*wanted, 1], max_tokens=1)
+    bench.run()
+    assert runner.tokens == bench.alone(runner.request.tokens, 40)
+    assert queued.tokens == bench.alone([*wanted, 1], 1)
+    assert bench.cache.stats().preemptions == 0
+
+
+def test_the_least_progressed_running_request_is_preempted_and_comes_back_with_the_same_tokens() -> None:
+    bench = Bench(blocks=16, block_size=4, max_batch=4, chunk_tokens=64)
+    first = bench.ask(prompt(20), max_tokens=30)
+    bench.run(steps=6)
+    second = bench.ask(prompt(12), max_tokens=30)
+    bench.run()
+    assert bench.cache.stats().preemptions > 0
+    assert first.tokens == bench.alone(first.request.tokens, 30)
+    assert second.tokens == bench.alone(second.request.tokens, 30)
+    # The one with less progress gave way: the other's last token came first.
+    assert first.finished.usage.total_s < second.finished.usage.total_s
+
+
+def test_a_preempted_request_keeps_its_computed_prefix_in_the_tree() -> None:
+    bench = Bench(blocks=24, block_size=4, max_batch=4, chunk_tokens=64)
+    bench.ask(prompt(20), max_tokens=40)
+    bench.run(steps=6)
+    second = bench.ask(prompt(24), max_tokens=30)
+    while bench.cache.stats().preemptions == 0:
+        bench.run(steps=1)
+    done = [*second.request.tokens.tolist(), *second.tokens]
+    namespace = bench.engine._namespace("")
+    found = bench.cache.match(np.array([*done, 0], np.int32), namespace).found
+    assert found > 0, "eviction may take its tail, but not all of it at once"
+    bench.run()
+    assert second.tokens == bench.alone(second.request.tokens, 30)
+
+
+def test_a_running_set_never_preempts_its_last_member() -> None:
+    bench = Bench(blocks=16, block_size=4)
+    lone = bench.ask(prompt(10), max_tokens=54)  # exactly what the pool holds
+    bench.run()
+    assert lone.tokens == bench.alone(lone.request.tokens, 54)
+    assert bench.cache.stats().preemptions == 0
+
+
+def test_a_request_that_can_never_fit_is_rejected_at_submission_with_the_numbers() -> None:
+    bench = Bench(blocks=16, block_size=4)
+    with pytest.raises(PromptTooLong, match="70 tokens") as long:
+        bench.ask(prompt(70))
+    assert (long.value.prompt_tokens, long.value.limit_tokens) == (70, 64)
+    with pytest.raises(CompletionTooLong, match="74") as both:
+        bench.ask(prompt(34), max_tokens=40)
+    assert (both.value.prompt_tokens, both.value.max_tokens, both.value.limit_tokens) == (34, 40, 64)
+    assert not bench.engine.step(), "nothing was queued"
+
+
+def test_the_limit_is_the_models_or_the_pools_whichever_is_less() -> None:
+    assert Bench(blocks=16, block_size=4, context_limit=50).engine.context_limit == 50
+    assert Bench(blocks=10, block_size=4, context_limit=50).engine.context_limit == 40
+
+
+def test_without_max_tokens_an_answer_goes_to_the_limit() -> None:
+    bench = Bench(blocks=16, block_size=4)
+    client = bench.ask(prompt(30), max_tokens=None)
+    bench.run()
+    assert client.finished.reason == "length"
+    assert len(client.tokens) == 34
+
+
+def test_a_queue_that_is_full_refuses_at_once_and_recovers() -> None:
+    bench = Bench(max_batch=2, max_queue=3)
+    accepted = [bench.ask(prompt(8)) for _ in range(5)]
+    with pytest.raises(QueueFull) as full:
+        bench.ask(prompt(8))
+    assert (full.value.waiting, full.value.limit) == (3, 3)
+    bench.run()
+    assert all(isinstance(c.events[-1], Finished) for c in accepted)
+    bench.ask(prompt(8))
+    bench.run()
+
+
+def test_a_long_prompt_does_not_stop_running_decodes_for_longer_than_one_chunk() -> None:
+    bench = Bench(blocks=400, chunk_tokens=16)
+    decoding = bench.ask(prompt(8), max_tokens=40)
+    bench.run(steps=2)
+    long = bench.ask(prompt(300), max_tokens=1)
+    bench.batches.clear()
+    bench.run(steps=20)
+    assert all(batch.new_tokens <= 16 for batch in bench.batches)
+    assert all(any(len(s.tokens) == 1 and s.past >= 8 for s in batch.segments) for batch in bench.batches)
+    bench.run()
+    assert long.tokens == bench.alone(long.request.tokens, 1)
+    assert len(decoding.tokens) == 40
+
+
+def test_ties_are_broken_the_same_way_in_every_run() -> None:
+    def shape() -> list[list[tuple[int, int]]]:
+        rng = np.random.default_rng(5)
+        bench = Bench(blocks=20, block_size=4, max_batch=6, chunk_tokens=24)
+        for _ in range(12):
+            bench.ask(rng.integers(0, 97, int(rng.integers(4, 40))), max_tokens=int(rng.integers(1, 20)))
+        bench.run()
+        assert bench.cache.stats().preemptions > 0
+        return [[(s.past, len(s.tokens)) for s in batch.segments] for batch in bench.batches]
+
+    assert shape() == shape()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+def test_output_does_not_depend_on_chunk_size_or_batch_mates(chunk_tokens: int, max_batch: int) -> None:
+    rng = np.random.default_rng(8)
+    bench = Bench(blocks=60, block_size=4, chunk_tokens=chunk_tokens, max_batch=max_batch)
+    clients: list[Client] = [bench.ask(rng.integers(0, 97, int(rng.integers(1, 60))), 9) for _ in range(8)]
+    bench.run()
+    assert all(c.tokens == bench.alone(c.request.tokens, 9) for c in clients)
+
+
+def test_output_does_not_depend_on_arrival_order_or_cache_contents() -> None:
+    rng = np.random.default_rng(9)
+    base = rng.integers(0, 97, 50).tolist()
+    prompts = [[*base[: int(rng.integers(1, 50))], *rng.integers(0, 97, 5).tolist()] for _ in range(10)]
+    answers = []
+    for order in (range(10), reversed(range(10)), [*range(10), *range(10)]):
+        bench = Bench(blocks=40, block_size=4)
+        clients = [(i, bench.ask(prompts[i], 6)) for i in order]
+        bench.run()
+        assert all(c.tokens == bench.alone(prompts[i], 6) for i, c in clients)
+        answers.append({i: tuple(c.tokens) for i, c in clients})
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_prompt_can_be_cached_or_scored_without_generating() -> None:
+    bench = Bench()
+    client = bench.ask(prompt(20), stop=StopParams(max_tokens=0), prompt_logprobs=0)
+    bench.run()
+    assert client.tokens == []
+    assert client.finished.usage.completion_tokens == 0

@@ -1,0 +1,342 @@
+"""Every request ends exactly once, and nothing that goes wrong with one stops another."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from engine.helpers import GREEDY, Bench, Client
+from rootstock.cache.plan import Plan
+from rootstock.config import EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Aborted, Event, Failed, Finished, PromptScored, StopParams, TokenEvent
+from rootstock.engine.text import ByteTextCodec
+from rootstock.errors import EmptyPrompt, EngineStopped, InvalidParameter, StepFailed
+from rootstock.runtime.base import Batch
+
+
+def numbers(seed: int, length: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 97, length)]
+
+
+def test_an_exception_in_a_step_fails_the_requests_of_that_step_and_the_engine_goes_on() -> None:
+    def fault(batch: Batch) -> None:
+        if any(99 in s.tokens for s in batch.segments):
+            raise RuntimeError("a kernel broke")
+
+    bench = Bench(vocab_size=100, fault=fault, max_batch=4, chunk_tokens=512)
+    before = bench.ask(numbers(1, 20), max_tokens=1)
+    bench.run()
+    poisoned, mate = bench.ask([1, 2, 99]), bench.ask(numbers(2, 20))
+    bench.run()
+    after = bench.ask(numbers(3, 20))
+    bench.run()
+    assert isinstance(before.events[-1], Finished)
+    for client in (poisoned, mate):
+        (failed,) = client.terminals
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, StepFailed)
+        assert "a kernel broke" in failed.error.message
+    assert after.tokens == bench.alone(after.request.tokens, 4)
+    assert bench.cache.pool.live_blocks == 0
+
+
+def test_nothing_of_a_failed_forward_can_be_found() -> None:
+    def fault(batch: Batch) -> None:
+        raise RuntimeError("always")
+
+    bench = Bench(fault=fault)
+    client = bench.ask(numbers(1, 20))
+    bench.run()
+    assert isinstance(client.events[-1], Failed)
+    assert bench.engine.explain(client.request.tokens).matched_tokens == 0
+    assert bench.cache.pool.free_blocks == 200
+
+
+def test_a_bug_of_our_own_fails_what_is_open_empties_the_cache_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.ask(numbers(1, 20))
+    bench.run()
+    broken = [bench.ask(numbers(2, 20)), bench.ask(numbers(3, 20))]
+
+    def assertion(*_: object) -> None:
+        raise AssertionError("an invariant does not hold")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.cache, "admit", assertion)
+        bench.engine.step()
+    assert all(isinstance(c.terminals[0], Failed) and len(c.terminals) == 1 for c in broken)
+    assert bench.cache.pool.free_blocks == 200, "a cache that may be wrong is not kept"
+    after = bench.ask(numbers(1, 20))
+    bench.run()
+    assert after.tokens == bench.alone(after.request.tokens, 4)
+    assert after.finished.usage.cached_tokens == 0
+
+
+def test_a_sink_that_raises_stops_nobody() -> None:
+    bench = Bench()
+
+    def bad(event: Event) -> None:
+        raise ValueError("a client's bug")
+
+    bench.engine.submit(Client(numbers(1, 10)).request, bad)
+    good = bench.ask(numbers(2, 10))
+    bench.run()
+    assert good.tokens == bench.alone(good.request.tokens, 4)
+    assert bench.cache.pool.live_blocks == 0
+
+
+def test_a_row_of_nan_fails_its_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    sick, well = bench.ask(numbers(1, 10)), bench.ask(numbers(2, 10))
+    forward = bench.runtime.forward
+
+    def poisoned(batch: Batch) -> object:
+        logits = forward(batch)
+        if len(logits) == 2:
+            logits[0] = np.nan
+        return logits
+
+    monkeypatch.setattr(bench.runtime, "forward", poisoned)
+    bench.run()
+    (failed,) = sick.terminals
+    assert isinstance(failed, Failed)
+    assert well.tokens == bench.alone(well.request.tokens, 4)
+
+
+@pytest.mark.parametrize("after_steps", range(8))
+def test_a_request_cancelled_at_any_moment_leaves_what_it_computed_and_leaks_nothing(
+    after_steps: int,
+) -> None:
+    bench = Bench(chunk_tokens=8)
+    client, other = bench.ask(numbers(1, 30), max_tokens=30), bench.ask(numbers(2, 12), max_tokens=6)
+    bench.run(steps=after_steps)
+    bench.engine.abort(client.request.id)
+    bench.engine.abort(client.request.id)
+    bench.run()
+    assert isinstance(client.events[-1], Aborted)
+    assert len(client.terminals) == 1
+    assert other.tokens == bench.alone(other.request.tokens, 6)
+    assert bench.cache.pool.live_blocks == 0
+    found = bench.engine.explain(client.request.tokens).matched_tokens
+    assert found == min(29, 8 * after_steps)
+
+
+def test_aborting_what_has_ended_or_never_was_does_nothing() -> None:
+    bench = Bench()
+    client = bench.ask(numbers(1, 10))
+    bench.run()
+    bench.engine.abort(client.request.id)
+    bench.engine.abort("nobody")  # type: ignore[arg-type]
+    bench.engine.step()
+    assert len(client.terminals) == 1
+
+
+def test_a_token_limit_ends_with_length() -> None:
+    bench = Bench()
+    client = bench.ask(numbers(1, 10), max_tokens=3)
+    bench.run()
+    assert client.finished.reason == "length"
+    assert client.finished.usage.completion_tokens == 3
+
+
+def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_answer() -> None:
+    bench = Bench()
+    alone = bench.alone(numbers(1, 10), 8)
+    for stop in (StopParams(stop_tokens=(alone[3],)), StopParams(max_tokens=20, stop_tokens=(alone[3], 200))):
+        client = bench.ask(numbers(1, 10), stop=stop)
+        bench.run()
+        assert client.tokens == alone[: alone.index(alone[3])]
+        assert (client.finished.reason, client.finished.stopped_by) == ("stop", alone[3])
+    other = Bench(eos_token_ids=(alone[3],))
+    client = other.ask(numbers(1, 10), max_tokens=8)
+    ignoring = other.ask(numbers(1, 10), stop=StopParams(max_tokens=8, ignore_eos=True))
+    other.run()
+    assert client.tokens == alone[: alone.index(alone[3])]
+    assert ignoring.tokens == alone
+
+
+def test_stop_strings_end_the_text_before_themselves() -> None:
+    bench = Bench(vocab_size=256, codec=ByteTextCodec())
+    alone = bench.alone(numbers(1, 10), 12)
+    text = bytes(alone).decode("utf-8", errors="replace")
+    stop = text[5:7]
+    client = bench.ask(numbers(1, 10), stop=StopParams(max_tokens=12, stop_strings=(stop,)))
+    bench.run()
+    assert client.text == text[: text.index(stop)]
+    assert (client.finished.reason, client.finished.stopped_by) == ("stop", stop)
+    assert bench.cache.pool.live_blocks == 0
+
+
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="no tokenizer"):
+        Bench().ask(numbers(1, 10), stop=StopParams(stop_strings=("x",)))
+
+
+def test_an_empty_prompt_and_tokens_outside_the_vocabulary_are_clear_errors() -> None:
+    bench = Bench()
+    with pytest.raises(EmptyPrompt):
+        bench.ask([])
+    with pytest.raises(InvalidParameter, match="0 to 96"):
+        bench.ask([1, 97])
+    with pytest.raises(InvalidParameter, match="-1"):
+        bench.ask([1, -1])
+
+
+def test_two_open_requests_cannot_have_one_id() -> None:
+    bench = Bench()
+    bench.ask(numbers(1, 5), id="same")
+    with pytest.raises(InvalidParameter, match="same"):
+        bench.ask(numbers(1, 5), id="same")
+    bench.run()
+    bench.ask(numbers(1, 5), id="same")
+    bench.run()
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 512])
+def test_prompt_scores_are_those_of_each_position_whatever_the_chunks_and_the_cache(
+    chunk_tokens: int,
+) -> None:
+    bench = Bench(chunk_tokens=chunk_tokens)
+    tokens = numbers(1, 17)
+    bench.ask(tokens)
+    bench.run()
+    client = bench.ask(tokens, max_tokens=1, prompt_logprobs=0)
+    bench.run()
+    (scored,) = [event for event in client.events if isinstance(event, PromptScored)]
+    assert client.events[0] is scored
+    for position, score in enumerate(scored.logprobs):
+        logits = bench.runtime.expected_logits(np.array(tokens[: position + 1], np.int32)).astype(np.float64)
+        expected = logits[tokens[position + 1]] - np.log(np.exp(logits).sum())
+        assert score.token == tokens[position + 1]
+        assert score.logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_stats_after_a_real_run_equal_a_recount() -> None:
+    bench = Bench(blocks=40)
+    rng = np.random.default_rng(0)
+    asked = 0
+    for _ in range(20):
+        client = bench.ask(rng.integers(0, 3, int(rng.integers(1, 40))), max_tokens=3)
+        asked += len(client.request.tokens)
+        bench.run()
+    stats = bench.engine.stats()
+    assert stats.cache.hit_tokens + stats.cache.missed_tokens == stats.cache.asked_tokens == asked
+    assert stats.counters.computed_tokens == bench.runtime.computed_tokens
+    assert stats.counters.sampled_tokens == 60
+    assert stats.cache.missed_tokens + 20 * 2 == bench.runtime.computed_tokens
+    assert (stats.running, stats.waiting) == (0, 0)
+    held, used = bench.cache.pool.owners()
+    assert stats.cache.cached_blocks == int((held > 0).sum())
+    assert stats.cache.live_blocks == int((used > 0).sum()) == 0
+
+
+# ---- with its thread
+
+
+def test_many_threads_submit_and_each_gets_its_own_answer() -> None:
+    bench = Bench(blocks=400, max_batch=16)
+    answers: dict[int, list[int]] = {}
+
+    def ask(seed: int) -> None:
+        events = list(bench.engine.generate(Client(numbers(seed, 20), 6).request))
+        answers[seed] = [event.token for event in events if isinstance(event, TokenEvent)]
+        assert isinstance(events[-1], Finished)
+
+    with bench.engine:
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert bench.engine.health().alive
+    assert answers == {seed: bench.alone(numbers(seed, 20), 6) for seed in range(24)}
+
+
+def test_closing_a_generator_aborts_its_request() -> None:
+    bench = Bench()
+    with bench.engine:
+        events = bench.engine.generate(Client(numbers(1, 10), 500).request)
+        next(events)
+        events.close()
+        deadline = time.monotonic() + 10
+        while bench.engine.stats().running and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert bench.engine.stats().cache.live_blocks == 0
+
+
+def test_stopping_fails_what_runs_and_refuses_what_comes() -> None:
+    started = threading.Event()
+    bench = Bench(fault=lambda batch: (started.set(), time.sleep(0.01))[0])
+    clients = [Client(numbers(seed, 10), 500) for seed in range(3)]
+    bench.engine.start()
+    for client in clients:
+        bench.engine.submit(client.request, client.events.append)
+    assert started.wait(10)
+    bench.engine.stop()
+    bench.engine.stop()
+    for client in clients:
+        (terminal,) = client.terminals
+        assert isinstance(terminal, Failed)
+        assert isinstance(terminal.error, EngineStopped)
+    with pytest.raises(EngineStopped):
+        bench.engine.submit(Client([1]).request, print)
+    with pytest.raises(EngineStopped):
+        bench.engine.stats()
+    assert not bench.engine.health().alive
+
+
+def test_health_tells_of_a_step_that_hangs_without_asking_the_thread_that_hangs() -> None:
+    release, entered = threading.Event(), threading.Event()
+
+    def hang(batch: Batch) -> None:
+        entered.set()
+        release.wait(10)
+
+    clock = {"now": 0.0}
+    bench = Bench(fault=hang)
+    engine = Engine(bench.runtime, bench.cache, EngineConfig(), clock=lambda: clock["now"])
+    with engine:
+        engine.submit(Client(numbers(1, 4)).request, lambda event: None)
+        assert entered.wait(10)
+        assert engine.health().alive
+        clock["now"] = 1000.0
+        health = engine.health()
+        release.set()
+        assert not health.alive
+        assert "1000 s" in health.detail
+
+
+def test_an_exact_repeat_of_a_prompt_leaves_a_token_to_compute_and_answers() -> None:
+    bench = Bench()
+    with bench.engine:
+        for _ in range(3):
+            events = list(bench.engine.generate(Client(numbers(1, 32)).request))
+            assert isinstance(events[-1], Finished)
+
+
+def test_copies_are_executed_before_the_forward_that_needs_them() -> None:
+    bench = Bench(block_size=8)
+    order: list[str] = []
+    apply, forward = bench.runtime.apply, bench.runtime.forward
+
+    def spy_apply(plan: Plan) -> None:
+        order.append("apply")
+        apply(plan)
+
+    def spy_forward(batch: Batch) -> object:
+        order.append("forward")
+        return forward(batch)
+
+    bench.runtime.apply, bench.runtime.forward = spy_apply, spy_forward  # type: ignore[method-assign,assignment]
+    bench.ask(numbers(1, 20), max_tokens=1)
+    bench.run()
+    bench.ask([*numbers(1, 11), 5, 6], max_tokens=1)
+    bench.run()
+    assert order == ["forward", "apply", "forward"]
+    assert GREEDY.greedy

@@ -1,0 +1,159 @@
+"""Live requests share what they have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.helpers import Bench, Client
+from rootstock.engine.request import SamplingParams, TokenEvent
+
+PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
+
+
+def test_two_requests_in_flight_with_the_same_prefix_store_and_compute_it_once() -> None:
+    bench = Bench(chunk_tokens=16)
+    first = bench.ask([*PREFIX, 1, 2, 3])
+    second = bench.ask([*PREFIX, 4, 5, 6, 7])
+    bench.run()
+    assert bench.runtime.computed_tokens == 60 + 3 + 4 + 2 * 3, (
+        "prefix once, tails, decoded tokens but the last"
+    )
+    assert second.finished.usage.cached_tokens == 60
+    assert first.finished.usage.cached_tokens == 0
+    assert first.tokens == bench.alone([*PREFIX, 1, 2, 3], 4)
+    assert second.tokens == bench.alone([*PREFIX, 4, 5, 6, 7], 4)
+    assert bench.cache.stats().duplicate_blocks == 0
+
+
+def test_many_requests_at_one_instant_compute_their_prefix_once() -> None:
+    bench = Bench(blocks=400, chunk_tokens=32, max_batch=16)
+    clients = [bench.ask([*PREFIX, i, i + 1]) for i in range(16)]
+    bench.run()
+    assert bench.runtime.computed_tokens == 60 + 16 * (2 + 3)
+    assert all(c.tokens == bench.alone(c.request.tokens, 4) for c in clients)
+
+
+def test_waiters_share_what_they_have_in_common_beyond_the_producer() -> None:
+    bench = Bench(blocks=400, chunk_tokens=16)
+    more = list(range(40))
+    bench.ask([*PREFIX, 90])
+    a = bench.ask([*PREFIX, *more, 91])
+    b = bench.ask([*PREFIX, *more, 92])
+    bench.run()
+    assert bench.runtime.computed_tokens == 60 + 1 + 40 + 1 + 1 + 3 * 3
+    assert a.finished.usage.cached_tokens == 60
+    assert b.finished.usage.cached_tokens == 100
+
+
+def test_a_waiter_computes_for_itself_when_its_producer_is_cancelled() -> None:
+    bench = Bench(chunk_tokens=16)
+    producer = bench.ask([*PREFIX, 1])
+    waiter = bench.ask([*PREFIX, 2])
+    bench.run(steps=2)
+    assert waiter.events == []
+    bench.engine.abort(producer.request.id)
+    bench.run()
+    assert waiter.tokens == bench.alone([*PREFIX, 2], 4)
+    assert waiter.finished.usage.cached_tokens == 32, "what the producer had computed was kept"
+
+
+def test_a_waiter_computes_for_itself_when_its_producer_fails() -> None:
+    def fault(batch: object) -> None:
+        if len(bench.batches) == 2:
+            raise RuntimeError("injected")
+
+    bench = Bench(chunk_tokens=16, fault=fault)
+    bench.ask([*PREFIX, 1])
+    waiter = bench.ask([*PREFIX, 2])
+    bench.run()
+    assert waiter.tokens == bench.alone([*PREFIX, 2], 4)
+
+
+def test_a_short_common_prefix_is_not_worth_waiting_for() -> None:
+    bench = Bench(block_size=8, chunk_tokens=64)
+    bench.ask([1, 2, 3, *range(20, 40)])
+    second = bench.ask([1, 2, 3, *range(50, 70)])
+    bench.run(steps=1)
+    assert second.tokens != []
+
+
+def test_cached_tokens_in_the_usage_are_the_tokens_that_were_not_computed() -> None:
+    bench = Bench(blocks=400)
+    asked = computed = 0
+    for turn in range(6):
+        before = bench.runtime.computed_tokens
+        client = bench.ask([*PREFIX[: 20 + 7 * turn], turn, turn], max_tokens=1)
+        bench.run()
+        usage = client.finished.usage
+        assert usage.prompt_tokens - usage.cached_tokens == bench.runtime.computed_tokens - before
+        asked += usage.prompt_tokens
+        computed += bench.runtime.computed_tokens - before
+    stats = bench.cache.stats()
+    assert (stats.asked_tokens, stats.missed_tokens) == (asked, computed)
+
+
+def test_cached_tokens_come_with_the_first_token() -> None:
+    bench = Bench()
+    bench.ask(PREFIX)
+    bench.run()
+    again = bench.ask(PREFIX)
+    bench.run()
+    first = again.events[0]
+    assert isinstance(first, TokenEvent)
+    assert first.cached_tokens == 59 == again.finished.usage.cached_tokens
+
+
+def test_tenants_with_different_salts_never_share() -> None:
+    bench = Bench()
+    bench.ask(PREFIX, salt="a")
+    bench.run()
+    other, same = bench.ask(PREFIX, salt="b"), bench.ask(PREFIX, salt="a")
+    bench.run()
+    assert other.finished.usage.cached_tokens == 0
+    assert same.finished.usage.cached_tokens == 59
+
+
+def test_a_conversation_hits_everything_but_its_new_tokens_and_the_last_sampled_one() -> None:
+    bench = Bench(blocks=400)
+    history = list(PREFIX)
+    for turn in range(5):
+        client = bench.ask(history, max_tokens=7)
+        bench.run()
+        if turn:
+            # The last token of an answer is sampled and never computed.
+            assert client.finished.usage.cached_tokens == len(history) - 3
+        history += [*client.tokens, turn, turn + 1]
+
+
+def test_a_scored_prompt_is_computed_whole_and_still_shared_with_others() -> None:
+    bench = Bench()
+    bench.ask(PREFIX, max_tokens=1)
+    bench.run()
+    scored = bench.ask(PREFIX, max_tokens=1, prompt_logprobs=2)
+    bench.run()
+    assert scored.finished.usage.cached_tokens == 0
+    assert bench.cache.stats().duplicate_blocks == 15
+    assert bench.cache.pool.cached_blocks == 15
+
+
+def test_n_choices_are_n_requests_that_share_one_prompt() -> None:
+    bench = Bench(blocks=400, chunk_tokens=64)
+    sampling = [SamplingParams(temperature=1.0, seed=i) for i in range(4)]
+    choices = [bench.ask(PREFIX, sampling=s) for s in sampling]
+    bench.run()
+    assert bench.runtime.computed_tokens == 60 + 3 * 1 + 4 * 3
+    assert len({tuple(c.tokens) for c in choices}) > 1
+
+
+def test_the_cache_can_be_switched_off_and_answers_stay_the_same() -> None:
+    on, off = Bench(), Bench(reuse=False)
+    answers: list[list[list[int]]] = []
+    for bench in (on, off):
+        clients: list[Client] = []
+        for tail in range(4):
+            clients.append(bench.ask([*PREFIX, tail]))
+            bench.run()
+        answers.append([c.tokens for c in clients])
+    assert answers[0] == answers[1]
+    assert off.cache.stats().hit_tokens == 0
+    assert off.cache.pool.free_blocks == 200, "nothing is kept"
