@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -144,7 +144,6 @@ def test_what_the_filters_keep_stays_in_proportion() -> None:
     assert_distributed(tokens_of(params, row, 20_000), expected)
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.integers(1, 3_000),
@@ -166,7 +165,6 @@ def test_the_nucleus_equals_the_one_that_sorting_everything_finds(
     assert kept.tolist() == sorted(order[:wanted].tolist())
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
     size=st.integers(1, 4_000),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -105,7 +105,6 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 @every_codec
-@settings(deadline=None, max_examples=200)
 @given(text=texts)
 def test_the_deltas_of_a_text_are_the_text_that_decoding_all_tokens_gives(
     codec: TextCodec, text: str
@@ -115,7 +114,6 @@ def test_the_deltas_of_a_text_are_the_text_that_decoding_all_tokens_gives(
 
 
 @pytest.mark.parametrize("codec", [byte_level(), ByteTextCodec()], ids=["byte-level", "bytes"])
-@settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_the_deltas_of_any_bytes_even_broken_ones_are_what_decoding_all_tokens_gives(
     codec: TextCodec, data: st.DataObject
@@ -124,7 +122,6 @@ def test_the_deltas_of_any_bytes_even_broken_ones_are_what_decoding_all_tokens_g
     assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens)
 
 
-@settings(deadline=None, max_examples=200)
 @given(tokens=st.lists(st.integers(0, 480), max_size=80))
 def test_broken_byte_fallback_never_raises_and_never_takes_back_a_character(tokens: list[int]) -> None:
     codec = sentencepiece()
@@ -139,7 +136,6 @@ def test_broken_byte_fallback_never_raises_and_never_takes_back_a_character(toke
 
 
 @every_codec
-@settings(deadline=None, max_examples=200)
 @given(prompt=texts, text=texts)
 def test_with_the_prompts_end_as_context_the_deltas_are_the_rest_of_the_text(
     codec: TextCodec, prompt: str, text: str
@@ -203,7 +199,6 @@ def test_a_window_of_broken_bytes_does_not_grow(broken: list[int]) -> None:
 
 
 @every_codec
-@settings(deadline=None, max_examples=300)
 @given(
     text=st.text("aAb#\nE é😀", max_size=40),
     stops=st.lists(st.text("aAb#\nE é😀", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
@@ -235,7 +230,6 @@ def test_a_held_beginning_is_given_out_at_the_end() -> None:
 
 
 @every_codec
-@settings(deadline=None, max_examples=100)
 @given(text=texts)
 def test_the_bytes_of_the_tokens_make_up_the_text(codec: TextCodec, text: str) -> None:
     data = b"".join(codec.token_bytes(token) for token in codec.encode(text).tolist())

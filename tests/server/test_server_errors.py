@@ -325,26 +325,35 @@ def slowly(_batch: Any) -> None:
 
 
 def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
-    with serve(EngineConfig(max_batch=1, max_queue=1), fault=slowly) as served:
+    with serve(EngineConfig(max_batch=1, max_queue=3), fault=slowly) as served:
         answers: list[int] = []
 
         def ask() -> None:
-            answers.append(served.chat("wait", max_tokens=30, ignore_eos=True).status_code)
+            answers.append(served.chat("wait", max_tokens=40, ignore_eos=True).status_code)
 
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        while len(served.assembly.engine._live) < 2:
-            time.sleep(0.005)
-        refused = served.chat("one too many")
-        assert_error(refused, 429, "queue_full", None, "--max-queue")
-        assert int(refused.headers["retry-after"]) >= 1
-        # Three choices do not fit either: none of them may stay behind.
-        assert served.chat("three", n=3).status_code == 429
+        def start(count: int) -> None:
+            for _ in range(count):
+                threads.append(threading.Thread(target=ask))
+                threads[-1].start()
+            while len(served.assembly.engine._live) < len(threads):
+                time.sleep(0.002)
+
+        threads: list[threading.Thread] = []
+        start(2)
+        # Two places are left, and three choices are asked for: none of them may stay behind.
+        for stream in (False, True):
+            refused = served.chat("three", n=3, stream=stream)
+            assert_error(refused, 429, "queue_full", None, "--max-queue")
+            assert int(refused.headers["retry-after"]) >= 1
+            while len(served.assembly.engine._live) > 2:
+                time.sleep(0.002)
+        start(2)
+        assert served.chat("one too many").status_code == 429
         for thread in threads:
             thread.join()
-        assert answers == [200, 200]
+        assert answers == [200] * 4
         served.settled()
+        assert served.metric("rootstock_requests_total", outcome="error", route=CHAT) == 3
 
 
 class FailsOnce:

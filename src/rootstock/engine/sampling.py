@@ -37,7 +37,7 @@ class SampledToken:
 class Sampler:
     """Samples the tokens of one request, one call of `sample` per token.
 
-    `eos` are the tokens that may not be sampled before `min_tokens` are there. `generated` are tokens that an
+    `eos` are the tokens, end of sequence and others, that may not be sampled before `min_tokens` are there. `generated` are tokens that an
     earlier sampler of the same request sampled: with them this one goes on exactly where that one stopped.
     """
 
@@ -54,7 +54,7 @@ class Sampler:
         past = [int(token) for token in generated]
         self._params = params
         self._vocab_size = vocab_size
-        self._eos = np.array([token for token in eos if token < vocab_size], dtype=np.intp)
+        self._eos = np.array([token for token in eos if 0 <= token < vocab_size], dtype=np.intp)
         self._min_tokens = min_tokens
         self._bias = _Bias.of(params, vocab_size)
         self._penalties = _Penalties.of(params, prompt, past, vocab_size)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,25 +29,30 @@ class Answerer:
         self._metrics = metrics
         self._bridge: Bridge | None = None
 
-    async def answer(self, call: Call, request: HttpRequest) -> Response:
-        """Raises what the engine refuses, before anything was sent; and ClientGone."""
-        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics, call.requests)
+    async def answer(self, make_call: Callable[[], Call], request: HttpRequest) -> Response:
+        """`make_call` renders and tokenises, and runs on another thread. Raises, before anything was sent, what
+        it and the engine refuse; and ClientGone."""
         route = request.url.path
         try:
-            await generation.submit()
-            if call.stream:
-                return EventStream(generation, self._stream(call, generation, route))
-            generation.watch(request.receive)
-            return await self._whole(call, generation, route)
-        except ClientGone:
-            self._metrics.answered(route, "disconnected")
-            raise
+            call = await run_in_threadpool(make_call)
+            generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics, call.requests)
+            try:
+                await generation.submit()
+                if call.stream:
+                    return EventStream(generation, self._stream(call, generation, route))
+                generation.watch(request.receive)
+                answer = await self._whole(call, generation, route)
+            except BaseException:
+                generation.close()
+                raise
+            generation.close()
+            return answer
         except RootstockError:
             self._metrics.answered(route, "error")
             raise
-        finally:
-            if not call.stream:
-                generation.close()
+        except (ClientGone, asyncio.CancelledError):
+            self._metrics.answered(route, "disconnected")
+            raise
 
     async def _whole(self, call: Call, generation: Generation, route: str) -> Response:
         histories: list[list[PromptScored | TokenEvent | Finished]] = [[] for _ in call.requests]

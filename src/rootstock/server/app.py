@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -67,8 +66,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant = "") -> Response:
         try:
-            call = await run_in_threadpool(model.chat_call, body, tenant)
-            return await answerer.answer(call, request)
+            return await answerer.answer(lambda: model.chat_call(body, tenant), request)
         except RequestError as error:
             if error.param == "prompt":  # as the engine calls it
                 error.param = "messages"
@@ -76,8 +74,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request, tenant: Tenant = "") -> Response:
-        call = await run_in_threadpool(model.completion_call, body, tenant)
-        return await answerer.answer(call, request)
+        return await answerer.answer(lambda: model.completion_call(body, tenant), request)
 
     return router
 

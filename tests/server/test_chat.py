@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rootstock.engine.text import HFTextCodec
+from rootstock.errors import ChatTemplateFailed, InvalidParameter, Unsupported
+from rootstock.server.chat import chat_tokens, chosen_tools, template_messages
+from rootstock.server.openai import ChatCompletionRequest
+
+# As real templates do: tools at the front, a call's arguments as an object, the role checked.
+TEMPLATE = """
+{%- if tools %}[tools]{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif -%}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}[tool {{ m.tool_call_id }}]{{ m.content }}
+{%- else %}[{{ m.role }}]{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+{%- for key, value in call.function.arguments.items() %}({{ key }}={{ value }}){% endfor %}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{% if enable_thinking is false %}[no thinking]{% endif %}{% endif %}
+"""
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+
+
+@functools.cache
+def codec() -> HFTextCodec:
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer), TEMPLATE)
+
+
+def rendered(body: dict[str, Any]) -> str:
+    """The prompt that a request becomes, as text."""
+    request = ChatCompletionRequest.model_validate(body)
+    return codec().decode(request.tokens_of(request.messages, codec()).tolist())
+
+
+def test_a_conversation_with_tools_becomes_what_the_template_makes_of_it() -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": '{"word": "tree", "n": 2}'},
+    }
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is a"}, {"type": "text", "text": "tree?"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "a plant"},
+    ]
+    assert rendered({"messages": messages, "tools": TOOLS}) == (
+        "[tools]look_up;[system]Be brief.[user]What is a\ntree?[assistant](word=tree)(n=2)[tool 1]a plant[assistant]"
+    )
+
+
+def test_tools_are_not_shown_when_none_may_be_chosen() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert "[tools]" in rendered({"messages": messages, "tools": TOOLS, "tool_choice": "auto"})
+    assert "[tools]" not in rendered({"messages": messages, "tools": TOOLS, "tool_choice": "none"})
+    assert chosen_tools(None, None) == ()
+    with pytest.raises(Unsupported, match="forced"):
+        chosen_tools(TOOLS, {"type": "function", "function": {"name": "look_up"}})
+
+
+def test_template_options_reach_the_template() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    assert rendered(body) == "[user]x[assistant]"
+    assert rendered(body | {"chat_template_kwargs": {"enable_thinking": False}}).endswith("[no thinking]")
+    assert rendered(body | {"add_generation_prompt": False}) == "[user]x"
+
+
+def test_an_answer_that_was_begun_is_continued() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert rendered(body) == "[user]x[assistant]The answer is"
+    with pytest.raises(InvalidParameter, match="add_generation_prompt"):
+        rendered({"messages": messages, "continue_final_message": True})
+
+
+def test_arguments_that_a_model_wrote_wrongly_stay_as_they_are() -> None:
+    call = {"function": {"name": "f", "arguments": '{"broken'}}
+    [message] = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"broken'
+    with pytest.raises(ChatTemplateFailed, match="no attribute 'items'"):
+        chat_tokens(codec(), [{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_a_wrong_part_of_a_message_is_named_with_its_path(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        template_messages([message])
+    assert raised.value.param == param
+
+
+def test_what_templates_may_know_goes_through_and_nulls_do_not() -> None:
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "reasoning_content": "because",
+        "name": None,
+        "refusal": None,
+    }
+    assert template_messages([message]) == [
+        {"role": "assistant", "content": "x", "reasoning_content": "because"}
+    ]
