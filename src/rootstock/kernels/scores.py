@@ -1,0 +1,44 @@
+"""How a layer turns products of queries and keys into weights, and what a way of attending looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rootstock.kernels.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """weights = softmax(softcap · tanh(scale · q·k / softcap)), with one sink's score beside each head's."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [q_heads]
+
+
+class StepAttention(Protocol):
+    """Attention of one packed step: made once, called by every layer whose positions lie in the same slots."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> Tensor:
+        """Causal attention of each row over its own sequence.
+
+        query          [tokens, q_heads, head_dim]
+        key, value     [tokens, kv_heads, …] of the new positions: what the pool holds in their slots
+        keys, values   [blocks · block_size, kv_heads, …] the layer's pool, by slot
+        returns        [tokens, q_heads, value_dim] in the query's dtype
+        """
+        ...
+
+
+class Attention(Protocol):
+    """A way of attending. It may keep scratch memory from step to step, so one thread uses it."""
+
+    def prepare(self, spans: Sequence[Span]) -> StepAttention:
+        """Everything about a step that does not depend on the layer. `spans` cover the rows in order."""
+        ...

@@ -1,0 +1,103 @@
+"""Random ragged batches over a random pool, for every kernel's test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rootstock.kernels.scores import Scores
+from rootstock.kernels.spans import Span, slots_of
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    spans: list[Span]
+    query: Tensor  # [tokens, q_heads, head_dim]
+    key: Tensor  # [tokens, kv_heads, head_dim]
+    value: Tensor
+    keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    values: Tensor
+    scores: Scores
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+
+def make_batch(
+    lengths: list[tuple[int, int]],  # (past, new) of each sequence
+    *,
+    block_size: int = 4,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "scattered",
+    shared: int = 0,  # positions of the past that all sequences have in common, rounded down to blocks
+    seed: int = 0,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> RaggedBatch:
+    rng, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-(past + new) // block_size) for past, new in lengths]
+    total = sum(needed) + 3
+    ids = np.arange(total, dtype=np.int32)
+    if layout == "scattered":
+        rng.shuffle(ids)
+    elif layout == "runs":  # pieces of one to five blocks, shuffled
+        pieces = np.split(ids, np.cumsum(rng.integers(1, 6, total)))
+        rng.shuffle(pieces := [p for p in pieces if len(p)])
+        ids = np.concatenate(pieces)
+    spans, row, at = [], 0, 0
+    for (past, new), blocks in zip(lengths, needed, strict=True):
+        table = ids[at : at + blocks].copy()
+        if spans:
+            common = min(shared, past, spans[0].past) // block_size
+            table[:common] = spans[0].blocks[:common]
+        spans.append(Span(row, new, past, table))
+        row, at = row + new, at + blocks
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    value_dim = head_dim if value_dim is None else value_dim
+    keys, values = draw(total, block_size, kv_heads, head_dim), draw(total, block_size, kv_heads, value_dim)
+    slots = np.concatenate([slots_of(s.blocks, s.past, s.end, block_size) for s in spans])
+    return RaggedBatch(
+        spans,
+        draw(row, q_heads, head_dim),
+        keys.flatten(0, 1)[slots],
+        values.flatten(0, 1)[slots],
+        keys,
+        values,
+        Scores(head_dim**-0.5 * 2, softcap, draw(q_heads) if sinks else None),
+    )
+
+
+@st.composite
+def ragged_batches(draw: st.DrawFn, *, plain: bool = False) -> RaggedBatch:
+    """`plain`: K and V of equal dimensions, no softcap."""
+    past_and_new = st.tuples(
+        st.one_of(st.just(0), st.integers(0, 90)), st.one_of(st.just(1), st.just(1), st.integers(1, 20))
+    )
+    head_dim = draw(st.sampled_from([1, 3, 8, 16, 20]))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return make_batch(
+        draw(st.lists(past_and_new, min_size=1, max_size=5)),
+        block_size=draw(st.sampled_from([1, 2, 3, 7, 16, 32, 64])),
+        q_heads=kv_heads * draw(st.sampled_from([1, 2, 5])),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=None if plain else draw(st.sampled_from([head_dim, head_dim + 4])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        layout=draw(st.sampled_from(["scattered", "runs", "contiguous"])),
+        shared=draw(st.sampled_from([0, 16, 90])),
+        seed=draw(st.integers(0, 2**16)),
+        softcap=None if plain else draw(st.sampled_from([None, 3.0])),
+        sinks=draw(st.booleans()),
+    )

@@ -1,0 +1,92 @@
+"""Every kernel equals the reference, over random ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.batches import RaggedBatch, make_batch, ragged_batches
+from rootstock.kernels import reference
+from rootstock.kernels.scores import Attention
+from rootstock.kernels.torch_gather import GatherAttention
+from rootstock.kernels.torch_paged import PagedAttention, Tuning
+
+EAGER = Tuning(in_place_from=1, share_from=1, runs_in_place=100)  # everything in place, everything shared
+tunings = st.builds(
+    Tuning,
+    in_place_from=st.sampled_from([1, 8, 32, 1000]),
+    share_from=st.sampled_from([1, 8, 1000]),
+    runs_in_place=st.sampled_from([0, 1, 3, 100]),
+)
+
+
+def run(kernel: Attention, batch: RaggedBatch) -> Tensor:
+    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+    step = kernel.prepare(batch.spans)
+    with torch.inference_mode():
+        out = step(batch.query, batch.key, batch.value, keys, values, batch.scores)
+        again = step(batch.query, batch.key, batch.value, keys, values, batch.scores)
+    assert torch.equal(out, again), "a step gives each layer the same"
+    return out
+
+
+def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
+    expected = reference.attend(batch.query, batch.keys, batch.values, batch.spans, batch.scores)
+    assert out.shape == expected.shape
+    assert out.dtype == batch.query.dtype
+    # bfloat16 keeps 8 bits: weights, each piece and their sum are rounded to it.
+    tolerance = 1e-5 if batch.query.dtype == torch.float32 else 2.5e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@given(ragged_batches(plain=True), tunings)
+@settings(max_examples=150)
+def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning) -> None:
+    assert_equals_reference(run(PagedAttention(batch.block_size, tuning), batch), batch)
+
+
+@given(ragged_batches())
+@settings(max_examples=100)
+def test_gathered_attention_equals_the_reference(batch: RaggedBatch) -> None:
+    assert_equals_reference(run(GatherAttention(batch.block_size, torch.device("cpu")), batch), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["contiguous", "scattered", "runs"])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_long_contexts_in_every_layout(dtype: torch.dtype, layout: str, block_size: int) -> None:
+    batch = make_batch(
+        [(300, 1), (257, 1), (290, 40), (0, 65), (0, 1)],
+        block_size=block_size,
+        layout=layout,
+        dtype=dtype,
+        head_dim=32,
+        shared=256,
+    )
+    for tuning in (Tuning(), EAGER):
+        assert_equals_reference(run(PagedAttention(block_size, tuning), batch), batch)
+
+
+def test_one_scratch_serves_steps_of_any_size() -> None:
+    kernel = PagedAttention(4, Tuning(in_place_from=1000))
+    for past in (50, 10, 120, 0, 64):
+        batch = make_batch([(past, 1), (past, 5)], seed=past)
+        assert_equals_reference(run(kernel, batch), batch)
+
+
+def test_decodes_between_chunks_keep_their_rows() -> None:
+    batch = make_batch([(9, 1), (3, 6), (20, 1), (0, 2), (33, 1)])
+    assert_equals_reference(run(PagedAttention(4, EAGER), batch), batch)
+
+
+def test_relative_error_in_bfloat16_is_a_rounding() -> None:
+    batch = make_batch(
+        [(500, 1), (250, 64), (0, 100)], block_size=32, head_dim=64, dtype=torch.bfloat16, layout="runs"
+    )
+    expected = reference.attend(batch.query, batch.keys, batch.values, batch.spans, batch.scores)
+    for tuning in (Tuning(), EAGER):
+        out = run(PagedAttention(32, tuning), batch).double()
+        assert float((out - expected).norm() / expected.norm()) < 5e-3
