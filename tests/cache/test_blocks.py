@@ -82,6 +82,7 @@ def test_every_block_has_exactly_one_state_after_any_sequence_of_operations(data
         assert pool.free_blocks + pool.live_blocks == total
 
 
+@pytest.mark.behaviour(31)
 def test_the_budget_is_real_bytes_and_too_small_a_one_is_refused_with_the_numbers() -> None:
     families = [FullAttention(layers=4, bytes_per_token=4096)]
     cache = KVCache(families, budget_bytes=10 * 32 * 4096 + 5, block_size=32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.eviction import EvictionQueue, NodeUse
@@ -29,6 +31,7 @@ def test_an_entry_that_is_used_often_is_not_evicted_first_because_it_came_first(
     assert hit(cache, ints(range(8), 1)) == 8
 
 
+@pytest.mark.behaviour(33)
 def test_a_prefix_that_a_queued_request_would_hit_goes_after_everything_nobody_waits_for() -> None:
     cache = make_cache(blocks=8, block_size=4)
     for start in (0, 100, 200):
@@ -50,6 +53,7 @@ def test_a_prefix_that_a_queued_request_would_hit_goes_after_everything_nobody_w
     cache.check()
 
 
+@pytest.mark.behaviour(34)
 def test_a_hit_is_not_evicted_to_make_room_for_its_own_request() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(16)))  # the only thing cached, and the coldest
@@ -61,6 +65,7 @@ def test_a_hit_is_not_evicted_to_make_room_for_its_own_request() -> None:
     assert hit(cache, ints(range(16), range(50, 66), 1)) == 32
 
 
+@pytest.mark.behaviour(34)
 def test_a_request_that_fits_only_by_evicting_its_own_hit_is_deferred() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(16)))
@@ -94,6 +99,7 @@ def test_a_policy_is_a_pure_function_and_can_be_replaced() -> None:
     assert hit(cache, ints(range(100, 108), 1)) == 0
 
 
+@pytest.mark.behaviour(38)
 def test_ties_are_broken_the_same_way_in_every_run() -> None:
     def order() -> list[int]:
         cache = KVCache([FullAttention(1, 1)], 48, 4, clock=lambda: 0.0)  # every use at the same instant

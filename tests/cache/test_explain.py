@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from cache.helpers import NAMESPACE, admit, ints, make_cache, run
 from rootstock.cache import FullAttention, KVCache, Namespace
 
 
+@pytest.mark.behaviour(30)
 def test_a_divergence_is_told_with_its_position_the_token_and_what_is_cached_there() -> None:
     cache = make_cache()
     run(cache, ints(range(20)))
@@ -18,6 +20,7 @@ def test_a_divergence_is_told_with_its_position_the_token_and_what_is_cached_the
     assert "token 99" in told.message
 
 
+@pytest.mark.behaviour(30)
 def test_a_divergence_at_a_branch_names_every_branch() -> None:
     cache = make_cache()
     for branch in (50, 60, 70):
@@ -27,6 +30,7 @@ def test_a_divergence_at_a_branch_names_every_branch() -> None:
     assert sorted(told.cached_tokens_there) == [50, 60, 70]
 
 
+@pytest.mark.behaviour(30)
 def test_what_was_evicted_is_told_apart_from_what_never_came() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(24)))
@@ -51,6 +55,7 @@ def test_what_came_back_is_not_called_evicted() -> None:
     assert cache.explain(ints(range(24), 1), NAMESPACE).cap == "end_of_cached"
 
 
+@pytest.mark.behaviour(30)
 def test_a_whole_hit_and_the_end_of_what_is_cached_are_told_apart() -> None:
     cache = make_cache()
     run(cache, ints(range(20)))

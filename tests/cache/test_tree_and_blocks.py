@@ -30,6 +30,7 @@ def path_tokens(node: Node) -> list[int]:
     return [int(t) for step in reversed(list(node.path())) for t in step.tokens]
 
 
+@pytest.mark.behaviour(1)
 def test_a_divergence_inside_an_edge_splits_the_node_and_leaves_blocks_refcounts_and_tokens_on_both_sides() -> (
     None
 ):
@@ -49,6 +50,7 @@ def test_a_divergence_inside_an_edge_splits_the_node_and_leaves_blocks_refcounts
     assert path_tokens(branch) == [*range(8), 90, 91, 92, 93]
 
 
+@pytest.mark.behaviour(1)
 def test_a_cut_inside_a_block_leaves_the_block_with_both_halves() -> None:
     cache = make_cache(block_size=4)
     run(cache, ints(range(12)))
@@ -60,6 +62,7 @@ def test_a_cut_inside_a_block_leaves_the_block_with_both_halves() -> None:
     assert int(upper.blocks[-1]) == int(lower.blocks[0]) == middle
 
 
+@pytest.mark.behaviour(2)
 def test_a_divergence_inside_a_block_gives_the_new_branch_a_copy_of_the_shared_part_only() -> None:
     cache = make_cache(block_size=8)
     run(cache, ints(range(16)))
@@ -72,6 +75,7 @@ def test_a_divergence_inside_a_block_gives_the_new_branch_a_copy_of_the_shared_p
     assert not sibling & set(lease.table[1:].tolist())
 
 
+@pytest.mark.behaviour(3)
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 100, 256, 2048])
 def test_a_prefix_hit_is_counted_in_tokens_whatever_the_block_size(block_size: int) -> None:
     cache = make_cache(blocks=-(-5000 // block_size) + 4, block_size=block_size)
@@ -81,6 +85,7 @@ def test_a_prefix_hit_is_counted_in_tokens_whatever_the_block_size(block_size: i
     assert hit(cache, ints(range(2000), 7)) == 2000
 
 
+@pytest.mark.behaviour(4)
 def test_computing_what_is_there_already_returns_the_duplicates_and_keeps_the_canonical_blocks() -> None:
     cache = make_cache(block_size=4)
     tokens = ints(range(14))
@@ -97,6 +102,7 @@ def test_computing_what_is_there_already_returns_the_duplicates_and_keeps_the_ca
     assert len(nodes(cache)) == 1
 
 
+@pytest.mark.behaviour(5)
 def test_the_refcount_is_the_number_of_live_owners_and_free_live_and_cached_make_the_total() -> None:
     cache = make_cache(blocks=20, block_size=4)
     run(cache, ints(range(8)))
@@ -113,6 +119,7 @@ def test_the_refcount_is_the_number_of_live_owners_and_free_live_and_cached_make
     assert (pool.free_blocks, pool.cached_blocks, pool.live_blocks) == (18, 2, 0)
 
 
+@pytest.mark.behaviour(6)
 def test_using_a_free_block_is_an_assertion_and_changes_nothing() -> None:
     pool = BlockPool(8)
     mine = pool.allocate(2)
@@ -124,6 +131,7 @@ def test_using_a_free_block_is_an_assertion_and_changes_nothing() -> None:
     pool.check()
 
 
+@pytest.mark.behaviour(6)
 def test_releasing_a_block_twice_is_an_assertion_and_changes_nothing() -> None:
     pool = BlockPool(8)
     mine = pool.allocate(2)
@@ -134,6 +142,7 @@ def test_releasing_a_block_twice_is_an_assertion_and_changes_nothing() -> None:
     pool.check()
 
 
+@pytest.mark.behaviour(6)
 def test_a_block_in_use_is_not_freed_by_letting_go_of_it_in_the_tree() -> None:
     pool = BlockPool(4)
     mine = pool.allocate(1)
@@ -147,6 +156,7 @@ def test_a_block_in_use_is_not_freed_by_letting_go_of_it_in_the_tree() -> None:
     pool.check()
 
 
+@pytest.mark.behaviour(6)
 def test_ending_a_lease_twice_is_an_assertion() -> None:
     cache = make_cache()
     lease = run(cache, ints(1, 2, 3))
@@ -154,6 +164,7 @@ def test_ending_a_lease_twice_is_an_assertion() -> None:
         cache.finish(lease)
 
 
+@pytest.mark.behaviour(7)
 def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
     cache = make_cache(block_size=8)
     run(cache, ints(range(11)))
@@ -163,6 +174,7 @@ def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
     assert plan.copies == (BlockCopy(tail, int(lease.table[1]), 3),)  # type: ignore[arg-type]
 
 
+@pytest.mark.behaviour(7)
 def test_full_shared_blocks_are_adopted_and_never_written() -> None:
     cache = make_cache(block_size=4)
     run(cache, ints(range(8)))
@@ -181,6 +193,7 @@ def test_a_conversation_whose_turns_end_inside_blocks_costs_as_many_blocks_as_on
     assert pool.cached_blocks == -(-194 // 16)
 
 
+@pytest.mark.behaviour(8)
 def test_match_changes_nothing() -> None:
     cache = make_cache(block_size=4)
     run(cache, ints(range(14)))
@@ -195,6 +208,7 @@ def test_match_changes_nothing() -> None:
     cache.abort(running)
 
 
+@pytest.mark.behaviour(8)
 def test_a_rejected_admission_changes_nothing_at_all() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(10)))
@@ -207,6 +221,7 @@ def test_a_rejected_admission_changes_nothing_at_all() -> None:
     cache.abort(running)
 
 
+@pytest.mark.behaviour(9)
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Namespace)])
 def test_different_weights_dtype_rope_regime_adapter_or_tenant_never_hit_each_other(field: str) -> None:
     cache = make_cache()
@@ -219,6 +234,7 @@ def test_different_weights_dtype_rope_regime_adapter_or_tenant_never_hit_each_ot
     assert NAMESPACE.digest() != other.digest()
 
 
+@pytest.mark.behaviour(10)
 def test_pruning_a_leaf_prunes_ancestors_that_are_now_empty_of_use_and_side_indices_forget_first() -> None:
     cache = make_cache(blocks=12, block_size=4)
     run(cache, ints(range(16)))
@@ -240,6 +256,7 @@ def test_an_eviction_takes_the_tail_of_a_leaf_rather_than_the_leaf() -> None:
     cache.abort(lease)
 
 
+@pytest.mark.behaviour(11)
 def test_a_request_sees_that_another_is_computing_its_prefix_and_how_far() -> None:
     cache = make_cache(block_size=4)
     producer, _ = admit(cache, ints(range(30)))
@@ -267,6 +284,7 @@ def test_a_producer_that_ended_is_waited_for_by_nobody() -> None:
     assert (match.length, match.pending) == (10, None)
 
 
+@pytest.mark.behaviour(12)
 def test_five_siblings_adopt_one_prefix_at_once_and_none_consumes_it() -> None:
     cache = make_cache(blocks=40, block_size=4)
     run(cache, ints(range(18)))
@@ -279,6 +297,7 @@ def test_five_siblings_adopt_one_prefix_at_once_and_none_consumes_it() -> None:
     assert hit(cache, ints(range(18), 99)) == 18
 
 
+@pytest.mark.behaviour(13)
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 8, 9, 63, 64])
 def test_tokens_can_be_any_length_from_zero_up(length: int) -> None:
     cache = make_cache(blocks=32, block_size=4)
@@ -305,6 +324,7 @@ def test_a_block_of_generated_tokens_is_found_while_its_request_still_runs() -> 
     cache.abort(lease)
 
 
+@pytest.mark.behaviour(28)
 def test_an_abort_leaves_what_was_computed_and_leaks_nothing() -> None:
     cache = make_cache(blocks=16, block_size=4)
     lease, _ = admit(cache, ints(range(30)))

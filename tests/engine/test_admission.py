@@ -16,6 +16,7 @@ def prompt(length: int) -> list[int]:
     return [int(t) for t in RNG.integers(0, 97, length)]
 
 
+@pytest.mark.behaviour(31)
 def test_over_budget_requests_wait_and_all_finish_with_the_right_tokens() -> None:
     bench = Bench(blocks=20, block_size=4, max_batch=8)
     clients = [bench.ask(prompt(30), max_tokens=8) for _ in range(6)]
@@ -24,6 +25,7 @@ def test_over_budget_requests_wait_and_all_finish_with_the_right_tokens() -> Non
     assert bench.cache.pool.live_blocks == 0
 
 
+@pytest.mark.behaviour(32)
 def test_blocks_for_the_next_forward_are_reserved_before_it_runs() -> None:
     bench = Bench(blocks=30, block_size=4, chunk_tokens=16)
     for _ in range(5):
@@ -34,6 +36,7 @@ def test_blocks_for_the_next_forward_are_reserved_before_it_runs() -> None:
             assert len(segment.blocks) * 4 >= segment.past + len(segment.tokens)
 
 
+@pytest.mark.behaviour(33)
 def test_cold_prefixes_go_before_those_that_queued_requests_would_hit() -> None:
     bench = Bench(blocks=24, block_size=4, max_batch=1)
     wanted = prompt(32)
@@ -47,6 +50,7 @@ def test_cold_prefixes_go_before_those_that_queued_requests_would_hit() -> None:
     assert queued.finished.usage.cached_tokens == 32
 
 
+@pytest.mark.behaviour(33)
 def test_prefixes_of_queued_requests_go_before_a_running_request_is_preempted() -> None:
     bench = Bench(blocks=16, block_size=4, max_batch=1)
     wanted = prompt(32)
@@ -60,6 +64,7 @@ def test_prefixes_of_queued_requests_go_before_a_running_request_is_preempted() 
     assert bench.cache.stats().preemptions == 0
 
 
+@pytest.mark.behaviour(33, 35)
 def test_the_least_progressed_running_request_is_preempted_and_comes_back_with_the_same_tokens() -> None:
     bench = Bench(blocks=16, block_size=4, max_batch=4, chunk_tokens=64)
     first = bench.ask(prompt(20), max_tokens=30)
@@ -73,6 +78,7 @@ def test_the_least_progressed_running_request_is_preempted_and_comes_back_with_t
     assert first.finished.usage.total_s < second.finished.usage.total_s
 
 
+@pytest.mark.behaviour(35)
 def test_a_preempted_request_keeps_its_computed_prefix_in_the_tree() -> None:
     bench = Bench(blocks=24, block_size=4, max_batch=4, chunk_tokens=64)
     bench.ask(prompt(20), max_tokens=40)
@@ -88,6 +94,7 @@ def test_a_preempted_request_keeps_its_computed_prefix_in_the_tree() -> None:
     assert second.tokens == bench.alone(second.request.tokens, 30)
 
 
+@pytest.mark.behaviour(33)
 def test_a_running_set_never_preempts_its_last_member() -> None:
     bench = Bench(blocks=16, block_size=4)
     lone = bench.ask(prompt(10), max_tokens=54)  # exactly what the pool holds
@@ -96,6 +103,7 @@ def test_a_running_set_never_preempts_its_last_member() -> None:
     assert bench.cache.stats().preemptions == 0
 
 
+@pytest.mark.behaviour(36)
 def test_a_request_that_can_never_fit_is_rejected_at_submission_with_the_numbers() -> None:
     bench = Bench(blocks=16, block_size=4)
     with pytest.raises(PromptTooLong, match="70 tokens") as long:
@@ -132,6 +140,7 @@ def test_a_queue_that_is_full_refuses_at_once_and_recovers() -> None:
     bench.run()
 
 
+@pytest.mark.behaviour(37)
 def test_a_long_prompt_does_not_stop_running_decodes_for_longer_than_one_chunk() -> None:
     bench = Bench(blocks=400, chunk_tokens=16)
     decoding = bench.ask(prompt(8), max_tokens=40)
@@ -146,6 +155,7 @@ def test_a_long_prompt_does_not_stop_running_decodes_for_longer_than_one_chunk()
     assert len(decoding.tokens) == 40
 
 
+@pytest.mark.behaviour(38)
 def test_ties_are_broken_the_same_way_in_every_run() -> None:
     def shape() -> list[list[tuple[int, int]]]:
         rng = np.random.default_rng(5)
@@ -159,6 +169,7 @@ def test_ties_are_broken_the_same_way_in_every_run() -> None:
     assert shape() == shape()
 
 
+@pytest.mark.behaviour(48)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
 @pytest.mark.parametrize("max_batch", [1, 3, 8])
 def test_output_does_not_depend_on_chunk_size_or_batch_mates(chunk_tokens: int, max_batch: int) -> None:
@@ -169,6 +180,7 @@ def test_output_does_not_depend_on_chunk_size_or_batch_mates(chunk_tokens: int, 
     assert all(c.tokens == bench.alone(c.request.tokens, 9) for c in clients)
 
 
+@pytest.mark.behaviour(48)
 def test_output_does_not_depend_on_arrival_order_or_cache_contents() -> None:
     rng = np.random.default_rng(9)
     base = rng.integers(0, 97, 50).tolist()

@@ -22,6 +22,7 @@ def numbers(seed: int, length: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 97, length)]
 
 
+@pytest.mark.behaviour(47)
 def test_an_exception_in_a_step_fails_the_requests_of_that_step_and_the_engine_goes_on() -> None:
     def fault(batch: Batch) -> None:
         if any(99 in s.tokens for s in batch.segments):
@@ -56,6 +57,7 @@ def test_nothing_of_a_failed_forward_can_be_found() -> None:
     assert bench.cache.pool.free_blocks == 200
 
 
+@pytest.mark.behaviour(47)
 def test_a_bug_of_our_own_fails_what_is_open_empties_the_cache_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_row_of_nan_fails_its_request_and_no_other(monkeypatch: pytest.MonkeyP
     assert well.tokens == bench.alone(well.request.tokens, 4)
 
 
+@pytest.mark.behaviour(28, 49)
 @pytest.mark.parametrize("after_steps", range(8))
 def test_a_request_cancelled_at_any_moment_leaves_what_it_computed_and_leaks_nothing(
     after_steps: int,
@@ -137,6 +140,7 @@ def test_aborting_what_has_ended_or_never_was_does_nothing() -> None:
     assert len(client.terminals) == 1
 
 
+@pytest.mark.behaviour(49)
 def test_a_token_limit_ends_with_length() -> None:
     bench = Bench()
     client = bench.ask(numbers(1, 10), max_tokens=3)
@@ -145,6 +149,7 @@ def test_a_token_limit_ends_with_length() -> None:
     assert client.finished.usage.completion_tokens == 3
 
 
+@pytest.mark.behaviour(49)
 def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_answer() -> None:
     bench = Bench()
     alone = bench.alone(numbers(1, 10), 8)
@@ -161,6 +166,7 @@ def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_an
     assert ignoring.tokens == alone
 
 
+@pytest.mark.behaviour(49)
 def test_stop_strings_end_the_text_before_themselves() -> None:
     bench = Bench(vocab_size=256, codec=ByteTextCodec())
     alone = bench.alone(numbers(1, 10), 12)
@@ -178,6 +184,7 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
         Bench().ask(numbers(1, 10), stop=StopParams(stop_strings=("x",)))
 
 
+@pytest.mark.behaviour(13)
 def test_an_empty_prompt_and_tokens_outside_the_vocabulary_are_clear_errors() -> None:
     bench = Bench()
     with pytest.raises(EmptyPrompt):
@@ -217,6 +224,7 @@ def test_prompt_scores_are_those_of_each_position_whatever_the_chunks_and_the_ca
         assert score.logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.behaviour(50)
 def test_stats_after_a_real_run_equal_a_recount() -> None:
     bench = Bench(blocks=40)
     rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.engine.request import SamplingParams, TokenEvent
@@ -10,6 +11,7 @@ from rootstock.engine.request import SamplingParams, TokenEvent
 PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
 
 
+@pytest.mark.behaviour(11)
 def test_two_requests_in_flight_with_the_same_prefix_store_and_compute_it_once() -> None:
     bench = Bench(chunk_tokens=16)
     first = bench.ask([*PREFIX, 1, 2, 3])
@@ -25,6 +27,7 @@ def test_two_requests_in_flight_with_the_same_prefix_store_and_compute_it_once()
     assert bench.cache.stats().duplicate_blocks == 0
 
 
+@pytest.mark.behaviour(11)
 def test_many_requests_at_one_instant_compute_their_prefix_once() -> None:
     bench = Bench(blocks=400, chunk_tokens=32, max_batch=16)
     clients = [bench.ask([*PREFIX, i, i + 1]) for i in range(16)]
@@ -77,6 +80,7 @@ def test_a_short_common_prefix_is_not_worth_waiting_for() -> None:
     assert second.tokens != []
 
 
+@pytest.mark.behaviour(29)
 def test_cached_tokens_in_the_usage_are_the_tokens_that_were_not_computed() -> None:
     bench = Bench(blocks=400)
     asked = computed = 0
@@ -103,6 +107,7 @@ def test_cached_tokens_come_with_the_first_token() -> None:
     assert first.cached_tokens == 59 == again.finished.usage.cached_tokens
 
 
+@pytest.mark.behaviour(9)
 def test_tenants_with_different_salts_never_share() -> None:
     bench = Bench()
     bench.ask(PREFIX, salt="a")

@@ -567,7 +567,11 @@ class KVCache:
         """
         deeper = max(leaf.evicted.values(), key=len, default=NO_TOKENS)
         leaf.evicted.clear()
-        run = np.concatenate((tokens, deeper))[:LONGEST_EVICTED_RUN].copy()
+        if len(deeper) == 0 and tokens.base is None and len(tokens) <= LONGEST_EVICTED_RUN:
+            run = tokens  # a whole edge, which nobody else keeps: no copy
+        else:
+            room = max(0, LONGEST_EVICTED_RUN - len(tokens))
+            run = np.concatenate((tokens[:LONGEST_EVICTED_RUN], deeper[:room]))
         first = int(run[0])
         node.evicted[first] = run
         self._evicted_runs.append((node, first, len(run)))

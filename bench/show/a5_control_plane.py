@@ -1,0 +1,119 @@
+"""A5: what the control plane costs per request of 8,192 tokens, with 100 and with 10,000 cached sequences.
+
+match + admit + commit + finish, on a pool that is full, so that every request also evicts what it adds:
+
+    repeat   the prompt is cached whole
+    hit      7,680 tokens are cached, 512 are new
+    cold     nothing is cached, 256 blocks are evicted
+
+Both sizes are measured in turn in every round, so that the machine's drift falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+
+import numpy as np
+from common import at_least, at_most, conclude
+
+from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.lease import Admitted
+from rootstock.cache.plan import Tokens
+
+PROMPT = 8192
+NEW = 512
+BLOCK = 32
+NAMESPACE = Namespace("weights", "bfloat16")
+
+
+class Cached:
+    """A full pool that holds `sequences` prompts."""
+
+    def __init__(self, sequences: int, seed: int) -> None:
+        self.newest = sequences // 2
+        self.rng = np.random.default_rng(seed)
+        blocks = (sequences + 1) * (PROMPT // BLOCK)
+        self.cache = KVCache([FullAttention(1, 2)], blocks * BLOCK * 2, BLOCK)
+        self.prompts = [self.new_prompt() for _ in range(sequences)]
+        for prompt in self.prompts:
+            self.request(prompt)
+        filler = self.new_prompt()  # takes the one spare place: from here on everything evicts
+        self.request(filler)
+
+    def new_prompt(self) -> Tokens:
+        return self.rng.integers(0, 128_000, PROMPT).astype(np.int32)
+
+    def pick(self, kind: str) -> Tokens:
+        """Of the newest prompts, which eviction has not reached: it takes the oldest."""
+        old = self.prompts[-1 - int(self.rng.integers(self.newest))]
+        match kind:
+            case "repeat":
+                return old
+            case "hit":
+                fresh = self.rng.integers(0, 128_000, NEW).astype(np.int32)
+                return np.concatenate((old[: PROMPT - NEW], fresh))
+            case _:
+                self.prompts.append(self.new_prompt())
+                return self.prompts[-1]
+
+    def request(self, prompt: Tokens) -> tuple[float, int]:
+        """Seconds, and tokens that were found."""
+        began = time.perf_counter()
+        match = self.cache.match(prompt, NAMESPACE)
+        admitted = self.cache.admit(match)
+        assert isinstance(admitted, Admitted)
+        lease = admitted.lease
+        self.cache.commit(lease, prompt[lease.computed :])
+        self.cache.finish(lease)
+        return time.perf_counter() - began, lease.hit_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=12, help="per kind, size and round")
+    args = parser.parse_args()
+    sizes = {100: Cached(100, 1), 10_000: Cached(10_000, 2)}
+    for cached in sizes.values():
+        cached.cache.check()
+    figures: dict[str, object] = {}
+    times: dict[tuple[str, int], list[float]] = {}
+    ratios: dict[str, list[float]] = {}
+    expected = {"repeat": PROMPT - 1, "hit": PROMPT - NEW, "cold": 0}
+    gc.collect()
+    gc.disable()  # a collection would walk the benchmark's own 20,000 arrays
+    for _ in range(args.rounds):
+        for kind, found in expected.items():
+            medians = {}
+            for size, cached in sizes.items():
+                taken = []
+                for _ in range(args.requests):
+                    seconds, hit = cached.request(cached.pick(kind))
+                    assert found <= hit <= found + 1, (kind, hit)
+                    taken.append(seconds)
+                times.setdefault((kind, size), []).extend(taken)
+                medians[size] = float(np.median(taken))
+            ratios.setdefault(kind, []).append(medians[10_000] / medians[100])
+    gc.enable()
+    for cached in sizes.values():
+        cached.cache.check()
+    print(f"{'':8}{'cached':>8}{'median µs':>12}{'p95 µs':>10}{'million tokens/s':>18}")
+    for (kind, size), taken in times.items():
+        median, p95 = np.median(taken) * 1e6, np.percentile(taken, 95) * 1e6
+        print(f"{kind:8}{size:8}{median:12.1f}{p95:10.1f}{PROMPT / median:18.1f}")
+        figures[f"{kind}_{size}_us"] = round(float(median), 1)
+        figures[f"{kind}_{size}_million_tokens_per_s"] = round(PROMPT / float(median), 1)
+    for kind, values in ratios.items():
+        figures[f"{kind}_ratio"] = round(float(np.median(values)), 3)
+    conclude(
+        "A5",
+        figures,
+        {f"{kind}_ratio": at_most(1.3) for kind in expected}
+        | {f"{kind}_10000_million_tokens_per_s": at_least(60) for kind in ("repeat", "hit")},
+    )
+
+
+if __name__ == "__main__":
+    main()
