@@ -93,7 +93,8 @@ class TextStream:
         self._longest_stop = max(map(len, self._stop_strings), default=0)
         self._window = _clean_end(codec, context)
         self._given_tokens = len(self._window)  # of the window: their text was given out
-        self._given_chars = len(codec.decode(self._window).rstrip(_UNDECODED))  # of the window's text
+        self._context_text = codec.decode(self._window)
+        self._given_chars = len(self._context_text.rstrip(_UNDECODED))  # of the window's text
         self._held = ""  # may begin a stop string
         self._stopped = False
 
@@ -110,18 +111,26 @@ class TextStream:
         if self._stopped:
             return ""
         self._stopped = True
-        return self._held + self._codec.decode(self._window)[self._given_chars :]
+        text = self._codec.decode(self._window)
+        return self._held + text[self._given_in(text) :]
 
     def _decode_window(self) -> str:
         text = self._codec.decode(self._window)
         certain = text.rstrip(_UNDECODED)
-        delta = certain[self._given_chars :]
+        delta = certain[self._given_in(text) :]
         self._given_chars = max(self._given_chars, len(certain))
         if len(certain) == len(text):
             self._shift()
         elif len(self._window) % _WINDOW_TOKENS == 0:
             delta += self._cut(text)
         return delta
+
+    def _given_in(self, text: str) -> int:
+        """How much of the window's text was given out. A prompt may end inside a character, which is then the
+        output's to complete, or with a U+FFFD of its own: that shows once something follows it."""
+        if text.startswith(self._context_text):
+            return max(self._given_chars, len(self._context_text))
+        return self._given_chars
 
     def _shift(self) -> None:
         """Keeps only the newest tokens as the context of those to come, if they have text."""
@@ -130,15 +139,17 @@ class TextStream:
         if text:
             self._window = newest
             self._given_chars = len(text)
+            self._context_text = ""
         self._given_tokens = len(self._window)
 
     def _cut(self, text: str) -> str:
         """Gives out what is broken for good, so that an output of broken bytes does not grow the window."""
         for cut in range(len(self._window) - 4, 0, -1):  # a character has at most four bytes
             head, tail = self._codec.decode(self._window[:cut]), self._codec.decode(self._window[cut:])
-            if head + tail == text and len(head) >= self._given_chars:
-                delta = head[self._given_chars :]
+            if head + tail == text and len(head) >= self._given_in(text):
+                delta = head[self._given_in(text) :]
                 self._window = self._window[cut:]
+                self._context_text = ""
                 self._given_tokens = self._given_chars = 0
                 return delta
         return ""
