@@ -8,7 +8,7 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.console import Console
@@ -163,7 +163,14 @@ def in_units(size_bytes: int) -> str:
 
 
 class LoadProgress:
-    """Shows how far loading is: a bar on a terminal, else a line for each thing that is done."""
+    """Shows how far loading is: a bar on a terminal, else a line for each stage."""
+
+    STAGES: ClassVar = {
+        "download": "Fetching the model",
+        "load": "Loading the weights",
+        "hash": "Hashing the weights",
+        "check": "Checking the paged forward against the model's own",
+    }
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -171,8 +178,8 @@ class LoadProgress:
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=self._console, transient=True)
-        self._what = ""
-        self._task: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._told: set[str] = set()
 
     def __enter__(self) -> LoadProgress:
         if self._bar is not None:
@@ -185,16 +192,17 @@ class LoadProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` parts of `what` are there."""
+    def __call__(self, stage: str, done: float) -> None:
+        """`done` of `stage`, from 0 to 1."""
+        words = self.STAGES.get(stage, stage)
         if self._bar is None:
-            if what != self._what:
-                print(f"rootstock: {what}", file=sys.stderr, flush=True)
-        elif what != self._what or self._task is None:
-            self._task = self._bar.add_task(what, total=total, completed=done)
-        else:
-            self._bar.update(self._task, completed=done, total=total)
-        self._what = what
+            if stage not in self._told:
+                self._told.add(stage)
+                print(f"rootstock: {words}", file=sys.stderr, flush=True)
+            return
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(words, total=1.0)
+        self._bar.update(self._tasks[stage], completed=done)
 
 
 def _read_template(path: Path) -> str:

@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse_bytes(text: str, option: str = "--kv-budget") -> int:
-    """"4GiB", "512M", "1500000" → bytes."""
+    """Bytes of "4GiB", "512M" or "1500000"."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper() if found else "?"
     if found is None or unit not in _UNITS:

@@ -29,8 +29,8 @@ from rootstock.engine.text import ByteTextCodec
 from rootstock.runtime.fake import FakeRuntime
 
 def build_engine(model, cache, engine, *, chat_template, progress):
-    progress("reading the oracle", 0, 2)
-    progress("reading the oracle", 2, 2)
+    progress("load", 0.0)
+    progress("load", 1.0)
     runtime = FakeRuntime(
         ByteTextCodec.vocab_size, 4096, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
     )
@@ -123,7 +123,7 @@ def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes:
     assert httpx.get(f"{one.url}/health").json()["status"] == "ok"
     returncode, out, err = one.stop(signal.SIGTERM)
     assert (returncode, out) == (0, "")
-    assert err == "rootstock: reading the oracle\n"  # plain lines where there is no terminal
+    assert err == "rootstock: Loading the weights\n"  # plain lines where there is no terminal
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -20,9 +20,6 @@ HOST_SHARE = 0.5
 DEVICE_SHARE = 0.85
 
 
-LoadProgress = Callable[[str, int, int], None]  # what is being loaded, parts that are there, parts in all
-
-
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """An engine that was not started, and what it was made of."""
@@ -59,19 +56,22 @@ def build_engine(
     engine: EngineConfig | None = None,
     *,
     chat_template: str | None = None,
-    progress: LoadProgress | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Assembly:
     """Loads a model and assembles an engine around it. Raises StartupError.
 
-    `chat_template` is used instead of the model's own. Takes seconds to minutes; torch is imported here.
+    `chat_template` is used instead of the model's own. `progress` is called with a stage and how much of it is
+    done, from 0 to 1. Takes seconds to minutes; torch is imported here.
     """
+    from rootstock.runtime.torch_files import locate
     from rootstock.runtime.torch_model import load_model
 
-    runtime = load_model(model, progress)
-    codec = HFTextCodec.load(model.model, chat_template, trust_remote_code=model.trust_remote_code)
-    made = assemble(runtime, codec, cache, engine)
-    directory = Path(model.model)
-    return replace(made, model_directory=directory) if directory.is_dir() else made
+    report = progress or (lambda stage, done: None)
+    directory = locate(model.model, with_code=model.trust_remote_code, progress=report)
+    # First what loads fast: a missing tokenizer is told before minutes of weights.
+    codec = HFTextCodec.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
+    runtime = load_model(model, report)
+    return replace(assemble(runtime, codec, cache, engine), model_directory=directory)
 
 
 def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:
