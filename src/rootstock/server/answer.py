@@ -79,7 +79,7 @@ class Answerer:
                         ends[index] = event
                 if chunks:
                     yield "".join(chunks)
-        except (ClientGone, asyncio.CancelledError):
+        except (ClientGone, asyncio.CancelledError, GeneratorExit):
             self._metrics.answered(route, "disconnected")
             raise
         except Exception as error:

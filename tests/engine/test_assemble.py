@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rootstock.config import CacheConfig, EngineConfig
+from rootstock.engine import assemble as module
+from rootstock.engine.assemble import HOST_SHARE, assemble, auto_budget_bytes, free_host_bytes
+from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.text import ByteTextCodec
+from rootstock.errors import BudgetTooSmall
+from rootstock.runtime.fake import FakeRuntime
+
+TOKEN_BYTES = FakeRuntime().description.families[0].bytes_per_token
+
+
+def test_the_budget_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1_000_000)
+    assert auto_budget_bytes(FakeRuntime().description, EngineConfig()) == HOST_SHARE * 1_000_000
+
+
+def test_the_budget_is_no_more_than_the_batch_can_use() -> None:
+    described = replace(FakeRuntime().description, context_limit=100)
+    assert auto_budget_bytes(described, EngineConfig(max_batch=4)) == 4 * 100 * TOKEN_BYTES
+    assert auto_budget_bytes(described, EngineConfig(max_batch=4, context_limit=50)) == 4 * 50 * TOKEN_BYTES
+
+
+def test_free_memory_is_known_and_is_not_all_there_is() -> None:
+    assert 0 < free_host_bytes() < 2**50
+
+
+def test_a_budget_that_holds_no_two_blocks_is_refused_with_the_numbers() -> None:
+    with pytest.raises(BudgetTooSmall, match="--kv-budget is 100 bytes"):
+        assemble(FakeRuntime(), ByteTextCodec(), CacheConfig(budget_bytes=100))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_assembled_engine_answers_and_reuses_prefixes_only_if_it_may(enabled: bool) -> None:
+    budget = 1000 * TOKEN_BYTES
+    made = assemble(
+        FakeRuntime(ByteTextCodec.vocab_size, 512),
+        ByteTextCodec(),
+        CacheConfig(block_size=10, budget_bytes=budget, enabled=enabled),
+    )
+    assert (made.pool_tokens, made.pool_bytes) == (1000, budget)
+    assert made.model_directory is None
+    with made.engine as engine:
+        for turn in range(2):
+            prompt = np.frombuffer(b"the same prompt", np.uint8).astype(np.int32)
+            request = Request(
+                RequestId(str(turn)), prompt, SamplingParams(temperature=0), StopParams(max_tokens=3)
+            )
+            *_, end = engine.generate(request)
+            assert isinstance(end, Finished)
+            assert end.usage.cached_tokens == (len(prompt) - 1 if enabled and turn else 0)
