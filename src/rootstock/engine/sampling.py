@@ -37,8 +37,9 @@ class SampledToken:
 class Sampler:
     """Samples the tokens of one request, one call of `sample` per token.
 
-    `eos` are the tokens, end of sequence and others, that may not be sampled before `min_tokens` are there. `generated` are tokens that an
-    earlier sampler of the same request sampled: with them this one goes on exactly where that one stopped.
+    `eos` are the tokens, end of sequence and others, that may not be sampled before `min_tokens` are there.
+    `generated` are tokens that an earlier sampler of the same request sampled: with them this one goes on
+    exactly where that one stopped.
     """
 
     def __init__(
