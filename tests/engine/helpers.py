@@ -47,6 +47,7 @@ class Bench:
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
+        self.ended: list[Client] = []  # in the order of their ends
 
         def record(batch: Batch) -> None:
             self.batches.append(batch)
@@ -62,7 +63,13 @@ class Bench:
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
         client = Client(tokens, max_tokens, **request)
-        self.engine.submit(client.request, client.events.append)
+
+        def sink(event: Event) -> None:
+            client.events.append(event)
+            if isinstance(event, Finished | Failed | Aborted):
+                self.ended.append(client)
+
+        self.engine.submit(client.request, sink)
         return client
 
     def run(self, steps: int | None = None) -> None:

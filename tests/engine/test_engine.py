@@ -166,6 +166,15 @@ def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_an
     assert ignoring.tokens == alone
 
 
+def test_the_tokenizers_end_of_sequence_ends_an_answer_as_the_models_does() -> None:
+    codec = ByteTextCodec()
+    bench = Bench(vocab_size=codec.vocab_size, codec=codec)
+    seed = next(s for s in range(5000) if codec.END in bench.alone(numbers(s, 6), 4))
+    client = bench.ask(numbers(seed, 6), max_tokens=4)
+    bench.run()
+    assert client.finished.stopped_by == codec.END
+
+
 @pytest.mark.behaviour(49)
 def test_stop_strings_end_the_text_before_themselves() -> None:
     bench = Bench(vocab_size=256, codec=ByteTextCodec())

@@ -118,6 +118,9 @@ class Engine:
         self._arrivals = 0
         self._closed = False
         self._seeds = np.random.default_rng(self._config.seed)
+        # A fine-tune's tokenizer often knows an end of turn that its configuration does not name.
+        of_codec = () if codec is None else codec.eos_token_ids
+        self._eos_token_ids = tuple(dict.fromkeys((*runtime.description.eos_token_ids, *of_codec)))
         self._thread: threading.Thread | None = None
         self._counters = StepCounters()
         self._step_began: float | None = None
@@ -170,7 +173,7 @@ class Engine:
         Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
         """
         self._refuse_impossible(request)
-        eos = () if request.stop.ignore_eos else self._runtime.description.eos_token_ids
+        ends = (*(() if request.stop.ignore_eos else self._eos_token_ids), *request.stop.stop_tokens)
         with self._lock:
             if self._closed:
                 raise EngineStopped()
@@ -191,11 +194,11 @@ class Engine:
                     request.tokens,
                     self._runtime.description.vocab_size,
                     int(self._seeds.integers(2**63)) if seed is None else seed,
-                    (*eos, *request.stop.stop_tokens),
+                    ends,
                     request.stop.min_tokens,
                 ),
                 stream=self._text_stream(request),
-                stop_tokens=frozenset((*eos, *request.stop.stop_tokens)),
+                stop_tokens=frozenset(ends),
                 now=self._clock(),
             )
             self._arrivals += 1
