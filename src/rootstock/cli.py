@@ -143,6 +143,14 @@ def serve(
         serve(web, made.engine, taken, on_ready=lambda: print(ready_line(made, url_of(taken)), flush=True))
 
 
+@app.command()
+def demo() -> None:
+    """Show what the cache saves: three agents, a small model, a real server, no download."""
+    from rootstock.bench.demo import run_demo
+
+    raise typer.Exit(run_demo())
+
+
 def ready_line(made: Assembly, url: str) -> str:
     described = made.description
     families = " + ".join(f"{family.name} × {family.layers} layers" for family in described.families)
