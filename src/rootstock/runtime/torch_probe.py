@@ -44,7 +44,15 @@ _HARMLESS = {
 def refuse_unless_packable(model: nn.Module) -> None:
     """Raises LayerUnsupported for what can be told without a forward; the model may be on the meta device."""
     config = text_config(model)
-    name = type(model).__name__
+    kinds = declared_kinds(config)
+    for index, kind in enumerate(kinds):
+        if kind not in (_FULL, _NO_MEMORY):
+            raise LayerUnsupported(
+                f"is of kind {kind!r}, and this version serves full attention only",
+                module=f"({layer_class(model, index)})",
+                layer=index,
+            )
+    name = f"{type(model).__name__} (of {layer_class(model, 0)})"
     if getattr(config, "is_encoder_decoder", False):
         raise LayerUnsupported("has an encoder, and only decoders are served", module=name)
     if not model._can_set_attn_implementation():  # type: ignore[operator]  # a PreTrainedModel's
@@ -56,13 +64,6 @@ def refuse_unless_packable(model: nn.Module) -> None:
     for needed in ("past_key_values", "position_ids"):
         if needed not in parameters:
             raise LayerUnsupported(f"takes no {needed}, so sequences cannot be packed", module=name)
-    for index, kind in enumerate(declared_kinds(config)):
-        if kind not in (_FULL, _NO_MEMORY):
-            raise LayerUnsupported(
-                f"is of kind {kind!r}, and this version serves full attention only",
-                module=f"({layer_class(model, index)})",
-                layer=index,
-            )
 
 
 def declared_kinds(config: Any) -> list[str]:

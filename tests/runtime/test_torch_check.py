@@ -1,0 +1,184 @@
+"""The self-check: it passes what is right in every dtype, and refuses each mistake that is made here on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rootstock.errors import SelfCheckFailed
+from rootstock.kernels import torch_gather, torch_paged
+from rootstock.kernels.scores import Scores
+from rootstock.kernels.spans import Span
+from rootstock.runtime import torch_check, torch_hooks, torch_model, torch_pool
+from twins.checkpoints import SERVED, save
+from twins.driving import load
+
+FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def assert_refused(directory: Path, dtype: str) -> None:
+    with pytest.raises(SelfCheckFailed) as refusal:
+        load(directory, dtype)
+    assert not refusal.value.figure <= refusal.value.tolerance
+    assert f"{refusal.value.figure:.3g}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", SERVED)
+def test_rounding_is_not_mistaken_for_a_mistake(tmp_path: Path, model_type: str, dtype: str) -> None:
+    load(save(tmp_path, model_type), dtype)
+
+
+def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    for limit in (30, 5, 2):
+        assert load(save(tmp_path, "llama", max_position_embeddings=limit)).description.context_limit == limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dropped_scale(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_that_counts_positions_itself(
+    llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = LlamaRotaryEmbedding.forward
+
+    def own(self: LlamaRotaryEmbedding, x: Tensor, position_ids: Tensor) -> Any:
+        return given(self, x, torch.arange(position_ids.shape[1])[None])
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", own)
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("missing", [1, 4], ids=["one position", "a block"])
+def test_a_chunk_that_does_not_see_all_of_its_past(
+    llama: Path, dtype: str, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = torch_paged.PagedAttention.prepare
+
+    def less(self: torch_paged.PagedAttention, spans: Sequence[Span]) -> Any:
+        return prepare(
+            self,
+            [Span(s.row, s.new, max(0, s.past - missing) if s.new > 1 else s.past, s.blocks) for s in spans],
+        )
+
+    monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = torch_paged.PagedAttention.prepare
+
+    def less(self: torch_paged.PagedAttention, spans: Sequence[Span]) -> Any:
+        return prepare(self, [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans])
+
+    monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = torch_paged._flash
+    monkeypatch.setattr(
+        torch_paged,
+        "_flash",
+        lambda q, k, v, dropout=0.0, causal=False, *, scale: flash(q, k, v, dropout, False, scale=scale),
+    )
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_that_is_not_copied(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_model.TorchRuntime, "apply", lambda self, plan: None)
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_written_to_a_neighbours_slot(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = torch_pool.LayerMemory.write
+    monkeypatch.setattr(
+        torch_pool.LayerMemory, "write", lambda self, slots, k, v: write(self, (slots + 1) % 8, k, v)
+    )
+    assert_refused(llama, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("model_type", "dropped", "fields"),
+    [
+        ("gemma2", "softcap", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
+        (
+            "gpt_oss",
+            "sinks",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+        ),
+    ],
+    ids=["softcap", "sinks"],
+)
+def test_a_dropped_feature(
+    tmp_path: Path,
+    model_type: str,
+    dropped: str,
+    fields: dict[str, Any],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(tmp_path, model_type, **fields | FULL)
+    load(tmp_path, dtype)
+    attend = torch_gather._GatherStep.__call__ if dropped == "softcap" else torch_paged._PagedStep.__call__
+
+    def without(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, s: Scores
+    ) -> Any:
+        return attend(self, query, key, value, keys, values, Scores(s.scale))
+
+    kernel = torch_gather._GatherStep if dropped == "softcap" else torch_paged._PagedStep
+    monkeypatch.setattr(kernel, "__call__", without)
+    assert_refused(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
+    assert_refused(llama, dtype)
+
+
+def test_the_model_is_left_on_our_attention_whatever_happens(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(llama)._model
+    assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
+    described = load(llama).description
+    monkeypatch.setattr(torch_check, "dense_logits", lambda model, tokens: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        torch_check.self_check(model, described, lambda tuning: pytest.fail("comes later"), lambda done: None)
+    assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
+
+
+def test_noise_is_that_of_one_rounding(llama: Path) -> None:
+    """Coarser numbers make more of it, about in proportion, and the embedding is left without a hook."""
+    model = load(llama)._model
+    tokens = np.arange(3, 40, dtype=np.int32)
+    with torch_check.own_attention(model):
+        coarse, fine = (torch_check.noise(model, tokens, dtype) for dtype in ("bfloat16", "float16"))
+        assert torch_check.noise(model, tokens, "float16") == fine
+    assert 4 < coarse / fine < 16
+    assert not model.get_input_embeddings()._forward_hooks
