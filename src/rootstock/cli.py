@@ -151,6 +151,65 @@ def demo() -> None:
     raise typer.Exit(run_demo())
 
 
+@app.command()
+def bench(
+    workload: Annotated[
+        str, typer.Option(help="Which, comma-separated: agents, chat, fewshot, burst.")
+    ] = "agents,chat,fewshot,burst",
+    url: Annotated[
+        str | None,
+        typer.Option(help="A running server of OpenAI's chat API, instead of an engine of our own."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For --url.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="For --url; the first model that it lists unless given.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A directory or a hub name; a small made-up model unless given.")
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="States to measure, comma-separated: cold, warm, and off for an engine of our own."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the workloads.")] = 0,
+    scale: Annotated[float, typer.Option(help="Factor on the lengths of prompts.")] = 1.0,
+    out: Annotated[Path, typer.Option(help="Folder for the rows (.jsonl) and the picture (.png).")] = Path(
+        "bench/results"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32, bfloat16 or float16; float32 for the small model unless given."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one forward.")] = None,
+    kv_budget: Annotated[str, typer.Option(help="Memory of the KV cache, such as 4GiB.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = _ENGINE.max_batch,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of one forward.")] = _ENGINE.chunk_tokens,
+) -> None:
+    """Measure what the cache does for agents, chats, few-shot prompts and bursts."""
+    _log_warnings()
+
+    from rootstock.bench.run import BenchConfig, OwnEngine, ServedModel, run_bench
+
+    config = BenchConfig(_names(workload), _names(cache) if cache else None, seed, scale, out)
+    if url is not None and model is not None:
+        raise InvalidOption("--model", model, "left out with --url")
+    if url is not None:
+        raise typer.Exit(run_bench(config, ServedModel(url, api_key, served_model_name)))
+    budget = None if kv_budget == "auto" else parse_bytes(kv_budget)
+    own = OwnEngine(
+        model, device, dtype, threads, CacheConfig(block_size, budget), EngineConfig(max_batch, chunk_tokens)
+    )
+    raise typer.Exit(run_bench(config, own))
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())
+
+
 def ready_line(made: Assembly, url: str) -> str:
     described = made.description
     families = " + ".join(f"{family.name} × {family.layers} layers" for family in described.families)

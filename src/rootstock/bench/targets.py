@@ -1,0 +1,288 @@
+"""What a workload runs against: an engine in this process, or any server that speaks OpenAI's chat API."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.bench.workloads import Symbols, as_text, as_tokens
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+    TokenEvent,
+)
+from rootstock.errors import RootstockError, StartupError
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request and what became of it. Times are of `time.monotonic`, in seconds."""
+
+    sent_at: float
+    prompt: NDArray[Any]  # token ids, or the bytes of a text
+    token_times: list[float] = field(default_factory=list)  # of every token, or of every piece of text
+    ended_at: float = 0.0
+    answer: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int32))  # in the unit of `prompt`
+    prompt_tokens: int | None = None  # None: the server did not say
+    cached_tokens: int | None = None
+    completion_tokens: int = 0
+    error: str | None = None
+
+
+Done = Callable[[Sample], None]  # called once for each request, on a thread of the target
+
+
+class Dialogue(Protocol):
+    def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
+        """The next turn; not before the last one is done."""
+        ...
+
+
+class Target(Protocol):
+    @property
+    def exact(self) -> bool:
+        """Whether prompts and answers are seen as the tokens that the cache sees."""
+        ...
+
+    def open(self, prefix: Symbols) -> Dialogue: ...
+
+
+# ---- in process
+
+
+class EngineTarget:
+    """A started engine. Answers have their full length and are greedy."""
+
+    exact = True
+
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self.engine = engine
+        self.vocab_size = vocab_size
+        self._numbers = itertools.count()
+
+    def open(self, prefix: Symbols) -> Dialogue:
+        return _EngineDialogue(self, as_tokens(prefix, self.vocab_size))
+
+    def next_id(self) -> RequestId:
+        return RequestId(f"bench-{next(self._numbers)}")
+
+
+class _EngineDialogue:
+    def __init__(self, target: EngineTarget, history: NDArray[np.int32]) -> None:
+        self._target = target
+        self._history = history
+
+    def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
+        prompt = np.concatenate([self._history, as_tokens(new, self._target.vocab_size)])
+        sample = Sample(time.monotonic(), prompt, prompt_tokens=len(prompt))
+        answer: list[int] = []
+
+        def sink(event: Event) -> None:  # on the engine's thread
+            match event:
+                case TokenEvent():
+                    sample.token_times.append(time.monotonic())
+                    answer.append(event.token)
+                case Finished(usage=usage):
+                    sample.cached_tokens = usage.cached_tokens
+                    sample.completion_tokens = usage.completion_tokens
+                    self._end(sample, answer, done)
+                case Failed(error=error):
+                    sample.error = str(error)
+                    self._end(sample, answer, done)
+                case Aborted():
+                    sample.error = "aborted"
+                    self._end(sample, answer, done)
+                case _:  # a prompt's scores, which nobody asked for
+                    pass
+
+        request = Request(
+            self._target.next_id(),
+            prompt,
+            SamplingParams(temperature=0.0),
+            StopParams(max_tokens=answer_tokens, ignore_eos=True),
+        )
+        try:
+            self._target.engine.submit(request, sink)
+        except RootstockError as error:
+            sample.error = str(error)
+            self._end(sample, answer, done)
+
+    def _end(self, sample: Sample, answer: list[int], done: Done) -> None:
+        sample.ended_at = time.monotonic()
+        sample.answer = np.array(answer, np.int32)
+        self._history = np.concatenate([sample.prompt, sample.answer])
+        done(sample)
+
+
+# ---- over HTTP
+
+
+class UrlTarget:
+    """`with UrlTarget(url, …) as target:` chats that are streamed, one thread for each open request.
+
+    Every prompt begins with a word that was never sent before, so that a first run finds nothing cached on whatever
+    server this is, and nobody's cache has to be emptied for it. Raises StartupError if the server does not answer.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        url: str,
+        at_once: int,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+        self._client = httpx.Client(
+            base_url=base,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=at_once + 1, max_keepalive_connections=at_once + 1),
+            # The environment's proxies know nothing of this machine's own ports.
+            trust_env=urlsplit(base).hostname not in ("localhost", "127.0.0.1", "::1"),
+        )
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="bench")
+        self._model = model
+        self._more: dict[str, Any] = {"ignore_eos": True}  # known to most servers of open models
+        self._nonce = uuid.uuid4().hex
+
+    def __enter__(self) -> UrlTarget:
+        try:
+            if self._model is None:
+                self._model = str(self._client.get("models").raise_for_status().json()["data"][0]["id"])
+            self._probe()
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            self._close()
+            raise StartupError(
+                f"The server did not answer as OpenAI's API does ({type(error).__name__}: {error}). Check --url, "
+                "--api-key and --served-model-name."
+            ) from error
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    @property
+    def model(self) -> str:
+        assert self._model is not None, "the target is not open"
+        return self._model
+
+    def forget(self) -> None:
+        """From here on nothing that was sent before is a prefix of what is sent."""
+        self._nonce = uuid.uuid4().hex
+
+    def open(self, prefix: Symbols) -> Dialogue:
+        return _UrlDialogue(self, {"role": "system", "content": f"{self._nonce} {as_text(prefix)}"})
+
+    def start(self, job: Callable[[], None]) -> None:
+        self._threads.submit(job)
+
+    def stream(self, messages: list[dict[str, str]], answer_tokens: int) -> Iterator[dict[str, Any]]:
+        """The chunks of an answer. Raises httpx.HTTPError and ValueError."""
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._more,
+        }
+        with self._client.stream("POST", "chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise httpx.HTTPStatusError(
+                    f"{response.status_code}: {response.text[:300]}",
+                    request=response.request,
+                    response=response,
+                )
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                if data == "[DONE]":
+                    return
+                if data:
+                    yield _checked(json.loads(data))
+
+    def _probe(self) -> None:
+        """A first request: it warms the server up, and tells whether extra fields are refused."""
+        messages = [{"role": "user", "content": f"{self._nonce} hello"}]
+        try:
+            list(self.stream(messages, 4))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in (400, 422):
+                raise
+            self._more = {}
+            list(self.stream(messages, 4))
+
+    def _close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+
+class _UrlDialogue:
+    def __init__(self, target: UrlTarget, system: dict[str, str]) -> None:
+        self._target = target
+        self._messages = [system]
+
+    def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
+        # Tools' answers go as a user's, too: not every model's template knows tools.
+        self._messages.append({"role": "user", "content": as_text(new)})
+        sample = Sample(time.monotonic(), _bytes_of(self._messages))
+        self._target.start(lambda: self._receive(sample, answer_tokens, done))
+
+    def _receive(self, sample: Sample, answer_tokens: int, done: Done) -> None:
+        pieces: list[str] = []
+        try:
+            for chunk in self._target.stream(self._messages, answer_tokens):
+                for choice in chunk.get("choices") or ():
+                    if text := (choice.get("delta") or {}).get("content"):
+                        sample.token_times.append(time.monotonic())
+                        pieces.append(text)
+                if usage := chunk.get("usage"):
+                    sample.prompt_tokens = usage.get("prompt_tokens")
+                    sample.completion_tokens = usage.get("completion_tokens") or 0
+                    sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        except (
+            Exception
+        ) as error:  # a request that failed is a result, and the dialogue's thread must tell it
+            sample.error = f"{type(error).__name__}: {error}"
+        sample.ended_at = time.monotonic()
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        sample.answer = np.frombuffer("".join(pieces).encode(), np.uint8)
+        if sample.completion_tokens == 0:  # no usage: a piece is a token with most servers
+            sample.completion_tokens = len(pieces)
+        done(sample)
+
+
+def _bytes_of(messages: list[dict[str, str]]) -> NDArray[np.uint8]:
+    text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+    return np.frombuffer(f"{text}<assistant>".encode(), np.uint8)
+
+
+def _checked(chunk: Any) -> dict[str, Any]:
+    if not isinstance(chunk, dict) or chunk.get("error"):
+        raise ValueError(f"the stream says {str(chunk)[:300]}")
+    return chunk
