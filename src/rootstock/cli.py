@@ -95,7 +95,7 @@ def serve(
         int, typer.Option(help="Tokens of one forward: how long a prefill may hold up the others.")
     ] = _ENGINE.chunk_tokens,
     max_queue: Annotated[
-        int, typer.Option(help="Requests that wait at once; beyond it clients get 429.")
+        int, typer.Option(help="Requests accepted beyond --max-batch; above that clients get 429.")
     ] = _ENGINE.max_queue,
     context_limit: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together, below the model's own limit.")

@@ -41,7 +41,7 @@ class CacheConfig:
 class EngineConfig:
     max_batch: int = 64  # requests that run at once
     chunk_tokens: int = 512  # tokens of one step, decodes included: how long a decode can be held up
-    max_queue: int = 1024  # requests that wait at once
+    max_queue: int = 1024  # requests that are accepted beyond max_batch
     context_limit: int | None = None  # lower than the model's, if set
     seed: int = 0  # where the seeds of requests without one come from
 

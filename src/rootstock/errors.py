@@ -18,6 +18,7 @@
     │   └── QueueFull                   429
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
+    │   ├── EngineFault                 500  a bug of ours: every open request fails, the cache is emptied
     │   ├── OutOfBlocks                 500  a lone request outgrew the pool
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   └── EngineStopped               503
@@ -181,13 +182,13 @@ class Overloaded(RootstockError):
 class QueueFull(Overloaded):
     code = "queue_full"
 
-    def __init__(self, waiting: int, limit: int) -> None:
+    def __init__(self, max_batch: int, max_queue: int) -> None:
         super().__init__(
-            f"{waiting} requests wait already and the queue's limit is {limit} (--max-queue). "
-            "Try again in a moment."
+            f"The server has as many requests as it takes: {max_batch} to run (--max-batch) and {max_queue} to wait "
+            "(--max-queue). Try again in a moment."
         )
-        self.waiting = waiting
-        self.limit = limit
+        self.max_batch = max_batch
+        self.max_queue = max_queue
 
 
 class EngineError(RootstockError):
@@ -201,6 +202,17 @@ class StepFailed(EngineError):
         super().__init__(
             f"The forward pass of this request failed: {type(cause).__name__}: {cause}. Other requests go on; "
             "send it again, and report it if it fails again."
+        )
+        self.cause = cause
+
+
+class EngineFault(EngineError):
+    code = "engine_fault"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"The engine failed: {type(cause).__name__}: {cause}. It has dropped every open request and started with "
+            "an empty cache. Send the request again, and report this: it is a bug."
         )
         self.cause = cause
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.helpers import NAMESPACE, admit, ints, make_cache, run
+from cache.helpers import NAMESPACE, admit, ints, make_cache, nodes, run
 from rootstock.cache import FullAttention, KVCache, Namespace
 
 
@@ -81,5 +81,56 @@ def test_memory_of_evictions_is_bounded() -> None:
     rng = np.random.default_rng(0)
     for _ in range(3000):
         run(cache, rng.integers(0, 10**6, 1500).astype(np.int32))
-    assert cache._remembered_tokens <= 2 * 1024**2
+    everywhere = [*cache._roots.values(), *nodes(cache)]
+    kept = sum(len(evicted.tokens) for node in everywhere for evicted in node.evicted.values())
+    assert kept == cache._evicted.tokens <= 2 * 1024**2
     assert len(cache._roots) == 1
+
+
+def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() -> None:
+    cache = make_cache(blocks=2048, block_size=4)
+    other, long = ints(range(50_000, 50_040)), ints(range(8000))
+    run(cache, other)
+    run(cache, long)
+    lease, _ = admit(cache, ints(range(60_000, 60_004)))
+    cache.abort(lease)
+    for extra in range(1, 1500):  # each takes one block more from the tail of the long edge
+        want = cache.want(cache.match(other, NAMESPACE))
+        lease, _ = cache.admit(cache.match(ints(range(70_000, 70_000 + 4 * (38 + extra))), NAMESPACE)), None
+        cache.abort(lease.lease)  # type: ignore[union-attr]
+        cache.unwant(want)
+    assert cache._evicted.tokens <= 8200
+    assert cache.explain(long, NAMESPACE).cap == "evicted"
+
+
+def test_what_was_evicted_after_a_place_is_not_claimed_of_another_place() -> None:
+    cache = make_cache(blocks=8, block_size=4)
+    lease, _ = admit(cache, ints(range(16)))
+    cache.commit(lease, ints(range(8)))
+    run(cache, ints(range(8), range(60, 68)))
+    filler, _ = admit(cache, ints(range(100, 116)))  # evicts what followed position 8
+    cache.abort(filler)
+    cache.commit(lease, ints(range(8, 16)))
+    told = cache.explain(ints(range(16), range(60, 68)), NAMESPACE)
+    assert (told.matched_tokens, told.evicted_tokens) == (16, 0)
+
+
+def test_the_newest_memory_of_a_place_outlives_an_older_one_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rootstock.cache.evicted.MAX_RUNS", 3)
+    cache = make_cache(blocks=4, block_size=4)
+    for start in (0, 0, 100, 0):
+        run(cache, ints(range(start, start + 16)))
+        cache.admit(cache.match(ints(range(900, 916)), NAMESPACE))
+        for lease in list(cache._leases.values()):
+            cache.abort(lease)
+    assert cache.explain(ints(range(16)), NAMESPACE).cap == "evicted"
+
+
+def test_a_tenant_of_whom_nothing_is_left_leaves_no_root_behind() -> None:
+    cache = make_cache()
+    for tenant in range(50):
+        lease, _ = admit(cache, ints(range(10)), Namespace("w", "f", salt=str(tenant)))
+        cache.discard(lease)
+    assert cache.stats().namespaces == 0

@@ -22,6 +22,7 @@ from cache.helpers import (
 )
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.blocks import BlockPool
+from rootstock.cache.lease import Admitted, Deferred
 from rootstock.cache.plan import BlockCopy
 from rootstock.cache.radix import Node, block_table
 
@@ -357,3 +358,41 @@ def test_a_block_table_reads_the_deeper_block_where_two_nodes_share_an_index() -
     for leaf in nodes(cache)[1:]:
         table = block_table(leaf, leaf.end, 8)
         assert int(table[1]) == int(leaf.blocks[0])
+
+
+def test_a_deferred_extension_changes_nothing() -> None:
+    cache = make_cache(blocks=6, block_size=4)
+    run(cache, ints(range(6), 50, 51))
+    first, _ = admit(cache, ints(range(6), 60))
+    second, _ = admit(cache, ints(range(6), 70))
+    for lease in (first, second):
+        prefill(cache, lease)
+    before = state(cache)
+    assert isinstance(cache.extend(first, 12), Deferred)
+    assert state(cache) == before
+    assert first.tip is not None
+
+
+def test_what_a_discarded_lease_computed_cannot_be_found_and_what_it_shared_stays() -> None:
+    cache = make_cache(blocks=32, block_size=4)
+    run(cache, ints(range(10)))
+    lease, _ = admit(cache, ints(range(10), range(50, 70)))
+    cache.commit(lease, ints(range(50, 60)))
+    cache.discard(lease)
+    cache.check()
+    assert hit(cache, ints(range(10), range(50, 70))) == 10
+    assert cache.pool.live_blocks == 0
+    assert cache.stats().cached_blocks == 3
+
+
+def test_nobody_waits_for_a_producer_that_is_further_behind_than_it_would_help() -> None:
+    cache = make_cache(blocks=200, block_size=4)
+    run(cache, ints(range(100)))
+    scored = cache.admit(cache.match(ints(range(100), range(200, 220)), NAMESPACE, at_most=0))
+    assert isinstance(scored, Admitted)
+    asked = ints(range(100), range(200, 221))
+    assert cache.match(asked, NAMESPACE).pending is None
+    cache.commit(scored.lease, ints(range(96)))
+    pending = cache.match(asked, NAMESPACE).pending
+    assert pending is not None
+    assert pending.until == 120

@@ -132,7 +132,7 @@ def test_a_queue_that_is_full_refuses_at_once_and_recovers() -> None:
     accepted = [bench.ask(prompt(8)) for _ in range(5)]
     with pytest.raises(QueueFull) as full:
         bench.ask(prompt(8))
-    assert (full.value.waiting, full.value.limit) == (3, 3)
+    assert (full.value.max_batch, full.value.max_queue) == (2, 3)
     bench.run()
     assert all(isinstance(c.events[-1], Finished) for c in accepted)
     bench.ask(prompt(8))
@@ -200,3 +200,28 @@ def test_a_prompt_can_be_cached_or_scored_without_generating() -> None:
     bench.run()
     assert client.tokens == []
     assert client.finished.usage.completion_tokens == 0
+
+
+def test_what_a_lone_queued_request_would_hit_is_protected_from_running_decodes() -> None:
+    bench = Bench(blocks=30, block_size=4, max_batch=1)
+    wanted = prompt(32)
+    bench.ask([*wanted, 1], max_tokens=1)
+    bench.run()
+    bench.ask(prompt(40), max_tokens=1)  # newer, and nobody wants it
+    bench.run()
+    bench.ask(prompt(8), max_tokens=60)
+    bench.run(steps=2)
+    queued = bench.ask([*wanted, 2, 3], max_tokens=1)
+    bench.run()
+    assert queued.finished.usage.cached_tokens == 32
+
+
+def test_what_a_queued_request_would_hit_is_protected_from_when_it_is_there() -> None:
+    bench = Bench(blocks=30, block_size=4, max_batch=1)
+    wanted = prompt(32)
+    bench.ask([*wanted, 1], max_tokens=1)
+    bench.ask(prompt(40), max_tokens=1)
+    bench.ask(prompt(60), max_tokens=1)
+    queued = bench.ask([*wanted, 2, 3], max_tokens=1)  # queued before anything was cached
+    bench.run()
+    assert queued.finished.usage.cached_tokens == 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -12,9 +13,18 @@ from engine.helpers import GREEDY, Bench, Client
 from rootstock.cache.plan import Plan
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Aborted, Event, Failed, Finished, PromptScored, StopParams, TokenEvent
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    RequestId,
+    StopParams,
+    TokenEvent,
+)
 from rootstock.engine.text import ByteTextCodec
-from rootstock.errors import EmptyPrompt, EngineStopped, InvalidParameter, StepFailed
+from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
 from rootstock.runtime.base import Batch
 
 
@@ -253,7 +263,139 @@ def test_stats_after_a_real_run_equal_a_recount() -> None:
     assert stats.cache.live_blocks == int((used > 0).sum()) == 0
 
 
+def test_a_request_that_is_failed_before_it_was_begun_stays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    late: list[Client] = []
+
+    def broken(*_: object) -> None:
+        late.append(bench.ask(numbers(9, 12)))
+        raise AssertionError("an invariant does not hold")
+
+    bench.ask(numbers(1, 12))
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.cache, "admit", broken)
+        bench.engine.step()
+    bench.run()
+    (failed,) = late[0].events
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, EngineFault)
+
+
+def test_k_and_v_of_a_forward_whose_logits_are_not_finite_are_not_kept() -> None:
+    bench = Bench(chunk_tokens=8)
+    forward, sick = bench.runtime.forward, {"calls": 3}
+
+    def nan_at_first(batch: Batch) -> object:
+        logits = forward(batch)
+        sick["calls"] -= 1
+        if sick["calls"] >= 0 and len(logits):
+            logits[:] = np.nan
+        return logits
+
+    bench.runtime.forward = nan_at_first  # type: ignore[assignment, method-assign]
+    first = bench.ask(numbers(1, 20))
+    bench.run()
+    (failed,) = first.terminals
+    assert isinstance(failed, Failed)
+    assert bench.cache.pool.free_blocks == 200, "earlier chunks of the prompt go as well"
+    again = bench.ask(numbers(1, 20))
+    bench.run()
+    assert again.tokens == bench.alone(numbers(1, 20), 4)
+    scored = bench.ask(numbers(1, 9), stop=StopParams(max_tokens=0), prompt_logprobs=1)
+    sick["calls"] = 5
+    bench.run()
+    assert isinstance(scored.events[-1], Failed)
+
+
+def test_a_function_that_finds_the_structures_broken_starts_the_cache_anew() -> None:
+    bench = Bench()
+    open_request = Client(numbers(1, 10), 500)
+
+    def broken() -> None:
+        raise AssertionError("an invariant does not hold")
+
+    with bench.engine:
+        bench.engine.submit(open_request.request, open_request.events.append)
+        with pytest.raises(AssertionError):
+            bench.engine.call(broken)
+        assert bench.engine.stats().cache.leases == 0
+    assert isinstance(open_request.events[-1], Failed)
+
+
 # ---- with its thread
+
+
+def test_an_abort_that_comes_between_the_lines_of_a_submit_hurts_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(blocks=400)
+    stop = threading.Event()
+    names = [f"r{i}" for i in range(150)]
+
+    def abort_all_the_time() -> None:
+        while not stop.is_set():
+            for name in names:
+                bench.engine.abort(RequestId(name))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    aborter = threading.Thread(target=abort_all_the_time)
+    try:
+        with bench.engine:
+            aborter.start()
+            innocent = Client(numbers(0, 10), 5)
+            clients = [Client(numbers(i, 8), 3, id=name) for i, name in enumerate(names)]
+            for client in (innocent, *clients):
+                bench.engine.submit(client.request, client.events.append)
+            deadline = time.monotonic() + 60
+            while (
+                bench.engine.health().running + bench.engine.health().waiting and time.monotonic() < deadline
+            ):
+                time.sleep(0.01)
+            stop.set()
+            aborter.join()
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+    assert innocent.tokens == bench.alone(numbers(0, 10), 5)
+    for client in clients:
+        (terminal,) = client.terminals
+        assert isinstance(terminal, Finished | Aborted), terminal
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_thread_dies_everybody_is_told_and_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    client = Client(numbers(3, 8), 100)
+
+    def dies(*_: object) -> None:
+        raise SystemExit
+
+    bench.engine.start()
+    monkeypatch.setattr(bench.engine._scheduler, "schedule", dies)
+    bench.engine.submit(client.request, client.events.append)
+    assert bench.engine._thread is not None
+    bench.engine._thread.join(10)
+    assert isinstance(client.events[-1], Failed)
+    assert not bench.engine.health().alive
+    with pytest.raises(EngineStopped):
+        bench.engine.submit(Client([1]).request, print)
+
+
+def test_a_call_that_takes_long_answers_all_the_same() -> None:
+    bench = Bench()
+
+    def slow() -> int:
+        time.sleep(1.2)
+        return 7
+
+    def raises() -> None:
+        raise TimeoutError("its own")
+
+    with bench.engine:
+        assert bench.engine.call(slow) == 7
+        with pytest.raises(TimeoutError, match="its own"):
+            bench.engine.call(raises)
 
 
 def test_many_threads_submit_and_each_gets_its_own_answer() -> None:

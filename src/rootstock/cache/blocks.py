@@ -56,6 +56,10 @@ class BlockPool:
         """How many of these blocks no lease uses."""
         return len(ids) - int(np.count_nonzero(self._used[ids]))
 
+    def used_once_among(self, ids: BlockIds) -> int:
+        """How many of these blocks exactly one lease uses."""
+        return int(np.count_nonzero(self._used[ids] == 1))
+
     def allocate(self, blocks: int, after: int | None = None) -> BlockIds:
         """Free blocks, used once: one run if a free one is long enough, else few long runs.
 

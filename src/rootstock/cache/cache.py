@@ -14,12 +14,12 @@ exactly, known without looking at the tree. `check()` recounts it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.evicted import EvictedRuns, joined
 from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, least_recently_used
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
@@ -40,19 +40,15 @@ from rootstock.cache.radix import (
 from rootstock.cache.stats import CacheStats, Counters
 from rootstock.errors import BudgetTooSmall
 
-# What `explain` remembers of evicted edges: at most 8 MiB of tokens.
-MAX_EVICTED_RUNS = 4096
-MAX_REMEMBERED_TOKENS = 2 * 1024**2
-LONGEST_EVICTED_RUN = 32 * 1024
-
 
 class Want:
     """A queued request's claim on the prefix it would hit: evicted after everything nobody waits for."""
 
-    __slots__ = ("nodes",)
+    __slots__ = ("nodes", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self.nodes: list[Node] = []
+        self.version = version  # of the tree it was made from
 
 
 class KVCache:
@@ -91,8 +87,7 @@ class KVCache:
         self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
         self._roots: dict[Namespace, Root] = {}
         self._leases: dict[LeaseId, Lease] = {}
-        self._evicted_runs: deque[tuple[Node, int, int]] = deque()
-        self._remembered_tokens = 0
+        self._evicted = EvictedRuns()
 
     @property
     def capacity_tokens(self) -> int:
@@ -124,12 +119,14 @@ class KVCache:
             if step.end > found:
                 continue
             for lease in step.tips:
-                if lease.known > lease.published:
-                    until = lease.published + common_prefix(
-                        lease.tokens[lease.published :], tokens[lease.published :]
-                    )
-                    if until > found and (best is None or until > best.until):
-                        best = Pending(lease, until)
+                if lease.known == lease.published:
+                    continue
+                rest = slice(lease.published, None)
+                until = lease.published + common_prefix(lease.tokens[rest], tokens[rest])
+                # One that is behind what is cached already (its prompt is scored, say) must first catch up.
+                behind = max(0, found - lease.computed)
+                if until - found > behind and (best is None or until > best.until):
+                    best = Pending(lease, until)
         return best
 
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
@@ -203,11 +200,13 @@ class KVCache:
         if missing <= 0:
             return _EXTENDED
         pool = self.pool
-        if missing > pool.free_blocks + pool.cached_blocks and lease.tip is not None and lease.replaced:
-            self._detach(lease)  # its own path's replaced tails can go then
         available = pool.free_blocks + pool.cached_blocks
         if missing > available:
-            return Deferred(missing, available)
+            # Without its path's pins, the replaced tails that only this lease uses can be evicted, too.
+            replaced = np.array(lease.replaced, np.int32)
+            if lease.tip is None or missing > available + pool.used_once_among(replaced):
+                return Deferred(missing, available)
+            self._detach(lease)
         self._make_room(missing)
         lease._grow_table(pool.allocate(missing, lease.last_block))
         return _EXTENDED
@@ -237,6 +236,20 @@ class KVCache:
         self.counters.preemptions += 1
         self._end(lease)
 
+    def discard(self, lease: Lease) -> None:
+        """What the request computed may be wrong: none of it is published, and what can be is taken back.
+
+        What others share already stays with them; they computed upon it.
+        """
+        node, first = lease.tip, lease.hit_tokens
+        lease.computed = lease.published
+        self._end(lease)
+        while node is not None and node.queue_ticket and node.start >= first:
+            parent = node.parent
+            self._queue.drop(node)
+            self._remove(node)
+            node = parent
+
     def abort(self, lease: Lease) -> None:
         """The request is not wanted any more, or failed before its blocks were written: commit comes first."""
         self._end(lease)
@@ -245,7 +258,7 @@ class KVCache:
         assert not lease.ended, "a lease was ended twice"
         self._version += 1
         now = self._clock()
-        if self.reuse and lease.tip is None:
+        if self.reuse and lease.tip is None and lease.computed > lease.published:
             # It let go of its path to get blocks; its table still holds every position from 0 on.
             lease.published = 0
             self._attach(lease, self._root_of(lease.namespace, now), now)
@@ -261,13 +274,17 @@ class KVCache:
 
     def want(self, match: Match) -> Want:
         """Until `unwant`, what this match found is evicted after everything that nobody waits for."""
-        want = Want()
+        want = Want(self._version)
         if match.node is not None and match.length:
             for node in match.node.path():
                 if not node.is_root:
                     node.wants[want] = None
                     want.nodes.append(node)
         return want
+
+    def is_current(self, want: Want | None) -> bool:
+        """Whether the claim covers all that its request would hit now."""
+        return want is not None and want.version == self._version
 
     def unwant(self, want: Want) -> None:
         for node in want.nodes:
@@ -283,12 +300,10 @@ class KVCache:
         before = self.pool.free_blocks
         self._version += 1
         while (leaf := self._queue.pop()) is not None:
-            self._trim(leaf, len(leaf.blocks))
-        self._evicted_runs.clear()
-        self._remembered_tokens = 0
+            self._remove(leaf)
         for root in list(self._roots.values()):
             for node in (root, *walk(root)):
-                node.evicted.clear()
+                self._evicted.forget_below(node)
             self._forget_if_empty(root)
         return self.pool.free_blocks - before
 
@@ -381,6 +396,7 @@ class KVCache:
         for node in tip.path():
             node.pins -= 1
             node.last_used = now
+        self._forget_if_empty(tip)
         lease.tip = None
         if lease.replaced:
             self.pool.unuse(np.array(lease.replaced, np.int32))
@@ -473,6 +489,7 @@ class KVCache:
                 self.pool.hold(fresh)
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
+            self._evicted.forget_below(node)
             node.end = end
             node.last_used = now
             return node
@@ -481,7 +498,7 @@ class KVCache:
         leaf = Node(node, position, tokens[position:].copy(), blocks, now)
         leaf.writer = lease
         leaf.pins = 1
-        node.evicted.pop(int(tokens[position]), None)
+        self._evicted.returned(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
         if position % size and not node.is_root and node.pins == 1:
             self._rehome_tail(lease, node, blocks[:1])
@@ -545,42 +562,35 @@ class KVCache:
             self.counters.evicted_blocks += len(gone)
             self._queue.put(leaf)
             return
+        assert leaf.parent is not None
+        self._remember_evicted(leaf.parent, leaf, leaf.tokens)
+        self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.evicted_blocks += len(leaf.blocks)
+        self._remove(leaf)
+
+    def _remove(self, leaf: Node) -> None:
+        """Takes a leaf that nobody uses, and that is not queued, out of the tree."""
         parent = leaf.parent
         assert parent is not None
+        assert not leaf.children
+        assert not leaf.pins
+        self._evicted.forget_below(leaf)
         del parent.children[int(leaf.tokens[0])]
         for want in leaf.wants:
             assert isinstance(want, Want)
             want.nodes.remove(leaf)
         leaf.wants.clear()
-        self._remember_evicted(parent, leaf, leaf.tokens)
         leaf.parent = None
         self.pool.unhold(leaf.blocks)
-        self.counters.evicted_tokens += leaf.end - leaf.start
-        self.counters.evicted_blocks += len(leaf.blocks)
         leaf.tokens, leaf.blocks = NO_TOKENS, NO_BLOCKS  # what still points at the node must not keep them
         self._queue_if_evictable(parent)
 
     def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
-        """`tokens`, the tail of `leaf`, were cached below `node`: lets `explain` tell evicted from never seen.
-
-        What was remembered below the leaf follows them. Bounded, oldest forgotten first.
-        """
-        deeper = max(leaf.evicted.values(), key=len, default=NO_TOKENS)
-        leaf.evicted.clear()
-        if len(deeper) == 0 and tokens.base is None and len(tokens) <= LONGEST_EVICTED_RUN:
-            run = tokens  # a whole edge, which nobody else keeps: no copy
-        else:
-            room = max(0, LONGEST_EVICTED_RUN - len(tokens))
-            run = np.concatenate((tokens[:LONGEST_EVICTED_RUN], deeper[:room]))
-        first = int(run[0])
-        node.evicted[first] = run
-        self._evicted_runs.append((node, first, len(run)))
-        self._remembered_tokens += len(run)
-        while self._remembered_tokens > MAX_REMEMBERED_TOKENS or len(self._evicted_runs) > MAX_EVICTED_RUNS:
-            old, old_first, length = self._evicted_runs.popleft()
-            self._remembered_tokens -= length
-            old.evicted.pop(old_first, None)
-            self._forget_if_empty(old)
+        """`tokens`, the tail of `leaf`, are not cached below `node` any more; what was below the leaf follows."""
+        run = joined(tokens, self._evicted.longest_below(leaf))
+        self._evicted.forget_below(leaf)
+        for forgotten in self._evicted.remember(node, run):
+            self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
         if isinstance(node, Root) and not (node.children or node.pins or node.evicted):

@@ -45,7 +45,7 @@ def explain_match(match: Match, reuse: bool) -> Explanation:
         else:
             alternatives = tuple(node.children)[:MAX_ALTERNATIVES]
             remembered = node.evicted.get(int(tokens[found]))
-            evicted = 0 if remembered is None else common_prefix(remembered, tokens[found:])
+            evicted = 0 if remembered is None else common_prefix(remembered.tokens, tokens[found:])
     cap: Cap
     if not reuse:
         cap = "cache_off"

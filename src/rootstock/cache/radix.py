@@ -20,6 +20,7 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import BlockIds, Tokens
 
 if TYPE_CHECKING:
+    from rootstock.cache.evicted import EvictedRun
     from rootstock.cache.lease import Lease
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -55,7 +56,7 @@ class Node:
         self.pins = 0  # leases whose tip is here or below: > 0 means not evictable
         self.wants: dict[object, None] = {}  # queued requests that would hit this node
         self.writer: Lease | None = None  # the lease that computed it, while it runs
-        self.evicted: dict[int, Tokens] = {}  # what was below here once, by first token: for explanations
+        self.evicted: dict[int, EvictedRun] = {}  # what followed `end` once, by first token
         self.last_used = now
         self.hits = 0
         self.queue_ticket = 0

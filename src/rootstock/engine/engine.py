@@ -22,6 +22,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens
 from rootstock.cache.stats import CacheStats
 from rootstock.config import EngineConfig
@@ -36,13 +37,14 @@ from rootstock.engine.request import (
     Sink,
     TokenEvent,
 )
-from rootstock.engine.sampling import Sampler, score_prompt
+from rootstock.engine.sampling import SampledToken, Sampler, score_prompt
 from rootstock.engine.scheduler import Scheduler, Work
 from rootstock.engine.sequence import Decoding, Sequence
 from rootstock.engine.text import TextCodec, TextStream
 from rootstock.errors import (
     CompletionTooLong,
     EmptyPrompt,
+    EngineFault,
     EngineStopped,
     InvalidParameter,
     PromptTooLong,
@@ -151,11 +153,16 @@ class Engine:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed:
-            # With nothing to do, sleep until somebody asks for something.
-            self.step(None if self._scheduler.has_work else self._commands.get())
-        self._drain_commands()
-        self._fail_everything(EngineStopped())
+        try:
+            while not self._closed:
+                # With nothing to do, sleep until somebody asks for something.
+                self.step(None if self._scheduler.has_work else self._commands.get())
+        finally:
+            # Also when the thread dies of something that no handler can mend: nobody is left waiting.
+            with self._lock:
+                self._closed = True
+            self._fail_everything(EngineStopped())
+            self._drain_commands()
 
     # ---------------------------------------------------------------------------------- for any thread
 
@@ -173,41 +180,41 @@ class Engine:
         Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
         """
         self._refuse_impossible(request)
-        ends = (*(() if request.stop.ignore_eos else self._eos_token_ids), *request.stop.stop_tokens)
+        self._refuse_unless_open(request)  # before work is put into it
+        sequence = self._sequence(request, sink)
         with self._lock:
-            if self._closed:
-                raise EngineStopped()
-            limit = self._config.max_batch + self._config.max_queue
-            if len(self._live) >= limit:
-                raise QueueFull(len(self._live) - self._config.max_batch, self._config.max_queue)
-            if request.id in self._live:
-                raise InvalidParameter("request_id", request.id, "different from that of every open request")
-            seed = request.sampling.seed
-            sequence = Sequence(
-                request,
-                sink,
-                arrival=self._arrivals,
-                namespace=self._namespace(request.salt),
-                max_tokens=self._max_tokens(request),
-                sampler=Sampler(
-                    request.sampling,
-                    request.tokens,
-                    self._runtime.description.vocab_size,
-                    int(self._seeds.integers(2**63)) if seed is None else seed,
-                    ends,
-                    request.stop.min_tokens,
-                ),
-                stream=self._text_stream(request),
-                stop_tokens=frozenset(ends),
-                now=self._clock(),
-            )
+            self._refuse_unless_open(request)
+            sequence.arrival = self._arrivals
             self._arrivals += 1
             self._live[request.id] = sequence
-        self._commands.put(lambda: self._scheduler.add(sequence))
+            # Within the lock, so that whoever can see the request comes after it in the queue of commands.
+            self._commands.put(lambda: self._add(sequence))
+
+    def _sequence(self, request: Request, sink: Sink) -> Sequence:
+        ends = (*(() if request.stop.ignore_eos else self._eos_token_ids), *request.stop.stop_tokens)
+        seed = request.sampling.seed
+        return Sequence(
+            request,
+            sink,
+            namespace=self._namespace(request.salt),
+            max_tokens=self._max_tokens(request),
+            sampler=Sampler(
+                request.sampling,
+                request.tokens,
+                self._runtime.description.vocab_size,
+                self._next_seed() if seed is None else seed,
+                ends,
+                request.stop.min_tokens,
+            ),
+            stream=self._text_stream(request),
+            stop_tokens=frozenset(ends),
+            now=self._clock(),
+        )
 
     def abort(self, request: RequestId) -> None:
         """The request ends with `Aborted`, unless it has ended. Idempotent, does not wait."""
-        self._commands.put(lambda: self._abort(request))
+        if request in self._live:
+            self._commands.put(lambda: self._abort(request))
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Submits, and yields the events up to the terminal one. Closing the iterator aborts the request."""
@@ -270,20 +277,38 @@ class Engine:
                 return
             try:
                 future.set_result(function())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, AssertionError):  # our own structures may be half changed
+                    raise
 
         self._commands.put(run)
         while True:
             try:
                 return future.result(timeout=1.0)
             except TimeoutError:
-                if future.done():  # the function itself raised TimeoutError
-                    raise
+                if future.done():  # just now, or the function itself raised TimeoutError
+                    return future.result()
                 if not self._thread.is_alive():
                     raise EngineStopped() from None
 
     # --------------------------------------------------------------------------------------- a request
+
+    def _refuse_unless_open(self, request: Request) -> None:
+        if self._closed:
+            raise EngineStopped()
+        if len(self._live) >= self._config.max_batch + self._config.max_queue:
+            raise QueueFull(self._config.max_batch, self._config.max_queue)
+        if request.id in self._live:
+            raise InvalidParameter("request_id", request.id, "different from that of every open request")
+
+    def _next_seed(self) -> int:
+        with self._lock:
+            return int(self._seeds.integers(2**63))
+
+    def _add(self, sequence: Sequence) -> None:
+        if self._live.get(sequence.request.id) is sequence:  # else it was failed before it was begun
+            self._scheduler.add(sequence)
 
     def _refuse_impossible(self, request: Request) -> None:
         """What can never work is refused at submission, with the numbers."""
@@ -335,6 +360,11 @@ class Engine:
         self._forget(sequence)
         sequence.fail(error)
 
+    def _discard(self, sequence: Sequence, lease: Lease, error: RootstockError) -> None:
+        self._scheduler.discard(sequence, lease)
+        self._forget(sequence)
+        sequence.fail(error)
+
     def _forget(self, sequence: Sequence) -> None:
         with self._lock:
             self._live.pop(sequence.request.id, None)
@@ -357,8 +387,8 @@ class Engine:
                 "the engine failed between forwards; every open request fails, the cache is emptied"
             )
             self._scheduler.drain()
-            self._fail_everything(StepFailed(error))
             self._cache.reset()
+            self._fail_everything(EngineFault(error))
         finally:
             self._step_began = None
         return True
@@ -412,36 +442,46 @@ class Engine:
         return 1 if item.completes_prompt and item.sequence.max_tokens > 0 else 0
 
     def _take(self, item: Work, logits: Logits) -> None:
-        """One sequence's share of a forward's result: publish, score, sample, tell."""
-        sequence, completes, past = item.sequence, item.completes_prompt, item.lease.computed
-        self._cache.commit(item.lease, item.tokens)
+        """One sequence's share of a forward's result: score, sample, publish, tell.
+
+        Logits that are not finite come of K/V that are not: nothing that such a request computed is published.
+        """
+        sequence, completes = item.sequence, item.completes_prompt
         try:
             if not sequence.prompt_scored:
-                self._score(sequence, past, logits, completes)
-            if completes:
-                self._continue(sequence, item, logits)
+                self._score(sequence, item.lease.computed, logits)
+            sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
         except RootstockError as error:
-            self._fail(sequence, error)
+            self._discard(sequence, item.lease, error)
+            return
         except Exception as error:
             log.exception("request %s failed after its forward", sequence.request.id)
+            self._discard(sequence, item.lease, StepFailed(error))
+            return
+        self._cache.commit(item.lease, item.tokens)
+        if not completes:
+            return
+        try:
+            self._continue(sequence, item, sampled)
+        except Exception as error:
+            log.exception("request %s failed after it was sampled", sequence.request.id)
             self._fail(sequence, StepFailed(error))
 
-    def _score(self, sequence: Sequence, past: int, logits: Logits, completes: bool) -> None:
+    def _score(self, sequence: Sequence, past: int, logits: Logits) -> None:
         prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
         assert top is not None
         following = prompt[past + 1 : past + 1 + len(logits)]
         sequence.prompt_scores.extend(score_prompt(logits[: len(following)], following, top))
-        if completes:
+
+    def _continue(self, sequence: Sequence, item: Work, sampled: SampledToken | None) -> None:
+        """Every known token is computed: tell the next one, or end."""
+        if not sequence.prompt_scored:
             sequence.prompt_scored = True
             sequence.emit(PromptScored(sequence.request.id, tuple(sequence.prompt_scores)))
             sequence.prompt_scores = []
-
-    def _continue(self, sequence: Sequence, item: Work, logits: Logits) -> None:
-        """Every known token is computed: sample the next one, or end."""
-        if sequence.max_tokens == 0:  # a prompt to be scored or cached, and no more
+        if sampled is None:  # a prompt to be scored or cached, and no more
             self._finish(sequence, item, "length")
             return
-        sampled = sequence.sampler.sample(logits[-1])
         self._counters.sampled_tokens += 1
         sequence.generated.append(sampled.token)
         sequence.state = Decoding(item.lease)
@@ -479,12 +519,9 @@ class Engine:
     # ---------------------------------------------------------------------------------------- the rest
 
     def _drain_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            command()
+        """What has come up to now, and not what comes meanwhile: a flood of commands must not stop the steps."""
+        for _ in range(self._commands.qsize()):
+            self._commands.get_nowait()()  # nobody else takes from the queue
 
     def _fail_everything(self, error: RootstockError) -> None:
         for sequence in list(self._scheduler.sequences()):

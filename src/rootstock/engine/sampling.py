@@ -316,5 +316,7 @@ class _Bias:
 def _logprob(row: Row, token: int, top: int) -> TokenLogprob:
     largest = row.max()
     log_total = float(largest) + float(np.log(np.exp(row - largest).sum()))
+    if not np.isfinite(log_total):
+        raise SamplingFailed("the model gave logits that are not finite")
     best = tuple((int(id), float(row[id]) - log_total) for id in best_ids(row, top))
     return TokenLogprob(token, float(row[token]) - log_total, best)

@@ -6,6 +6,7 @@ budget; then admissions from the queue. Nothing here touches a tensor or a clock
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from rootstock.engine.sequence import (
 )
 from rootstock.errors import OutOfBlocks, RootstockError
 
-WANTING_REQUESTS = 64  # how many of the queue's first requests protect what they would hit
+WANTING_REQUESTS = 16  # how many of the queue's first requests protect what they would hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,12 @@ class Scheduler:
         self._drop_want(sequence)
         sequence.state = Waiting()
 
+    def discard(self, sequence: Sequence, lease: Lease) -> None:
+        """A running sequence whose results are not to be trusted: nothing that it computed is kept."""
+        self._running.remove(sequence)
+        self._cache.discard(lease)
+        sequence.state = Waiting()
+
     def complete(self, sequence: Sequence, lease: Lease) -> None:
         """A running sequence has all its tokens."""
         self._running.remove(sequence)
@@ -105,14 +112,13 @@ class Scheduler:
     def schedule(self) -> tuple[list[Work], list[tuple[Sequence, RootstockError]]]:
         """The next forward, every block of which is reserved, and whom the scheduler had to give up on."""
         self._given_up = []
+        self._protect_hits_of_queued()  # before anybody may evict what they would hit
         work = self._decodes()
         budget = self._chunk_tokens - len(work)
         for sequence in self._running:
             if isinstance(sequence.state, Prefilling) and budget > 0:
                 work.append(self._prefill(sequence, sequence.state.lease, budget))
                 budget -= len(work[-1].tokens)
-        if len(self._waiting) > 1:  # before the first of them may evict what the others would hit
-            self._protect_hits_of_queued()
         self._admit(work, budget)
         return work, self._given_up
 
@@ -149,7 +155,7 @@ class Scheduler:
         victim.state = Preempted()
         victim.plan = NOTHING
         # Ahead of what was never admitted, in order of arrival among its like.
-        ahead = sum(isinstance(s.state, Preempted) and s.arrival < victim.arrival for s in self._waiting)
+        ahead = sum(s.cached_tokens is not None and s.arrival < victim.arrival for s in self._waiting)
         self._waiting.insert(ahead, victim)
 
     def _prefill(self, sequence: Sequence, lease: Lease, budget: int) -> Work:
@@ -196,10 +202,10 @@ class Scheduler:
             sequence.admitted_at = self.now
 
     def _protect_hits_of_queued(self) -> None:
-        for index, sequence in enumerate(self._waiting):
-            if index >= WANTING_REQUESTS:
-                return
-            if sequence.want is None and sequence.prompt_scored:
+        """What they would hit changes with the cache, so a claim is made anew when the cache has changed."""
+        for sequence in itertools.islice(self._waiting, WANTING_REQUESTS):
+            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
+                self._drop_want(sequence)
                 sequence.want = self._cache.want(self._cache.match(sequence.tokens, sequence.namespace))
 
     def _drop_want(self, sequence: Sequence) -> None:

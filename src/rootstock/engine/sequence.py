@@ -88,7 +88,6 @@ class Sequence:
         request: Request,
         sink: Sink,
         *,
-        arrival: int,
         namespace: Namespace,
         max_tokens: int,
         sampler: Sampler,
@@ -98,7 +97,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.sink = sink
-        self.arrival = arrival  # order of submission: what ties are broken by
+        self.arrival = -1  # order of submission, set when it is accepted: what ties are broken by
         self.namespace = namespace
         self.max_tokens = max_tokens
         self.sampler = sampler
@@ -141,10 +140,10 @@ class Sequence:
         )
 
     def emit(self, event: Event) -> None:
-        """A sink that raises loses its events, and nothing else stops."""
+        """A sink that raises loses its events, and nothing else stops: not even what means to end a thread."""
         try:
             self.sink(event)
-        except Exception:
+        except BaseException:
             log.exception("the sink of request %s raised", self.request.id)
 
     def finish(self, event: Finished) -> None:
