@@ -79,7 +79,7 @@ def hit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> int
 
 def nodes(cache: KVCache) -> list[Node]:
     return sorted(
-        (node for root in cache._roots.values() for node in walk(root)), key=lambda n: (n.start, n.end)
+        (node for root in cache.tree.roots.values() for node in walk(root)), key=lambda n: (n.start, n.end)
     )
 
 
@@ -90,4 +90,4 @@ def state(cache: KVCache) -> tuple[object, ...]:
         (n.start, n.end, n.tokens.tobytes(), n.blocks.tobytes(), n.pins, n.hits, n.last_used, n.queue_ticket)
         for n in nodes(cache)
     ]
-    return cache.stats(), held.tobytes(), used.tobytes(), tree, cache._version
+    return cache.stats(), held.tobytes(), used.tobytes(), tree, cache.tree.version

@@ -120,5 +120,5 @@ def test_the_queue_forgets_stale_entries_rather_than_growing() -> None:
     cache = make_cache(blocks=16, block_size=4)
     for _ in range(2000):
         run(cache, ints(range(9)))
-    queue: EvictionQueue[object] = cache._queue  # type: ignore[assignment]
+    queue: EvictionQueue[object] = cache.tree.queue  # type: ignore[assignment]
     assert len(queue._heap) < 200

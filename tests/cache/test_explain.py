@@ -81,10 +81,10 @@ def test_memory_of_evictions_is_bounded() -> None:
     rng = np.random.default_rng(0)
     for _ in range(3000):
         run(cache, rng.integers(0, 10**6, 1500).astype(np.int32))
-    everywhere = [*cache._roots.values(), *nodes(cache)]
+    everywhere = [*cache.tree.roots.values(), *nodes(cache)]
     kept = sum(len(evicted.tokens) for node in everywhere for evicted in node.evicted.values())
-    assert kept == cache._evicted.tokens <= 2 * 1024**2
-    assert len(cache._roots) == 1
+    assert kept == cache.tree.evicted.tokens <= 2 * 1024**2
+    assert len(cache.tree.roots) == 1
 
 
 def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() -> None:
@@ -99,7 +99,7 @@ def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() ->
         lease, _ = cache.admit(cache.match(ints(range(70_000, 70_000 + 4 * (38 + extra))), NAMESPACE)), None
         cache.abort(lease.lease)  # type: ignore[union-attr]
         cache.unwant(want)
-    assert cache._evicted.tokens <= 8200
+    assert cache.tree.evicted.tokens <= 8200
     assert cache.explain(long, NAMESPACE).cap == "evicted"
 
 

@@ -143,7 +143,7 @@ class TreeAndPool(RuleBasedStateMachine):
         assert stats.hit_tokens == self.hit
         for lease in self.cache._leases.values():
             self.assert_readable(lease)
-        for root in self.cache._roots.values():
+        for root in self.cache.tree.roots.values():
             for node in walk(root):
                 self.assert_node_readable(node)
 
@@ -164,7 +164,7 @@ class TreeAndPool(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         held, used = self.cache.pool.owners()
-        return (self.cache.stats(), held.tobytes(), used.tobytes(), self.cache._version)
+        return (self.cache.stats(), held.tobytes(), used.tobytes(), self.cache.tree.version)
 
 
 TestTreeAndPool = TreeAndPool.TestCase

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rootstock.cache.cache import Want
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens
+from rootstock.cache.tree import Want
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, Sink, TokenLogprob, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.text import TextStream

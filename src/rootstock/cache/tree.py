@@ -1,0 +1,374 @@
+"""The tree as running requests see it: what is cached, who pins it, and what goes first.
+
+`PrefixTree` owns the nodes and the order of eviction, and takes and gives blocks of the pool. Leases hang on it as
+*tips*, each on the node at which what it has published ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.evicted import EvictedRuns, joined
+from rootstock.cache.eviction import EvictionPolicy, EvictionQueue
+from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import Lease, Match, Pending
+from rootstock.cache.plan import BlockIds, Tokens
+from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, split, walk
+from rootstock.cache.stats import Counters
+
+
+class Want:
+    """A queued request's claim on the prefix it would hit: evicted after everything nobody waits for."""
+
+    __slots__ = ("nodes", "version")
+
+    def __init__(self, version: int) -> None:
+        self.nodes: list[Node] = []
+        self.version = version  # of the tree it was made from
+
+
+class PrefixTree:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        counters: Counters,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.counters = counters
+        self.version = 0  # changes with the tree: a match stands as long as it does not
+        self.roots: dict[Namespace, Root] = {}
+        self.queue: EvictionQueue[Node] = EvictionQueue(policy)
+        self.evicted = EvictedRuns()
+        self._clock = clock
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        for root in self.roots.values():
+            yield from walk(root)
+
+    def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
+        """The deepest node that agrees and how many tokens agree; None if the namespace holds nothing."""
+        root = self.roots.get(namespace)
+        return None if root is None else descend(root, tokens)
+
+    def pending(self, node: Node, found: int, tokens: Tokens) -> Pending | None:
+        """The running request that will have computed the most of `tokens` beyond what is found."""
+        best: Pending | None = None
+        for step in node.path():
+            if step.end > found:
+                continue
+            for lease in step.tips:
+                if lease.known == lease.published:
+                    continue
+                rest = slice(lease.published, None)
+                until = lease.published + common_prefix(lease.tokens[rest], tokens[rest])
+                # One that is behind what is cached already (its prompt is scored, say) must first catch up.
+                behind = max(0, found - lease.computed)
+                if until - found > behind and (best is None or until > best.until):
+                    best = Pending(lease, until)
+        return best
+
+    # ------------------------------------------------------------------------------ leases on the tree
+
+    def root_of(self, namespace: Namespace) -> Root:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Root(namespace, self._clock())
+        return root
+
+    def attach(self, lease: Lease, tip: Node) -> None:
+        """The lease, which uses the blocks of every node on the path, pins the path."""
+        self.version += 1
+        now = self._clock()
+        lease.tip = tip
+        tip.tips[lease] = None
+        for node in tip.path():
+            node.pins += 1
+            node.hits += 1
+            node.last_used = now
+            if node.queue_ticket:
+                self.queue.drop(node)
+
+    def detach(self, lease: Lease) -> None:
+        """The lease lets go of its path, and of the blocks that its table replaces; not of its table."""
+        self.version += 1
+        tip = lease.tip
+        assert tip is not None
+        now = self._clock()
+        del tip.tips[lease]
+        if tip.writer is lease:
+            tip.writer = None
+        for node in tip.path():
+            node.pins -= 1
+            node.last_used = now
+        self._forget_if_empty(tip)
+        lease.tip = None
+        if lease.replaced:
+            self.pool.unuse(np.array(lease.replaced, np.int32))
+            lease.replaced = []
+        self._queue_if_evictable(tip)
+
+    def split(self, node: Node, position: int) -> Node:
+        """Cuts an edge; returns the upper half."""
+        self.version += 1
+        upper = split(node, position, self.pool, self.block_size)
+        for want in upper.wants:
+            assert isinstance(want, Want)
+            want.nodes.append(upper)
+        return upper
+
+    # -------------------------------------------------------------------------------------- publishing
+
+    def publish(self, lease: Lease) -> None:
+        """Makes positions published … computed-1 findable."""
+        self.version += 1
+        node, position, end = lease.tip, lease.published, lease.computed
+        assert node is not None
+        tokens = lease._tokens[:end]
+        came_from = node
+        while position < end:
+            child = node.children.get(int(tokens[position]))
+            if child is None:
+                break
+            agreed = position + common_prefix(child.tokens, tokens[position:])
+            if agreed < child.end:
+                child = self.split(child, agreed)
+            self._adopt(lease, child)
+            node, position = child, agreed
+        if position < end:
+            node = self._add(lease, node, position, tokens)
+        if node is not came_from:
+            self._move_tip(lease, came_from, node)
+        lease.published = end
+
+    def _move_tip(self, lease: Lease, came_from: Node, tip: Node) -> None:
+        """`tip` is below `came_from`; the nodes between them are pinned by `_adopt` and `_add`."""
+        del came_from.tips[lease]
+        if came_from.writer is lease:
+            came_from.writer = None
+        tip.tips[lease] = None
+        lease.tip = tip
+
+    def _adopt(self, lease: Lease, node: Node) -> None:
+        """The lease has computed what `node` holds: duplicates go back to the pool, the tree's blocks stay.
+
+        A block that the lease will still write into remains its own; the node's counterpart is then owned too.
+        """
+        size = self.block_size
+        first = node.start // size
+        whole = node.end // size - first  # blocks of the node that are full up to its end
+        own = lease._table[first : first + whole]
+        theirs = node.blocks[:whole]
+        differs = own != theirs
+        if differs.any():
+            duplicates = own[differs].copy()
+            self.pool.use(theirs[differs])
+            lease._table[first : first + whole] = theirs
+            if int(theirs[0]) in lease.replaced:  # the other half of a split block was the parent's tail
+                lease.replaced.remove(int(theirs[0]))
+                self.pool.unuse(theirs[:1])
+            assert node.parent is not None
+            above = self._ancestors_inside_block(node.parent, node.start)
+            if differs[0] and any(int(n.blocks[-1]) == int(duplicates[0]) for n in above):
+                # Our block is the tail of a node that we pin, so it stays ours beside the table.
+                lease.replaced.append(int(duplicates[0]))
+                duplicates = duplicates[1:]
+            self.pool.unuse(duplicates)
+            self.counters.duplicate_blocks += len(duplicates)
+        if whole < len(node.blocks):
+            tail = int(node.blocks[-1])
+            if tail != int(lease._table[first + whole]) and tail not in lease.replaced:
+                self.pool.use(node.blocks[-1:])
+                lease.replaced.append(tail)
+        node.pins += 1
+        self.queue.drop(node)
+
+    def _add(self, lease: Lease, node: Node, position: int, tokens: Tokens) -> Node:
+        """Positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
+        size, end = self.block_size, len(tokens)
+        now = self._clock()
+        if node.writer is lease and node.pins == 1 and not node.children:
+            first_new = node.start // size + len(node.blocks)
+            fresh = lease._table[first_new : -(-end // size)]
+            if len(fresh):
+                self.pool.hold(fresh)
+                node.blocks = np.concatenate((node.blocks, fresh))
+            node.tokens = np.concatenate((node.tokens, tokens[position:]))
+            self.evicted.forget_below(node)
+            node.end = end
+            node.last_used = now
+            return node
+        blocks = lease._table[position // size : -(-end // size)].copy()
+        self.pool.hold(blocks)
+        leaf = Node(node, position, tokens[position:].copy(), blocks, now)
+        leaf.writer = lease
+        leaf.pins = 1
+        self.evicted.returned(node, int(tokens[position]))
+        node.children[int(tokens[position])] = leaf
+        if position % size and not node.is_root and node.pins == 1:
+            self._rehome_tail(lease, node, blocks[:1])
+        return leaf
+
+    def _rehome_tail(self, lease: Lease, node: Node, copy: BlockIds) -> None:
+        """The parent's partial tail is the first part of its new child's block: keep one of the two.
+
+        A conversation whose turns end inside blocks then costs as many blocks as one long prompt. The old tail may
+        serve several short ancestors; it goes only where they are its only holders and nobody else pins them.
+        Every position of theirs reads the same from the copy.
+        """
+        old = node.blocks[-1:].copy()
+        block = int(old[0])
+        if block == int(copy[0]):
+            return
+        holders = [n for n in self._ancestors_inside_block(node, node.end) if int(n.blocks[-1]) == block]
+        if self.pool.holders(block) != len(holders) or any(n.pins != 1 for n in holders):
+            return
+        for holder in holders:
+            self.pool.hold(copy)
+            holder.blocks[-1] = copy[0]
+            self.pool.unhold(old)
+        if block in lease.replaced:
+            lease.replaced.remove(block)
+            self.pool.unuse(old)
+
+    def _ancestors_inside_block(self, node: Node, position: int) -> Iterator[Node]:
+        """From `node` up, the nodes that end inside the block of `position` or at it, but not at its start."""
+        block_start = position // self.block_size * self.block_size
+        step: Node | None = node
+        while step is not None and step.end > block_start:
+            yield step
+            step = step.parent
+
+    def retract(self, tip: Node | None, first: int) -> None:
+        """Takes back what a lease that is gone had published from position `first` on, up to what others use."""
+        self.version += 1
+        node = tip
+        while node is not None and node.queue_ticket and node.start >= first:
+            parent = node.parent
+            self.queue.drop(node)
+            self._remove(node)
+            node = parent
+
+    # --------------------------------------------------------------------------------- queued requests
+
+    def want(self, match: Match) -> Want:
+        """Until `unwant`, what this match found is evicted after everything that nobody waits for."""
+        want = Want(self.version)
+        if match.node is not None and match.length:
+            for node in match.node.path():
+                if not node.is_root:
+                    node.wants[want] = None
+                    want.nodes.append(node)
+        return want
+
+    def is_current(self, want: Want | None) -> bool:
+        """Whether the claim covers all that its request would hit now."""
+        return want is not None and want.version == self.version
+
+    def unwant(self, want: Want) -> None:
+        for node in want.nodes:
+            node.wants.pop(want, None)
+            if node.queue_ticket:
+                self.queue.put(node)  # its rank has fallen
+        want.nodes.clear()
+
+    # ---------------------------------------------------------------------------------------- eviction
+
+    def make_room(self, blocks: int) -> None:
+        """Evicts until `blocks` are free. The caller has checked that they can be had."""
+        while self.pool.free_blocks < blocks:
+            leaf = self.queue.pop()
+            assert leaf is not None, "blocks counted as cached could not be evicted"
+            self.version += 1
+            self._trim(leaf, blocks - self.pool.free_blocks)
+
+    def clear(self) -> None:
+        """Drops everything that no lease pins, and every memory of evictions."""
+        self.version += 1
+        while (leaf := self.queue.pop()) is not None:
+            self._remove(leaf)
+        for root in list(self.roots.values()):
+            for node in (root, *walk(root)):
+                self.evicted.forget_below(node)
+            self._forget_if_empty(root)
+
+    def _trim(self, leaf: Node, blocks: int) -> None:
+        """Evicts the last `blocks` blocks of a leaf, or all of it if it has no more than that.
+
+        The tail goes rather than the leaf: what is left of it is still a prefix somebody may ask for.
+        """
+        kept = len(leaf.blocks) - blocks
+        if kept > 0:
+            end = (leaf.start // self.block_size + kept) * self.block_size
+            gone = leaf.blocks[kept:]
+            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
+            leaf.blocks = leaf.blocks[:kept].copy()
+            leaf.tokens = leaf.tokens[: end - leaf.start].copy()
+            self.counters.evicted_tokens += leaf.end - end
+            leaf.end = end
+            self.pool.unhold(gone)
+            self.counters.evicted_blocks += len(gone)
+            self.queue.put(leaf)
+            return
+        assert leaf.parent is not None
+        self._remember_evicted(leaf.parent, leaf, leaf.tokens)
+        self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.evicted_blocks += len(leaf.blocks)
+        self._remove(leaf)
+
+    def _remove(self, leaf: Node) -> None:
+        """Takes a leaf that nobody uses, and that is not queued, out of the tree."""
+        parent = leaf.parent
+        assert parent is not None
+        assert not leaf.children
+        assert not leaf.pins
+        self.evicted.forget_below(leaf)
+        del parent.children[int(leaf.tokens[0])]
+        for want in leaf.wants:
+            assert isinstance(want, Want)
+            want.nodes.remove(leaf)
+        leaf.wants.clear()
+        leaf.parent = None
+        self.pool.unhold(leaf.blocks)
+        leaf.tokens, leaf.blocks = NO_TOKENS, NO_BLOCKS  # what still points at the node must not keep them
+        self._queue_if_evictable(parent)
+
+    def _queue_if_evictable(self, node: Node) -> None:
+        if node.pins == 0 and not node.children and not node.is_root:
+            self.queue.put(node)
+
+    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
+        """`tokens`, the tail of `leaf`, are not cached below `node` any more; what was below the leaf follows."""
+        run = joined(tokens, self.evicted.longest_below(leaf))
+        self.evicted.forget_below(leaf)
+        for forgotten in self.evicted.remember(node, run):
+            self._forget_if_empty(forgotten)
+
+    def _forget_if_empty(self, node: Node) -> None:
+        if isinstance(node, Root) and not (node.children or node.pins or node.evicted):
+            self.roots.pop(node.namespace, None)
+
+    def check(self) -> None:
+        """Asserts the invariants of every node."""
+        for node in self.nodes():
+            self._check_node(node)
+
+    def _check_node(self, node: Node) -> None:
+        size = self.block_size
+        assert node.end - node.start == len(node.tokens) > 0
+        assert len(node.blocks) == -(-node.end // size) - node.start // size
+        assert node.parent is not None
+        assert node.parent.end == node.start
+        assert node.parent.children[int(node.tokens[0])] is node
+        assert node.pins == len(node.tips) + sum(child.pins for child in node.children.values())
+        evictable = not node.children and not node.pins
+        assert bool(node.queue_ticket) == evictable, (
+            f"{node} is queued for eviction: {bool(node.queue_ticket)}"
+        )
