@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -24,8 +24,8 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens
-from rootstock.cache.stats import CacheStats
 from rootstock.config import EngineConfig
+from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -59,38 +59,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    alive: bool
-    detail: str
-    running: int
-    waiting: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    blocks: int
-    bytes: int
-
-
-@dataclass(slots=True)
-class StepCounters:
-    steps: int = 0
-    computed_tokens: int = 0  # positions that went through a forward
-    sampled_tokens: int = 0
-    forward_s: float = 0.0
-    failed_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    cache: CacheStats
-    running: int
-    waiting: int
-    counters: StepCounters = field(default_factory=StepCounters)
 
 
 class Engine:
@@ -237,7 +205,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return self.call(
             lambda: EngineStats(
-                self._cache.stats(), self._scheduler.running, self._scheduler.waiting, self._copy_counters()
+                self._cache.stats(), self._scheduler.running, self._scheduler.waiting, replace(self._counters)
             )
         )
 
@@ -530,7 +498,3 @@ class Engine:
             left, self._live = list(self._live.values()), {}
         for sequence in left:
             sequence.fail(error)
-
-    def _copy_counters(self) -> StepCounters:
-        c = self._counters
-        return StepCounters(c.steps, c.computed_tokens, c.sampled_tokens, c.forward_s, c.failed_steps)
