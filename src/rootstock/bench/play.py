@@ -55,14 +55,14 @@ def play(workload: Workload, target: Target) -> Played:
     return Played(tuple(tuple(each) for each in samples), time.monotonic() - began)
 
 
-def least_prompt_tokens(played: Played, before: Played | None = None) -> int:
-    """See `LeastPossible`. In the unit of the target's prompts, tokens or bytes of text; what ran `before` is known."""
+def least_possible(played: Played, before: Played | None = None) -> LeastPossible:
+    """In the unit of the target's prompts, tokens or bytes of text. What ran `before` is known."""
     least = LeastPossible()
     if before is not None:
         _tell(before, least)
-    known = least.tokens
+        least.forget_costs()
     _tell(played, least)
-    return least.tokens - known
+    return least
 
 
 def _tell(played: Played, least: LeastPossible) -> None:

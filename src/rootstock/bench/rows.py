@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rootstock.bench.machine import Machine, Source
-from rootstock.bench.play import Played, least_prompt_tokens
+from rootstock.bench.play import Played, least_possible
 from rootstock.bench.workloads import Workload
 
 SCHEMA = 1  # raised when a field changes its meaning
@@ -100,10 +100,12 @@ def make_row(
     times = [np.diff(sample.token_times) for sample in good]
     prompt_tokens = _sum([sample.prompt_tokens for sample in good])
     completion_tokens = sum(sample.completion_tokens for sample in good)
-    least: int | None = least_prompt_tokens(played, before)
-    if not exact:
+    least = least_possible(played, before)
+    least_tokens: int | None = least.tokens
+    if not exact:  # bytes of text are counted, and a token is as long as on average
         units = sum(len(sample.prompt) for sample in good)
-        least = round(least * prompt_tokens / units) if least and prompt_tokens and units else None
+        per_unit = prompt_tokens / units if prompt_tokens and units else None
+        least_tokens = None if per_unit is None else round(least.new_tokens * per_unit) + least.known_prompts
     return Row(
         setting,
         workload.name,
@@ -119,7 +121,7 @@ def make_row(
         completion_tokens=completion_tokens,
         prompt_tokens=prompt_tokens,
         cached_tokens=0 if cache == "off" else _sum([sample.cached_tokens for sample in good]),
-        least_tokens=least,
+        least_tokens=least_tokens,
         least_is_exact=exact,
         answers_digest=_digest(played),
     )

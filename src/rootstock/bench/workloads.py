@@ -119,17 +119,29 @@ def _symbols(rng: np.random.Generator, count: int) -> Symbols:
 class LeastPossible:
     """How many prompt tokens the best imaginable prefix cache would have computed: a trie of everything known.
 
-    Told in the order of events. A prompt costs its tokens beyond what the trie holds, and at least its last one,
-    for whose logits it was sent. What an answer adds is free: decoding computed it, all but its last token, which was
-    sampled and never fed.
+    Told in the order of events. A prompt costs its tokens beyond what the trie holds, and if that is nothing its
+    last one, for whose logits it was sent. What an answer adds is free: decoding computed it, all but its last
+    token, which was sampled and never fed.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self.new_tokens = 0
+        self.known_prompts = 0
         self._children: dict[tuple[int, int], int] = {}  # (node, token) → node; the root is 0
 
+    @property
+    def tokens(self) -> int:
+        return self.new_tokens + self.known_prompts
+
+    def forget_costs(self) -> None:
+        """What is known stays."""
+        self.new_tokens = self.known_prompts = 0
+
     def asked(self, prompt: NDArray[Any]) -> None:
-        self.tokens += max(1, self._insert(prompt)) if len(prompt) else 0
+        """`prompt` has at least one token."""
+        new_tokens = self._insert(prompt)
+        self.new_tokens += new_tokens
+        self.known_prompts += new_tokens == 0
 
     def answered(self, prompt_and_answer: NDArray[Any]) -> None:
         self._insert(prompt_and_answer[:-1])
@@ -138,6 +150,5 @@ class LeastPossible:
         """How many nodes are new."""
         children, before, node = self._children, len(self._children), 0
         for token in tokens.tolist():
-            key = (node, token)
-            node = children.setdefault(key, len(children) + 1)
+            node = children.setdefault((node, token), len(children) + 1)
         return len(children) - before
