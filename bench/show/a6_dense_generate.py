@@ -41,7 +41,7 @@ BATCHES = (1, 4, 16)
 STEPS = 16  # timed, of each round
 ROUNDS = 5
 AGENT_ROUNDS = 2
-AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1536, new_tokens=(16, 160), answer_tokens=48)
+AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1024, new_tokens=(16, 96), answer_tokens=32)
 
 MODELS: dict[str, dict[str, Any]] = {
     "80m": {
