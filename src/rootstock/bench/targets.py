@@ -238,7 +238,9 @@ class UrlTarget:
             list(self.stream(messages, 4))
 
     def _close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(
+            wait=False, cancel_futures=True
+        )  # on Ctrl-C some are in the middle of an answer
         self._client.close()
 
 
