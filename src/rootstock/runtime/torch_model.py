@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         raise ModelUnsupported(name, str(refusal)) from refusal
     limit, regime = context_limit(text_config(model))
     description = ModelDescription(
-        name=config.served_name or name,
+        name=config.served_name or _public_name(name),
         architecture=type(model).__name__,
         vocab_size=probed.vocab_size,
         context_limit=limit,
@@ -196,6 +197,12 @@ def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
             # Without such units bfloat16 is emulated, several times slower than float32.
             native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
             return torch.bfloat16 if native else torch.float32
+
+
+def _public_name(model: str) -> str:
+    """What clients call a model: a directory's own name, and nothing of where it lies."""
+    directory = Path(model)
+    return directory.resolve().name if directory.is_dir() else model
 
 
 def _name_of(dtype: torch.dtype) -> str:
