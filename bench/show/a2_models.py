@@ -145,13 +145,14 @@ class Compared:
 
 
 def attention_error(runtime: TorchRuntime) -> float:
-    """The worst layer's, over a packed mixture and cached prompts; with runs gathered, and with all in place."""
+    """The worst layer's, over a packed mixture and cached prompts; as tuned, and in slices of a few positions."""
     pool = runtime._pool
     assert pool is not None
     given, size, errors = pool.kernels, pool.block_size, []
     sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9, 5))]
     steps = mixed_steps([len(s) for s in sequences], seed=3)
-    for kernels in (given, [PagedAttention(size, Tuning(in_place_from=1, share_from=1, runs_in_place=100))]):
+    sliced = Tuning(slice_bytes=1 << 10, chunk_slice_bytes=2 << 10, share_from=1)
+    for kernels in (given, [PagedAttention(size, 64, sliced)]):
         compared = [Compared(kernel, size) for kernel in kernels]
         pool.kernels = list[Attention](compared)
         packed_logits(runtime, sequences, steps)

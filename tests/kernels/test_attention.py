@@ -14,12 +14,13 @@ from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
 
-EAGER = Tuning(in_place_from=1, share_from=1, runs_in_place=100)  # everything in place, everything shared
+SLICED = Tuning(slice_bytes=7, chunk_slice_bytes=20, share_from=1)  # for positions of one byte
 tunings = st.builds(
     Tuning,
-    in_place_from=st.sampled_from([1, 8, 32, 1000]),
+    slice_bytes=st.sampled_from([1, 8, 32, 1000]),
+    chunk_slice_bytes=st.sampled_from([1, 16, 1000]),
+    many_rows=st.sampled_from([1, 8, 1000]),
     share_from=st.sampled_from([1, 8, 1000]),
-    runs_in_place=st.sampled_from([0, 1, 3, 100]),
 )
 
 
@@ -45,7 +46,7 @@ def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
 @given(ragged_batches(plain=True), tunings)
 @settings(max_examples=150)
 def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning) -> None:
-    assert_equals_reference(run(PagedAttention(batch.block_size, tuning), batch), batch)
+    assert_equals_reference(run(PagedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
 @given(ragged_batches())
@@ -66,12 +67,12 @@ def test_long_contexts_in_every_layout(dtype: torch.dtype, layout: str, block_si
         head_dim=32,
         shared=256,
     )
-    for tuning in (Tuning(), EAGER):
-        assert_equals_reference(run(PagedAttention(block_size, tuning), batch), batch)
+    for tuning in (Tuning(), SLICED):
+        assert_equals_reference(run(PagedAttention(block_size, 1, tuning), batch), batch)
 
 
 def test_one_scratch_serves_steps_of_any_size() -> None:
-    kernel = PagedAttention(4, Tuning(in_place_from=1000))
+    kernel = PagedAttention(4, 1)
     for past in (50, 10, 120, 0, 64):
         batch = make_batch([(past, 1), (past, 5)], seed=past)
         assert_equals_reference(run(kernel, batch), batch)
@@ -79,7 +80,7 @@ def test_one_scratch_serves_steps_of_any_size() -> None:
 
 def test_decodes_between_chunks_keep_their_rows() -> None:
     batch = make_batch([(9, 1), (3, 6), (20, 1), (0, 2), (33, 1)])
-    assert_equals_reference(run(PagedAttention(4, EAGER), batch), batch)
+    assert_equals_reference(run(PagedAttention(4, 1, SLICED), batch), batch)
 
 
 def test_relative_error_in_bfloat16_is_a_rounding() -> None:
@@ -87,6 +88,6 @@ def test_relative_error_in_bfloat16_is_a_rounding() -> None:
         [(500, 1), (250, 64), (0, 100)], block_size=32, head_dim=64, dtype=torch.bfloat16, layout="runs"
     )
     expected = reference.attend(batch.query, batch.keys, batch.values, batch.spans, batch.scores)
-    for tuning in (Tuning(), EAGER):
-        out = run(PagedAttention(32, tuning), batch).double()
+    for tuning in (Tuning(), SLICED):
+        out = run(PagedAttention(32, 1, tuning), batch).double()
         assert float((out - expected).norm() / expected.norm()) < 5e-3

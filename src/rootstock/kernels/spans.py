@@ -1,4 +1,4 @@
-"""Where one sequence's positions lie in a pool: slots, and the contiguous runs among them. NumPy only.
+"""Where one sequence's positions lie in a pool. NumPy only.
 
 A *slot* is a row of the pool seen as `[blocks · block_size, kv_heads, head_dim]`: block · block_size + offset.
 """
@@ -29,35 +29,11 @@ class Span:
         return self.past + self.new
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive positions in consecutive slots."""
-
-    first_slot: int
-    tokens: int
-
-
 def slots_of(blocks: BlockIds, first: int, end: int, block_size: int) -> Slots:
     """[end - first] slots of the positions first … end - 1."""
     positions = np.arange(first, end, dtype=np.int64)
     slots: Slots = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
     return slots
-
-
-def runs_of(blocks: BlockIds, first: int, end: int, block_size: int) -> list[Run]:
-    """The positions first … end - 1 as the fewest runs, in order."""
-    if first >= end:
-        return []
-    ids = blocks[first // block_size : -(-end // block_size)].astype(np.int64)
-    breaks = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
-    heads = np.concatenate(([0], breaks))
-    lengths = np.diff(np.append(heads, len(ids))) * block_size
-    starts = ids[heads] * block_size
-    lead = first % block_size  # the first block's positions before `first`
-    starts[0] += lead
-    lengths[0] -= lead
-    lengths[-1] -= -end % block_size  # the last block's positions from `end` on
-    return [Run(start, tokens) for start, tokens in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def common_blocks(tables: list[BlockIds], first: int) -> int:

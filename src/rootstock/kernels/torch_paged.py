@@ -1,141 +1,135 @@
-"""Attention in place on CPUs: contiguous runs are views of the pool, their results merge by log-sum-exp.
+"""Attention on CPUs, slice by slice: each slice of a context fits the processor's cache, results merge.
 
-torch's flash attention for CPUs takes strided views and grouped heads and returns each row's log-sum-exp, so that
-softmax over a context in several pieces is the pieces' softmaxes, weighted (Rabe and Staats 2021). Hence:
+torch's flash attention for CPUs takes grouped heads and strides and returns each row's log-sum-exp, so softmax over
+a context in slices is the slices' softmaxes, weighted (Rabe and Staats 2021, arXiv 2112.05682). Hence:
 
-- a sequence in one run is attended where it lies, nothing is copied;
-- many short runs are gathered into one piece of scratch memory first, because a call costs more than a copy;
-- a prefix that several decoding sequences share is read once, with all their queries;
-- a prefill chunk is its new positions, causally, and its past, without a mask.
-
-The query heads of a group become rows of one attention problem: 2 to 3 × faster than a call per query head.
+- A decode's context is cut into slices that are staged: copied, or gathered where their blocks do not adjoin, into
+  one small scratch memory that stays in the processor's cache. Flash attention reads K and V head by head, with a
+  stride; done straight from main memory that took 1.3 to 2.4 times as long as staging it, from 512 positions on.
+- A prefix that several decoding sequences share is read once, with all their queries.
+- A prefill chunk is its new positions, causally, and its past, without a mask.
+- The query heads of a group become rows of one problem, 2 to 3 times faster than a call per query head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rootstock.kernels.scores import Scores, StepAttention
-from rootstock.kernels.spans import Run, Slots, Span, common_blocks, runs_of
+from rootstock.kernels.spans import Slots, Span, common_blocks, slots_of
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Where one way gets faster than another; measured, see the figures in docs/adr."""
+    """Measured with 8 KV heads of 128 and 5 of 64, in bfloat16 and float32, contexts of 512 to 16k positions."""
 
-    in_place_from: int = 128  # tokens: a shorter run among several is gathered
-    share_from: int = 64  # tokens: a shorter common prefix is read by each sequence for itself
-    runs_in_place: int = 3  # of one sequence; more would cost more merging than copying
+    slice_bytes: int = 1 << 20  # of K, for a few rows; half and twice as much are within 10 %
+    chunk_slice_bytes: int = 16 << 20  # for many rows, which use what they read more than once
+    many_rows: int = 16  # new positions from which a chunk counts as that
+    share_from: int = (
+        192  # positions not read again; to save fewer, each decode reads a common prefix for itself
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Positions that are attended in one call, by all rows alike."""
+class _Slice:
+    """Positions that are staged together and attended in one call, by all rows alike."""
 
-    rows: tuple[int, ...]  # which decodes read it; a chunk's pieces have none
-    first: int  # slot in the pool, or row of the scratch memory
+    rows: tuple[int, ...]  # which decodes read it; a chunk's slices have none
     tokens: int
-    gathered: bool
-
-
-@dataclass(slots=True)
-class _Gather:
-    """What a step copies into scratch memory, the same slots in every layer."""
-
-    slots: list[Slots] = field(default_factory=list)
-    tokens: int = 0
-
-    def add(self, runs: Sequence[Run]) -> tuple[int, int]:
-        """(first row of the scratch memory, tokens)"""
-        first = self.tokens
-        for run in runs:
-            self.slots.append(np.arange(run.first_slot, run.first_slot + run.tokens))
-            self.tokens += run.tokens
-        return first, self.tokens - first
+    first_slot: int  # if they adjoin
+    slots: Tensor | None  # [tokens] int64, if they do not
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """At most one piece of every decode: their results stand side by side."""
+    """At most one slice of every decode: their results stand side by side."""
 
-    pieces: tuple[_Piece, ...]
+    slices: tuple[_Slice, ...]
     rows: Tensor | None  # [results] the decode of each result; None: all decodes in order
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     span: Span
-    past: tuple[_Piece, ...]
+    past: tuple[_Slice, ...]
 
 
 class PagedAttention:
-    """For K and V of equal dimensions on a CPU, without softcap."""
+    """For K and V of equal dimensions on a CPU, without softcap.
 
-    def __init__(self, block_size: int, tuning: Tuning | None = None) -> None:
+    `position_bytes` is K's size per position in the widest layer: it tells how many positions make a slice.
+    """
+
+    def __init__(self, block_size: int, position_bytes: int, tuning: Tuning | None = None) -> None:
         self._block_size = block_size
         self._tuning = tuning or Tuning()
+        self._slice_tokens = max(1, self._tuning.slice_bytes // position_bytes)
+        self._chunk_slice_tokens = max(1, self._tuning.chunk_slice_bytes // position_bytes)
         self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def prepare(self, spans: Sequence[Span]) -> StepAttention:
-        gather = _Gather()
         decodes = [span for span in spans if span.new == 1]
-        levels = self._levels(decodes, gather)
-        chunks = [
-            _Chunk(span, tuple(self._pieces((), span, 0, span.past, gather)))
-            for span in spans
-            if span.new > 1
-        ]
-        slots = torch.from_numpy(np.concatenate(gather.slots)) if gather.tokens else None
-        return _PagedStep([span.row for span in decodes], levels, chunks, slots, self.scratch)
+        chunks = [self._chunk(span) for span in spans if span.new > 1]
+        return _PagedStep([span.row for span in decodes], self._levels(decodes), chunks, self._stage)
 
-    def scratch(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [tokens, kv_heads, head_dim] to gather K and V into. Kept: fresh memory costs page faults."""
-        key = (like.shape[1], like.shape[2], like.dtype)
-        held = self._scratch.get(key)
-        if held is None or len(held[0]) < tokens:
-            shape = (max(tokens, 2 * len(held[0]) if held else 0), *like.shape[1:])
-            held = self._scratch[key] = like.new_empty(shape), like.new_empty(shape)
-        return held[0][:tokens], held[1][:tokens]
+    def _stage(self, keys: Tensor, values: Tensor, part: _Slice) -> tuple[Tensor, Tensor]:
+        """keys and values [slots, kv_heads, head_dim] → [1, kv_heads, tokens, head_dim] of the slice.
 
-    def _pieces(
-        self, rows: tuple[int, ...], span: Span, first: int, end: int, gather: _Gather
-    ) -> list[_Piece]:
-        """The positions first … end - 1, long runs in place and the others gathered."""
-        runs = runs_of(span.blocks, first, end, self._block_size)
-        if len(runs) > 1:
-            by_length = sorted(runs, key=lambda run: -run.tokens)
-            in_place = [
-                r for r in by_length[: self._tuning.runs_in_place] if r.tokens >= self._tuning.in_place_from
-            ]
-            others = by_length[len(in_place) :]
+        Valid until the next call: the memory is reused, which is the point of it.
+        """
+        heads, dim = keys.shape[1:]
+        of_this_shape = (heads, dim, keys.dtype)
+        scratch = self._scratch.get(of_this_shape)
+        if scratch is None or len(scratch[0]) < part.tokens:
+            scratch = self._scratch[of_this_shape] = (
+                keys.new_empty(part.tokens, heads, dim),
+                keys.new_empty(part.tokens, heads, dim),
+            )
+        return self._stage_one(keys, part, scratch[0]), self._stage_one(values, part, scratch[1])
+
+    @staticmethod
+    def _stage_one(source: Tensor, part: _Slice, scratch: Tensor) -> Tensor:
+        staged = scratch[: part.tokens]
+        if part.slots is None:
+            staged.copy_(source[part.first_slot : part.first_slot + part.tokens])
         else:
-            in_place, others = runs, []
-        pieces = [_Piece(rows, run.first_slot, run.tokens, gathered=False) for run in in_place]
-        if others:
-            pieces.append(_Piece(rows, *gather.add(others), gathered=True))
-        return pieces
+            torch.index_select(source, 0, part.slots, out=staged)
+        return staged.transpose(0, 1).unsqueeze(0)
 
-    def _levels(self, decodes: Sequence[Span], gather: _Gather) -> list[_Level]:
-        read: list[list[_Piece]] = [[] for _ in decodes]  # of each decode, in the order of its levels
-        # Only blocks before the one that a decode writes to can be shared, so each keeps a piece of its own.
+    def _chunk(self, span: Span) -> _Chunk:
+        few = span.new < self._tuning.many_rows
+        tokens = self._slice_tokens if few else self._chunk_slice_tokens
+        return _Chunk(span, tuple(self._slices((), span, 0, span.past, tokens)))
+
+    def _slices(self, rows: tuple[int, ...], span: Span, first: int, end: int, tokens: int) -> list[_Slice]:
+        """The positions first … end - 1 in equal slices of about so many."""
+        if first >= end:
+            return []
+        slots = slots_of(span.blocks, first, end, self._block_size)
+        return [_slice(rows, part) for part in np.array_split(slots, max(1, round(len(slots) / tokens)))]
+
+    def _levels(self, decodes: Sequence[Span]) -> list[_Level]:
+        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
         tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
-        levels: list[list[_Piece]] = []
+        depth = [0] * len(decodes)  # slices of each decode so far
+        levels: list[list[_Slice]] = []
 
         def emit(rows: list[int], first: int, end: int) -> None:
-            for piece in self._pieces(tuple(rows), decodes[rows[0]], first, end, gather):
-                level = len(read[rows[0]])
+            for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
+                level = depth[rows[0]]
                 if level == len(levels):
                     levels.append([])
-                levels[level].append(piece)
+                levels[level].append(part)
                 for row in rows:
-                    read[row].append(piece)
+                    depth[row] = level + 1
 
         def descend(rows: list[int], begin: int, at: int) -> None:
             """These decodes have read the blocks before `begin`, and have all blocks before `at` in common."""
@@ -148,7 +142,8 @@ class PagedAttention:
                     emit(group, begin * self._block_size, decodes[group[0]].end)
                     continue
                 until = at + common_blocks([tables[row] for row in group], at)
-                if (until - begin) * self._block_size >= self._tuning.share_from:
+                saved = (len(group) - 1) * (until - begin) * self._block_size
+                if saved >= self._tuning.share_from:
                     emit(group, begin * self._block_size, until * self._block_size)
                     descend(group, until, until)
                 else:
@@ -156,91 +151,81 @@ class PagedAttention:
 
         if decodes:
             descend(list(range(len(decodes))), 0, 0)
-        return [self._level(tuple(pieces), len(decodes)) for pieces in levels]
+        return [_level(tuple(slices), len(decodes)) for slices in levels]
 
-    @staticmethod
-    def _level(pieces: tuple[_Piece, ...], decodes: int) -> _Level:
-        rows = [row for piece in pieces for row in piece.rows]
-        return _Level(pieces, None if rows == list(range(decodes)) else torch.tensor(rows))
+
+def _slice(rows: tuple[int, ...], slots: Slots) -> _Slice:
+    first, tokens = int(slots[0]), len(slots)
+    # Cheap to refute: only slots whose ends are as far apart as a run's are looked at in full.
+    adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
+    return _Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
+
+
+def _level(slices: tuple[_Slice, ...], decodes: int) -> _Level:
+    rows = [row for part in slices for row in part.rows]
+    return _Level(slices, None if rows == list(range(decodes)) else torch.tensor(rows))
+
+
+Stage = Callable[[Tensor, Tensor, _Slice], tuple[Tensor, Tensor]]
 
 
 class _PagedStep:
     def __init__(
-        self,
-        decode_rows: list[int],
-        levels: list[_Level],
-        chunks: list[_Chunk],
-        gather_slots: Tensor | None,
-        scratch: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+        self, decode_rows: list[int], levels: list[_Level], chunks: list[_Chunk], stage: Stage
     ) -> None:
         self._decodes = len(decode_rows)
         first = decode_rows[0] if decode_rows else 0
+        adjoin = decode_rows == list(range(first, first + len(decode_rows)))
         # Decodes are usually neighbours, and then their rows are a view.
-        self._decode_rows = (
-            slice(first, first + len(decode_rows))
-            if decode_rows == list(range(first, first + len(decode_rows)))
-            else torch.tensor(decode_rows)
-        )
+        self._rows = slice(first, first + len(decode_rows)) if adjoin else torch.tensor(decode_rows)
         self._levels = levels
         self._chunks = chunks
-        self._gather_slots = gather_slots
-        self._scratch = scratch
+        self._stage = stage
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        context = self._context(keys, values)
+        context = _Context(keys, values, scores, self._stage)
         if not self._chunks:
-            return self._decode(query, context, scores)  # decodes alone are all rows, in order
+            return self._decode(query, context)  # decodes alone are all rows, in order
         out = torch.empty_like(query, memory_format=torch.contiguous_format)  # [tokens, q_heads, head_dim]
         if self._decodes:
-            out[self._decode_rows] = self._decode(query[self._decode_rows], context, scores)
+            out[self._rows] = self._decode(query[self._rows], context)
         for chunk in self._chunks:
             rows = slice(chunk.span.row, chunk.span.row + chunk.span.new)
-            out[rows] = self._prefill(chunk, query[rows], key[rows], value[rows], context, scores)
+            out[rows] = self._prefill(chunk, query[rows], key[rows], value[rows], context)
         return out
 
-    def _context(self, keys: Tensor, values: Tensor) -> _Context:
-        if self._gather_slots is None:
-            return _Context(keys, values, keys, values)
-        gathered_keys, gathered_values = self._scratch(len(self._gather_slots), keys)
-        torch.index_select(keys, 0, self._gather_slots, out=gathered_keys)
-        torch.index_select(values, 0, self._gather_slots, out=gathered_values)
-        return _Context(keys, values, gathered_keys, gathered_values)
-
-    def _decode(self, query: Tensor, context: _Context, scores: Scores) -> Tensor:
+    def _decode(self, query: Tensor, context: _Context) -> Tensor:
         """query [decodes, q_heads, head_dim] → the same shape."""
         decodes, q_heads, head_dim = query.shape
         kv_heads = context.keys.shape[1]
         grouped = query.view(decodes, kv_heads, q_heads // kv_heads, head_dim)
-        out, lse = self._decode_level(self._levels[0], grouped, context, scores)
+        out, lse = self._decode_level(self._levels[0], grouped, context)
         for level in self._levels[1:]:
-            out, lse = _merge(out, lse, *self._decode_level(level, grouped, context, scores))
-        if scores.sinks is not None:
-            out = out * torch.sigmoid(lse - scores.sinks.view(1, kv_heads, -1)).unsqueeze(-1)
+            out, lse = _merge(out, lse, *self._decode_level(level, grouped, context))
+        if context.scores.sinks is not None:
+            out = _weigh_against_sinks(out, lse, context.scores.sinks.view(1, kv_heads, -1))
         return out.reshape(decodes, q_heads, head_dim).to(query.dtype)
 
     @staticmethod
-    def _decode_level(
-        level: _Level, query: Tensor, context: _Context, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def _decode_level(level: _Level, query: Tensor, context: _Context) -> tuple[Tensor, Tensor]:
         """query [decodes, kv_heads, group, head_dim] → the same shape, and its log-sum-exp [decodes, kv_heads, group]
 
-        A decode without a piece at this level gets zeros and a log-sum-exp of -inf: it weighs nothing in a merge.
+        A decode without a slice at this level gets zeros and a log-sum-exp of -inf: it weighs nothing in a merge.
         """
         kv_heads, group, head_dim = query.shape[1:]
         singles = query.unsqueeze(1).unbind(0)  # [1, kv_heads, group, head_dim] each
         outs, lses = [], []
-        for piece in level.pieces:
-            if len(piece.rows) == 1:
-                out, lse = context.attend(piece, singles[piece.rows[0]], scores)
+        for part in level.slices:
+            readers = len(part.rows)
+            if readers == 1:
+                out, lse = context.attend(part, singles[part.rows[0]])
             else:
                 # [readers, kv_heads, group, head_dim] → one problem with readers · group rows, and back
-                readers = len(piece.rows)
-                rows = query if readers == len(query) else query[list(piece.rows)]
-                out, lse = context.attend(
-                    piece, rows.transpose(0, 1).reshape(1, kv_heads, readers * group, head_dim), scores
-                )
+                rows = query if readers == len(query) else query[list(part.rows)]
+                stacked = rows.transpose(0, 1).reshape(1, kv_heads, readers * group, head_dim)
+                out, lse = context.attend(part, stacked)
                 out = out.view(kv_heads, readers, group, head_dim).transpose(0, 1)
                 lse = lse.view(kv_heads, readers, group).transpose(0, 1)
             outs.append(out)
@@ -254,54 +239,40 @@ class _PagedStep:
         )
 
     @staticmethod
-    def _prefill(
-        chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, context: _Context, scores: Scores
-    ) -> Tensor:
+    def _prefill(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, context: _Context) -> Tensor:
         """query [new, q_heads, head_dim], key and value [new, kv_heads, head_dim] → as the query"""
         new, q_heads, head_dim = query.shape
         kv_heads = key.shape[1]
-        q = query.transpose(0, 1)  # [q_heads, new, head_dim]
-        out, lse = _flash(
-            q[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], 0.0, True, scale=scores.scale
-        )
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # [1, heads, new, head_dim]
+        out, lse = _flash(q, k, v, 0.0, True, scale=context.scores.scale)
         if chunk.past:
             # Without a mask, all heads of a group and all rows are alike: one problem per KV head.
-            folded = q.reshape(1, kv_heads, q_heads // kv_heads * new, head_dim)
-            for piece in chunk.past:
-                part, part_lse = context.attend(piece, folded, scores)
-                out, lse = _merge(
-                    out, lse, part.reshape(1, q_heads, new, head_dim), part_lse.reshape(1, q_heads, new)
-                )
-        if scores.sinks is not None:
-            out = out * torch.sigmoid(lse - scores.sinks.view(1, q_heads, 1)).unsqueeze(-1)
+            group = q_heads // kv_heads
+            folded = q.reshape(1, kv_heads, group * new, head_dim)
+            out, lse = out.view(1, kv_heads, group, new, head_dim), lse.view(1, kv_heads, group, new)
+            for part in chunk.past:
+                more, more_lse = context.attend(part, folded)
+                out, lse = _merge(out, lse, more.view(out.shape), more_lse.view(lse.shape))
+            out, lse = out.flatten(1, 2), lse.flatten(1, 2)
+        if context.scores.sinks is not None:
+            out = _weigh_against_sinks(out, lse, context.scores.sinks.view(1, q_heads, 1))
         merged: Tensor = out[0].transpose(0, 1)
         return merged
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """One layer's K and V, by slot, and what was gathered from them: [·, kv_heads, head_dim] contiguous."""
+    """One layer's K and V by slot, [slots, kv_heads, head_dim], and how to attend to slices of them."""
 
     keys: Tensor
     values: Tensor
-    gathered_keys: Tensor
-    gathered_values: Tensor
+    scores: Scores
+    stage: Stage
 
-    def attend(self, piece: _Piece, query: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def attend(self, part: _Slice, query: Tensor) -> tuple[Tensor, Tensor]:
         """query [1, kv_heads, rows, head_dim] → the same shape, and its log-sum-exp [1, kv_heads, rows] float32"""
-        keys, values = (
-            (self.gathered_keys, self.gathered_values) if piece.gathered else (self.keys, self.values)
-        )
-        _, heads, dim = keys.shape
-        shape, strides = (1, heads, piece.tokens, dim), (0, dim, heads * dim, 1)
-        offset = piece.first * heads * dim
-        # as_strided is one call where narrow and transpose are three, and this runs per layer and sequence.
-        out, lse = _flash(
-            query,
-            keys.as_strided(shape, strides, offset),
-            values.as_strided(shape, strides, offset),
-            scale=scores.scale,
-        )
+        keys, values = self.stage(self.keys, self.values, part)
+        out, lse = _flash(query, keys, values, scale=self.scores.scale)
         return out, lse
 
 
@@ -309,3 +280,8 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     """Attention over two sets of positions from attention over each. out [… , head_dim], lse [ … ]; in float32."""
     weight = torch.sigmoid(more_lse - lse).unsqueeze(-1)
     return torch.lerp(out.float(), more.float(), weight), torch.logaddexp(lse, more_lse)
+
+
+def _weigh_against_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink is one more score in the softmax's sum, with nothing to add to the result. out […, head_dim]"""
+    return out * torch.sigmoid(lse - sinks).unsqueeze(-1)

@@ -31,9 +31,6 @@ from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Seg
 from rootstock.runtime.torch_hooks import IMPLEMENTATION
 
 BLOCK_SIZE = 4
-# Small, so that runs in place, gathered ones and shared prefixes all occur in so few tokens.
-TUNING = Tuning(in_place_from=6, share_from=8, runs_in_place=2)
-
 _LONG, _SHORT = 45, 22  # tokens of the two sequences
 _FLOAT32_TOLERANCE = 1e-3
 _NOISE_FACTOR = 2.0
@@ -61,7 +58,9 @@ def self_check(
         )
     progress(0.5)
     figures = {}
-    for kind, rows in _Trial(make_runtime(TUNING), tokens["long"], tokens["short"]).run().items():
+    for kind, rows in (
+        _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"]).run().items()
+    ):
         ours = np.concatenate([row.logits for row in rows])
         own = np.concatenate(
             [expected[row.sequence][row.first : row.first + len(row.logits)] for row in rows]
@@ -73,6 +72,13 @@ def self_check(
             measure = "largest difference of a logit" if exact else "relative error"
             raise SelfCheckFailed(description.name, figure, allowed, f"the {measure} of {kind}")
     return figures
+
+
+def _small_slices(description: ModelDescription) -> Tuning:
+    """Slices of about 8 positions, so that all that a kernel does occurs within so few tokens."""
+    family = description.families[0]
+    eight = max(1, 8 * family.bytes_per_token // (2 * family.layers))  # K is half of it
+    return Tuning(eight, 2 * eight, many_rows=8, share_from=2 * BLOCK_SIZE)
 
 
 def largest_difference(ours: Logits, own: Logits) -> float:

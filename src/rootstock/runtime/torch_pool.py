@@ -70,10 +70,11 @@ class TorchPool:
         self.block_size = block_size
         self._device = device
         self.kernels: list[Attention] = []
-        in_place = [device.type == "cpu" and _fits_in_place(shape) for shape in shapes]
-        if any(in_place):
-            self.kernels.append(PagedAttention(block_size, tuning))
-        if not all(in_place):
+        paged = [device.type == "cpu" and _fits_flash(shape) for shape in shapes]
+        if any(paged):
+            position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in shapes)
+            self.kernels.append(PagedAttention(block_size, position_bytes, tuning))
+        if not all(paged):
             self.kernels.append(GatherAttention(block_size, device))
         slots = blocks * block_size
         try:
@@ -81,9 +82,9 @@ class TorchPool:
                 shape.index: LayerMemory(
                     torch.zeros(slots, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device),
                     torch.zeros(slots, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device),
-                    kernel=0 if paged else len(self.kernels) - 1,
+                    kernel=0 if fits else len(self.kernels) - 1,
                 )
-                for shape, paged in zip(shapes, in_place, strict=True)
+                for shape, fits in zip(shapes, paged, strict=True)
             }
         except (RuntimeError, MemoryError) as error:  # torch's own OutOfMemoryError is a RuntimeError
             wanted = slots * sum(shape.bytes_per_token for shape in shapes)
@@ -114,6 +115,6 @@ class TorchPool:
                 memory.index_copy_(0, targets, memory.index_select(0, sources))
 
 
-def _fits_in_place(shape: LayerShape) -> bool:
+def _fits_flash(shape: LayerShape) -> bool:
     """Whether torch's flash attention for CPUs can do this layer."""
     return shape.key_dim == shape.value_dim and not shape.softcap
