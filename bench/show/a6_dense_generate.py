@@ -70,9 +70,13 @@ def main() -> None:
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--skip-agents", action="store_true")
+    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
     given = options.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16"}
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for name in given.models.split(","):
             path = save_model(name, Path(folder))
@@ -82,6 +86,10 @@ def main() -> None:
             figures |= compare_on(
                 name, path, given.rounds, with_agents=name == "80m" and not given.skip_agents
             )
+    # Below some 0.8 others were at work on these cores, and times of several threads mean little: they wait for
+    # one another.
+    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
     bars = {
         f"decode_ratio_{name}_b{batch}": at_most(1.25)
         for name in given.models.split(",")
