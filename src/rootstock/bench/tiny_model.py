@@ -88,6 +88,8 @@ class TinyModelSpec:
         return f"{NAME}-v{VERSION}-{sizes}-{more}-s{self.seed}"
 
 
+# With this seed the closest call of the demo's 480 tokens is a gap of 1.2e-3 standard deviations between the best two
+# logits; splitting a prefill differently moves float32 logits by less than 1e-5.
 DEMO_SPEC = TinyModelSpec()
 
 
