@@ -165,7 +165,7 @@ def attention_error(runtime: TorchRuntime) -> float:
 def measure(model_type: str, directory: Path) -> dict[str, float]:
     tiny_model(model_type).to(torch.bfloat16).save_pretrained(directory)
     runtime, dense = load(directory), Dense(directory)
-    runtime.allocate(BLOCKS, BLOCK_SIZE)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     figures = {
         "packed": worst_difference(packed(runtime, longest_chunk=300), dense),
         "chunked": worst_difference(packed(runtime, longest_chunk=13), dense),
@@ -173,7 +173,7 @@ def measure(model_type: str, directory: Path) -> dict[str, float]:
         "greedy_mismatches": greedy_mismatches(runtime, dense),
     }
     coarse, own = load(directory, "bfloat16"), Dense(directory, torch.bfloat16)
-    coarse.allocate(BLOCKS, BLOCK_SIZE)
+    coarse.allocate((BLOCKS,), BLOCK_SIZE)
     rows = [*packed(coarse, longest_chunk=13), *cached(coarse)]
     ours = relative_rms(rows, dense)
     theirs = relative_rms([(tokens, own.logits(tokens)[-len(logits) :]) for tokens, logits in rows], dense)

@@ -68,7 +68,7 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
     token_bytes = sum(family.bytes_per_token for family in described.families)
     blocks = (PREFIX + max(load.tails) + load.answer + load.block_size) * REQUESTS // load.block_size
     cache = KVCache(described.families, blocks * load.block_size * token_bytes, load.block_size, reuse=reuse)
-    runtime.allocate(cache.pool.total_blocks, load.block_size)
+    runtime.allocate((cache.pool.total_blocks,), load.block_size)
     engine = Engine(runtime, cache, EngineConfig(max_batch=REQUESTS, chunk_tokens=512))
     rng = np.random.default_rng(5)
     prefix = rng.integers(0, 512, PREFIX)

@@ -182,7 +182,7 @@ class Ours:
         self.parameters = runtime.description.parameters
         config = CacheConfig()
         cache = KVCache(runtime.description.families, int(gib * 1024**3), config.block_size)
-        runtime.allocate(cache.pool.total_blocks, config.block_size)
+        runtime.allocate((cache.pool.total_blocks,), config.block_size)
         self._engine = Engine(runtime, cache, EngineConfig())
         self._requests = 0
 

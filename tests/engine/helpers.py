@@ -55,7 +55,7 @@ class Bench:
                 fault(batch)
 
         self.runtime = FakeRuntime(vocab_size, context_limit, eos_token_ids=eos_token_ids, fault=record)
-        self.runtime.allocate(blocks, block_size)
+        self.runtime.allocate((blocks,), block_size)
         families = self.runtime.description.families
         budget = blocks * block_size * families[0].bytes_per_token
         self.cache = KVCache(families, budget, block_size, reuse=reuse)

@@ -33,7 +33,7 @@ def test_blocks_for_the_next_forward_are_reserved_before_it_runs() -> None:
     bench.run()
     for batch in bench.batches:
         for segment in batch.segments:
-            assert len(segment.blocks) * 4 >= segment.past + len(segment.tokens)
+            assert len(segment.tables[0]) * 4 >= segment.past + len(segment.tokens)
 
 
 @pytest.mark.behaviour(33)

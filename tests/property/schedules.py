@@ -86,7 +86,7 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
     runtime = FakeRuntime(VOCAB, eos_token_ids=(EOS,), fault=fault)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
-    runtime.allocate(blocks, block_size)
+    runtime.allocate((blocks,), block_size)
     ticks = iter(range(10**9))
     cache = KVCache(
         runtime.description.families,

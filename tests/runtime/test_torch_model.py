@@ -69,7 +69,7 @@ def test_bfloat16_halves_the_bytes_of_a_token(llama: Path) -> None:
 
 def test_the_pool_takes_the_bytes_that_the_description_says(llama: Path) -> None:
     runtime = load(llama)
-    runtime.allocate(10, 4)
+    runtime.allocate((10,), 4)
     pool = runtime._pool
     assert pool is not None
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in pool.layers.values())
@@ -304,7 +304,7 @@ def test_an_unknown_layer_kind_is_refused_with_the_layers_class(copy: Path) -> N
 def test_softcaps_sinks_and_odd_heads(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
     save(tmp_path, model_type, **fields | {"layer_types": ["full_attention"] * 3})
     runtime = load(tmp_path)
-    runtime.allocate(BLOCKS, BLOCK_SIZE)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
     logits = packed_logits(runtime, sequences, [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}])
     dense = Dense(tmp_path)
@@ -344,7 +344,7 @@ def test_frequencies_that_depend_on_the_batch_cap_the_context(
     runtime = load(tmp_path)
     described = runtime.description
     assert (described.context_limit, described.rope_regime) == (limit, regime)
-    runtime.allocate(BLOCKS, BLOCK_SIZE)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     # Up to the limit, a short sequence packed with the longest one gets its own frequencies.
     sequences = [random_tokens(VOCAB, n, n) for n in (min(limit, 300), 30)]
     long, short = packed_logits(runtime, sequences, [{0: len(sequences[0]), 1: 30}])
@@ -370,16 +370,16 @@ def test_a_regime_of_one_layer_kind_counts() -> None:
 
 def test_only_rows_that_are_asked_for_are_scored(llama: Path) -> None:
     runtime = load(llama)
-    runtime.allocate(BLOCKS, BLOCK_SIZE)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     tokens = random_tokens(VOCAB, 20, 0)
     tables = np.arange(9, dtype=np.int32).reshape(3, 3)
-    every = [runtime.forward(Batch([Segment(tokens, 0, table, 20)])) for table in tables]
+    every = [runtime.forward(Batch([Segment(tokens, 0, (table,), 20)])) for table in tables]
     some = runtime.forward(
         Batch(
             [
-                Segment(tokens, 0, tables[0], 0),
-                Segment(tokens, 0, tables[1], 3),
-                Segment(tokens, 0, tables[2], 1),
+                Segment(tokens, 0, (tables[0],), 0),
+                Segment(tokens, 0, (tables[1],), 3),
+                Segment(tokens, 0, (tables[2],), 1),
             ]
         )
     )
@@ -387,14 +387,14 @@ def test_only_rows_that_are_asked_for_are_scored(llama: Path) -> None:
     assert some.shape == (4, VOCAB)
     np.testing.assert_allclose(some[:3], every[1][-3:], atol=1e-4)
     np.testing.assert_allclose(some[3], every[2][-1], atol=1e-4)
-    none = runtime.forward(Batch([Segment(tokens, 0, tables[0], 0)]))
+    none = runtime.forward(Batch([Segment(tokens, 0, (tables[0],), 0)]))
     assert none.shape == (0, VOCAB)
     assert none.dtype == np.float32
 
 
 def test_copies_are_executed_in_order_and_only_as_far_as_asked(llama: Path) -> None:
     runtime = load(llama)
-    runtime.allocate(6, 4)
+    runtime.allocate((6,), 4)
     pool = runtime._pool
     assert pool is not None
     with torch.inference_mode():
@@ -413,4 +413,4 @@ def test_copies_are_executed_in_order_and_only_as_far_as_asked(llama: Path) -> N
 
 def test_a_pool_larger_than_the_memory_is_refused_with_the_option(llama: Path) -> None:
     with pytest.raises(InvalidOption, match="--kv-budget"):
-        load(llama).allocate(1 << 40, 32)
+        load(llama).allocate((1 << 40,), 32)

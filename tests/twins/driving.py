@@ -68,7 +68,8 @@ def packed_logits(
     past, rows = [0] * len(sequences), [[] for _ in sequences]
     for step in steps:
         segments = [
-            Segment(sequences[i][past[i] : past[i] + new], past[i], tables[i], new) for i, new in step.items()
+            Segment(sequences[i][past[i] : past[i] + new], past[i], (tables[i],), new)
+            for i, new in step.items()
         ]
         logits = runtime.forward(Batch(segments))
         row = 0
@@ -118,7 +119,7 @@ class Cached:
         hit = lease.hit_tokens
         self._runtime.apply(plan)
         rest = prompt[hit:]
-        logits = self._runtime.forward(Batch([Segment(rest, hit, lease.table, len(rest))]))
+        logits = self._runtime.forward(Batch([Segment(rest, hit, (lease.table,), len(rest))]))
         self.cache.commit(lease, rest)
         self.cache.finish(lease)
         return Hit(hit, len(plan.copies), logits)

@@ -33,7 +33,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     threads = torch.get_num_threads()
     directory = save(tmp_path_factory.mktemp("twin"), request.param)
     runtime = load(directory)
-    runtime.allocate(BLOCKS, BLOCK_SIZE)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     yield Twin(runtime, Dense(directory))
     torch.set_num_threads(threads)
 

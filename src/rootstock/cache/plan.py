@@ -1,7 +1,8 @@
-"""What a runtime must do to its pool before a forward. The cache plans, the runtime executes."""
+"""What a runtime must do to its pools before a forward. The cache plans, the runtime executes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NewType
 
@@ -9,24 +10,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 BlockId = NewType("BlockId", int)
+SlotId = NewType("SlotId", int)  # a row of the pool of recurrent states
 BlockIds = NDArray[np.int32]  # [blocks] ids of pool rows
 Tokens = NDArray[np.int32]  # [tokens] token ids
+
+NO_SLOT = SlotId(-1)  # the model has no recurrent states
+NO_BLOCK = -1  # in a block table: this block was released, and nothing that follows needs it
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `tokens` positions of pool row `source` to row `target`, in every layer (copy-on-write)."""
+    """Copy the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
 
     source: BlockId
     target: BlockId
     tokens: int
+    family: int = 0  # whose pool: an index into the model's token families
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Copy a recurrent state: a checkpoint restored into a working slot, or a working state kept as a checkpoint."""
+
+    source: SlotId
+    target: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Executed in full before the next forward; the sources stay valid until then."""
+    """Executed in full and in order before the next forward; the sources stay valid until then."""
 
     copies: tuple[BlockCopy, ...] = ()
+    states: tuple[StateCopy, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.copies or self.states)
 
 
 NOTHING = Plan()
+
+
+def together(plans: Iterable[Plan]) -> Plan:
+    """One plan that does what these do, one after the other."""
+    plans = [plan for plan in plans if plan]
+    if len(plans) < 2:
+        return plans[0] if plans else NOTHING
+    return Plan(
+        tuple(copy for plan in plans for copy in plan.copies),
+        tuple(state for plan in plans for state in plan.states),
+    )

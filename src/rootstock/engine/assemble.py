@@ -40,7 +40,7 @@ def assemble(
     described = runtime.description
     budget = auto_budget_bytes(described, engine) if cache.budget_bytes is None else cache.budget_bytes
     kv = KVCache(described.families, budget, cache.block_size, reuse=cache.enabled)
-    runtime.allocate(kv.pool.total_blocks, cache.block_size)
+    runtime.allocate((kv.pool.total_blocks,), cache.block_size)
     return Assembly(
         Engine(runtime, kv, engine, codec),
         codec,

@@ -392,7 +392,7 @@ class Engine:
                 item.sequence.plan = NOTHING
         batch = Batch(
             [
-                Segment(item.tokens, item.lease.computed, item.lease.table, self._rows_wanted(item))
+                Segment(item.tokens, item.lease.computed, (item.lease.table,), self._rows_wanted(item))
                 for item in work
             ]
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
+from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
 from rootstock.errors import RootstockError
 
@@ -59,6 +60,7 @@ class Request:
     stop: StopParams = StopParams()
     salt: str = ""  # tenant: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
+    boundaries: tuple[Boundary, ...] = ()  # where later requests may diverge: a checkpoint is left there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,25 @@
-"""What the engine knows of a runtime: a description, a pool of blocks, plans, and one packed forward."""
+"""What the engine knows of a runtime: a description, a pool for each family, plans, and one packed forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
-from rootstock.cache.plan import BlockIds, Plan, Tokens
+from rootstock.cache.plan import NO_SLOT, BlockIds, Plan, SlotId, Tokens
 
 Logits = NDArray[np.float32]  # [rows, vocab]
+
+# How a model is run, from best to last resort. The load-time self-check steps down until the answers are right.
+Rung = Literal[
+    "packed",  # one forward a step, for all sequences
+    "packed, token-wise mixers",  # so, but its recurrent layers continue a stored state one token at a time
+    "one sequence per forward",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class ModelDescription:
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int  # width of the logits
     context_limit: int  # positions the model was made for
-    families: tuple[Family, ...]
+    families: tuple[Family, ...]  # at most one FullAttention and one RecurrentState
     weights_fingerprint: str
     dtype: str  # "float32" | "bfloat16" | "float16": of weights and activations
     kv_dtype: str  # of the pool
@@ -31,20 +38,25 @@ class ModelDescription:
     parameters: int
     rope_regime: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    rung: Rung = "packed"
+    rung_reason: str = ""  # why no better one
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One sequence's share of a packed forward.
 
-    The runtime writes K/V of `tokens` at positions past … past+len(tokens)-1 through the block table, then
-    attends positions 0 … past+len(tokens)-1.
+    The runtime writes what it keeps of `tokens` at positions past … past+new-1 through the block tables, then
+    attends what each family may see of positions 0 … past+new-1, and advances the recurrent state in place.
     """
 
     tokens: Tokens  # [new] at least one
-    past: int  # positions that the block table holds already
-    blocks: BlockIds  # [≥ ceil((past + new) / block_size)] row of each block; read only, valid for this call
+    past: int  # positions that are computed already
+    # For each token family, in the order of the model's families: [≥ ceil((past + new) / block_size)] row of each
+    # block; read only, valid for this call. Blocks before tail_start(past) // block_size may be NO_BLOCK.
+    tables: tuple[BlockIds, ...]
     score_last: int  # how many of the last rows need logits: 1 to sample, new to score a prompt, 0 for none
+    state: SlotId = NO_SLOT  # the working state after `past` positions; with past = 0 its content is void
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +74,16 @@ class Runtime(Protocol):
     @property
     def description(self) -> ModelDescription: ...
 
-    def allocate(self, blocks: int, block_size: int) -> None:
-        """Make the pool: `blocks` rows of `block_size` positions. Called once, before anything else."""
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        """Make the pools: rows[i] blocks of `block_size` positions, or slots for states, of families[i].
+
+        Called once, before anything else. Rows may be many more than the budget pays for, since families share it:
+        memory is to be taken from the system when a row is first written, where the device can do that.
+        """
         ...
 
     def apply(self, plan: Plan) -> None:
-        """Execute a plan's copies, in order."""
+        """Execute a plan, in order."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

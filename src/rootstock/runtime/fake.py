@@ -8,7 +8,7 @@ output must be. The pool starts full of garbage, so reading what was never writt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,8 @@ class FakeRuntime:
         self.forwards = 0
         self.computed_tokens = 0
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        blocks = rows[0]
         garbage = np.random.default_rng(blocks)
         shape = (blocks, block_size)
         self._block_size = block_size
@@ -112,11 +113,11 @@ class FakeRuntime:
     def _write(self, segment: Segment) -> None:
         size, past = self._block_size, segment.past
         if past:
-            parent = int(self._hashes[segment.blocks[(past - 1) // size], (past - 1) % size])
+            parent = int(self._hashes[segment.tables[0][(past - 1) // size], (past - 1) % size])
         else:
             parent = int(_SEED)
         positions = np.arange(past, past + len(segment.tokens))
-        rows = segment.blocks[positions // size], positions % size
+        rows = segment.tables[0][positions // size], positions % size
         self._tokens[rows] = segment.tokens
         self._positions[rows] = positions
         self._hashes[rows] = _chain(parent, segment.tokens, past)
@@ -124,7 +125,7 @@ class FakeRuntime:
     def _read(self, segment: Segment) -> Logits:
         size, end = self._block_size, segment.past + len(segment.tokens)
         positions = np.arange(end)
-        rows = segment.blocks[positions // size], positions % size
+        rows = segment.tables[0][positions // size], positions % size
         digests = _digests(self._tokens[rows], self._positions[rows], self._hashes[rows])
         return self._logits(digests[end - segment.score_last :])
 

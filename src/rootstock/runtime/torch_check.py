@@ -153,7 +153,7 @@ class _Trial:
         self._runtime = runtime
         self._rows: dict[str, list[_Scored]] = {}
         size = -(-_LONG // BLOCK_SIZE)  # blocks of a table
-        runtime.allocate(4 * size, BLOCK_SIZE)
+        runtime.allocate((4 * size,), BLOCK_SIZE)
         scattered = np.random.default_rng(1).permutation(size).astype(np.int32)
         self._tables = [np.arange(n * size, (n + 1) * size, dtype=np.int32) for n in (1, 2, 3)]
         self._long = _Sequence("long", long, scattered)
@@ -194,7 +194,10 @@ class _Trial:
             return
         logits = self._runtime.forward(
             Batch(
-                [Segment(s.tokens[s.past : until], s.past, s.blocks, until - s.past) for s, until, _ in work]
+                [
+                    Segment(s.tokens[s.past : until], s.past, (s.blocks,), until - s.past)
+                    for s, until, _ in work
+                ]
             )
         )
         row = 0

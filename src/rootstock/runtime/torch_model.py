@@ -112,10 +112,10 @@ class TorchRuntime:
     def description(self) -> ModelDescription:
         return self._description
 
-    def allocate(self, blocks: int, block_size: int) -> None:
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
         assert self._pool is None, "the pool is made once"
         with torch.inference_mode():
-            self._pool = TorchPool(self._layers, blocks, block_size, self._device, self._tuning)
+            self._pool = TorchPool(self._layers, rows[0], block_size, self._device, self._tuning)
 
     def apply(self, plan: Plan) -> None:
         assert self._pool is not None, "allocate comes first"
@@ -162,7 +162,7 @@ def _spans(batch: Batch) -> list[Span]:
         new = len(segment.tokens)
         assert 0 <= segment.score_last <= new
         assert new > 0, "a segment without tokens"
-        spans.append(Span(row, new, segment.past, segment.blocks))
+        spans.append(Span(row, new, segment.past, segment.tables[0]))
         row += new
     return spans
 
