@@ -8,7 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rootstock.kernels.spans import Span
+from rootstock.cache.families import TokenFamily
+from rootstock.kernels.spans import EVERYTHING, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class StepAttention(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        """Causal attention of each row over its own sequence.
+        """Causal attention of each row over what its family sees of its own sequence.
 
         query          [tokens, q_heads, head_dim]
         key, value     [tokens, kv_heads, …] of the new positions: what the pool holds in their slots
@@ -39,6 +40,10 @@ class StepAttention(Protocol):
 class Attention(Protocol):
     """A way of attending. It may keep scratch memory from step to step, so one thread uses it."""
 
-    def prepare(self, spans: Sequence[Span]) -> StepAttention:
-        """Everything about a step that does not depend on the layer. `spans` cover the rows in order."""
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        """Everything about a step that does not depend on the layer, for layers of one family.
+
+        `spans` cover the rows in order and hold the family's block tables. The row at position p attends to
+        family.tail_start(p) … p; blocks before the one that holds tail_start(past) are not read.
+        """
         ...

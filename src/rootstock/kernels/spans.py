@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.families import FullAttention
 from rootstock.cache.plan import BlockIds
 
 Slots = NDArray[np.int64]  # [positions]
+
+EVERYTHING = FullAttention(layers=1, bytes_per_token=1)  # for who attends to all and counts neither
 
 
 @dataclass(frozen=True, slots=True)

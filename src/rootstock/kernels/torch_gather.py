@@ -1,16 +1,20 @@
-"""Attention that gathers each sequence's context and lets torch attend to it: any device, any shape, any score."""
+"""Attention that gathers what each sequence sees and lets torch attend to it: any device, any shape, any score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name for it)
 from torch import Tensor
 
+from rootstock.cache.families import TokenFamily
 from rootstock.kernels.scores import Scores, StepAttention
-from rootstock.kernels.spans import Span, slots_of
+from rootstock.kernels.spans import EVERYTHING, Span, slots_of
+
+# Scores that are in memory at once, over all heads: 64 MiB of float32, however long a chunk and its context are.
+_MOST_SCORES = 1 << 24
 
 
 class GatherAttention:
@@ -18,23 +22,28 @@ class GatherAttention:
         self._block_size = block_size
         self._device = device
 
-    def prepare(self, spans: Sequence[Span]) -> StepAttention:
-        return _GatherStep([self._gathered(span) for span in spans])
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        return _GatherStep([self._gathered(span, family) for span in spans])
 
-    def _gathered(self, span: Span) -> _Gathered:
-        slots = torch.from_numpy(slots_of(span.blocks, 0, span.end, self._block_size)).to(self._device)
-        mask = None
-        if span.past and span.new > 1:
-            square = torch.ones(span.new, span.end, dtype=torch.bool, device=self._device)
-            mask = square.tril(diagonal=span.past)
-        return _Gathered(span, slots, mask)
+    def _gathered(self, span: Span, family: TokenFamily) -> _Gathered:
+        starts = [family.tail_start(position) for position in range(span.past, span.end)]
+        slots = torch.from_numpy(slots_of(span.blocks, starts[0], span.end, self._block_size))
+        return _Gathered(span, starts, torch.tensor(starts, device=self._device), slots.to(self._device))
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     span: Span
-    slots: Tensor  # [end] int64
-    mask: Tensor | None  # [new, end]; None: all positions, or plainly causal
+    starts: list[int]  # [new] the first position that each row sees; they never fall
+    starts_there: Tensor  # [new] int64, so, on the device
+    slots: Tensor  # [end - starts[0]] int64, of what any row sees
+
+    def mask(self, rows: slice) -> Tensor:
+        """[rows, starts[rows.start] … past + rows.stop - 1] bool: which positions these rows see."""
+        past, device = self.span.past, self.slots.device
+        positions = torch.arange(self.starts[rows.start], past + rows.stop, device=device)
+        own = torch.arange(past + rows.start, past + rows.stop, device=device)
+        return (positions >= self.starts_there[rows, None]) & (positions <= own[:, None])
 
 
 class _GatherStep:
@@ -44,34 +53,67 @@ class _GatherStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        out = [self._attend(part, query, keys, values, scores) for part in self._parts]
+        out = [rows for part in self._parts for rows in self._attend(part, query, keys, values, scores)]
         return out[0] if len(out) == 1 else torch.cat(out)
 
     @staticmethod
-    def _attend(part: _Gathered, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        """[new, q_heads, value_dim]"""
-        span = part.span
+    def _attend(
+        part: _Gathered, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> Iterator[Tensor]:
+        """[rows, q_heads, value_dim] of all new rows, in order, some at a time"""
+        span, first = part.span, part.starts[0]
         q = query[span.row : span.row + span.new].transpose(0, 1)  # [q_heads, new, head_dim]
-        k = keys.index_select(0, part.slots).transpose(0, 1)  # [kv_heads, end, head_dim]
+        k = keys.index_select(0, part.slots).transpose(0, 1)  # [kv_heads, end - first, head_dim]
         v = values.index_select(0, part.slots).transpose(0, 1)
-        if scores.softcap is not None or scores.sinks is not None:
-            return attend_dense(q, k, v, span.past, scores).transpose(0, 1)
-        out = F.scaled_dot_product_attention(
-            q[None],
-            k[None],
-            v[None],
-            attn_mask=part.mask,
-            is_causal=part.mask is None and span.new > 1,
-            scale=scores.scale,
-            enable_gqa=q.shape[0] != k.shape[0],
-        )
-        return out[0].transpose(0, 1)
+        plain = scores.softcap is None and scores.sinks is None
+        if plain and first == span.past == part.starts[-1] and k.shape[-1] == v.shape[-1]:
+            # Nothing but themselves, row by row: torch needs neither a mask nor memory for the scores.
+            yield _attend_plainly(q, k, v, None, span.new > 1, scores.scale).transpose(0, 1)
+            return
+        at_once = max(1, _MOST_SCORES // (q.shape[0] * k.shape[1]))
+        for begin in range(0, span.new, at_once):
+            rows = slice(begin, min(begin + at_once, span.new))
+            seen = slice(part.starts[begin] - first, span.past + rows.stop - first)
+            mask = None if rows.stop - begin == 1 else part.mask(rows)
+            if plain:
+                out = _attend_plainly(q[:, rows], k[:, seen], v[:, seen], mask, False, scores.scale)
+            else:
+                out = attend_dense(
+                    q[:, rows], k[:, seen], v[:, seen], seen.stop - seen.start - 1, scores, mask
+                )
+            yield out.transpose(0, 1)
 
 
-def attend_dense(query: Tensor, key: Tensor, value: Tensor, past: int, scores: Scores) -> Tensor:
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[0] != key.shape[0],
+    )
+    return out[0]
+
+
+def attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: int,
+    scores: Scores,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Every kind of score, on one sequence's dense K and V; weights are computed in float32 or better.
 
     query [q_heads, new, head_dim], key [kv_heads, end, head_dim], value [kv_heads, end, value_dim]
+    mask  [new, end] or [q_heads, new, end] bool, true where a row sees a position; None: row i sees 0 … past + i.
+          A row that sees nothing gets zeros.
+    bias  [q_heads or 1, new, end], added to the scores after the softcap
     → [q_heads, new, value_dim] in the query's dtype
     """
     q_heads, new, head_dim = query.shape
@@ -81,12 +123,16 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, past: int, scores: S
     score = (q @ key.to(precise).transpose(1, 2)).view(q_heads, new, end) * scores.scale
     if scores.softcap is not None:
         score = scores.softcap * torch.tanh(score / scores.softcap)
-    hidden = torch.ones(new, end, dtype=torch.bool, device=query.device).triu(diagonal=past + 1)
-    score = score.masked_fill(hidden, float("-inf"))
+    if bias is not None:
+        score = score + bias
+    if mask is None:
+        mask = torch.ones(new, end, dtype=torch.bool, device=query.device).tril(diagonal=past)
+    score = score.masked_fill(~mask, float("-inf"))
     if scores.sinks is not None:
         sinks = scores.sinks.to(precise).view(q_heads, 1, 1).expand(q_heads, new, 1)
         weights = torch.softmax(torch.cat([score, sinks], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(score, -1)
+        weights = weights.masked_fill(~mask, 0.0)  # softmax of nothing at all is NaN
     out = weights.reshape(kv_heads, -1, end) @ value.to(precise)
     return out.view(q_heads, new, -1).to(query.dtype)

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rootstock.cache.families import FullAttention, TokenFamily
 from rootstock.kernels.scores import Scores, StepAttention
-from rootstock.kernels.spans import Slots, Span, common_blocks, slots_of
+from rootstock.kernels.spans import EVERYTHING, Slots, Span, common_blocks, slots_of
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -75,7 +76,8 @@ class PagedAttention:
         self._chunk_slice_tokens = max(1, self._tuning.chunk_slice_bytes // position_bytes)
         self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def prepare(self, spans: Sequence[Span]) -> StepAttention:
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        assert isinstance(family, FullAttention)
         decodes = [span for span in spans if span.new == 1]
         chunks = [self._chunk(span) for span in spans if span.new > 1]
         return _PagedStep([span.row for span in decodes], self._levels(decodes), chunks, self._stage)
