@@ -9,8 +9,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
+from rootstock.cache.plan import NO_BLOCK
+from rootstock.kernels.reference import first_seen
 from rootstock.kernels.scores import Scores
-from rootstock.kernels.spans import Span, slots_of
+from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class RaggedBatch:
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
     values: Tensor
     scores: Scores
+    family: TokenFamily = EVERYTHING
 
     @property
     def block_size(self) -> int:
@@ -42,7 +46,9 @@ def make_batch(
     seed: int = 0,
     softcap: float | None = None,
     sinks: bool = False,
+    family: TokenFamily = EVERYTHING,
 ) -> RaggedBatch:
+    """What no row of the family may see is NaN in the pool, and NO_BLOCK in the tables where it is whole blocks."""
     rng, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     needed = [-(-(past + new) // block_size) for past, new in lengths]
     total = sum(needed) + 3
@@ -65,8 +71,14 @@ def make_batch(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random).to(dtype)
 
+    for span in spans:
+        span.blocks[: first_seen(family, span.past) // block_size] = NO_BLOCK
     value_dim = head_dim if value_dim is None else value_dim
     keys, values = draw(total, block_size, kv_heads, head_dim), draw(total, block_size, kv_heads, value_dim)
+    seen = [slots_of(s.blocks, first_seen(family, s.past), s.end, block_size) for s in spans]
+    unseen = np.setdiff1d(np.arange(total * block_size), np.concatenate(seen))
+    for pool in (keys, values):
+        pool.flatten(0, 1)[unseen] = torch.nan
     slots = np.concatenate([slots_of(s.blocks, s.past, s.end, block_size) for s in spans])
     return RaggedBatch(
         spans,
@@ -76,7 +88,15 @@ def make_batch(
         keys,
         values,
         Scores(head_dim**-0.5 * 2, softcap, draw(q_heads) if sinks else None),
+        family,
     )
+
+
+families = st.one_of(
+    st.just(EVERYTHING),
+    st.one_of(st.integers(1, 12), st.integers(1, 150)).map(lambda window: SlidingWindow(1, 1, window)),
+    st.one_of(st.integers(1, 12), st.integers(1, 150)).map(lambda chunk: ChunkedAttention(1, 1, chunk)),
+)
 
 
 @st.composite
@@ -89,7 +109,7 @@ def ragged_batches(draw: st.DrawFn, *, plain: bool = False) -> RaggedBatch:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     return make_batch(
         draw(st.lists(past_and_new, min_size=1, max_size=5)),
-        block_size=draw(st.sampled_from([1, 2, 3, 7, 16, 32, 64])),
+        block_size=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 32, 64])),
         q_heads=kv_heads * draw(st.sampled_from([1, 2, 5])),
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -100,4 +120,5 @@ def ragged_batches(draw: st.DrawFn, *, plain: bool = False) -> RaggedBatch:
         seed=draw(st.integers(0, 2**16)),
         softcap=None if plain else draw(st.sampled_from([None, 3.0])),
         sinks=draw(st.booleans()),
+        family=draw(families),
     )

@@ -21,12 +21,13 @@ tunings = st.builds(
     chunk_slice_bytes=st.sampled_from([1, 16, 1000]),
     many_rows=st.sampled_from([1, 8, 1000]),
     share_from=st.sampled_from([1, 8, 1000]),
+    band_rows=st.sampled_from([(1, 1), (1, 5), (3, 1000), (64, 512)]),
 )
 
 
 def run(kernel: Attention, batch: RaggedBatch) -> Tensor:
     keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
-    step = kernel.prepare(batch.spans)
+    step = kernel.prepare(batch.spans, batch.family)
     with torch.inference_mode():
         out = step(batch.query, batch.key, batch.value, keys, values, batch.scores)
         again = step(batch.query, batch.key, batch.value, keys, values, batch.scores)
@@ -35,7 +36,9 @@ def run(kernel: Attention, batch: RaggedBatch) -> Tensor:
 
 
 def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
-    expected = reference.attend(batch.query, batch.keys, batch.values, batch.spans, batch.scores)
+    expected = reference.attend(
+        batch.query, batch.keys, batch.values, batch.spans, batch.scores, batch.family
+    )
     assert out.shape == expected.shape
     assert out.dtype == batch.query.dtype
     # bfloat16 keeps 8 bits: weights, each piece and their sum are rounded to it.
@@ -87,7 +90,9 @@ def test_relative_error_in_bfloat16_is_a_rounding() -> None:
     batch = make_batch(
         [(500, 1), (250, 64), (0, 100)], block_size=32, head_dim=64, dtype=torch.bfloat16, layout="runs"
     )
-    expected = reference.attend(batch.query, batch.keys, batch.values, batch.spans, batch.scores)
+    expected = reference.attend(
+        batch.query, batch.keys, batch.values, batch.spans, batch.scores, batch.family
+    )
     for tuning in (Tuning(), SLICED):
         out = run(PagedAttention(32, 1, tuning), batch).double()
         assert float((out - expected).norm() / expected.norm()) < 5e-3

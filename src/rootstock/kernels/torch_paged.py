@@ -7,20 +7,23 @@ a context in slices is the slices' softmaxes, weighted (Rabe and Staats 2021, ar
   one small scratch memory that stays in the processor's cache. Flash attention reads K and V head by head, with a
   stride; done straight from main memory that took 1.3 to 2.4 times as long as staging it, from 512 positions on.
 - A prefix that several decoding sequences share is read once, with all their queries.
-- A prefill chunk is its new positions, causally, and its past, without a mask.
+- A prefill chunk is its new positions, causally, and its past, without a mask. Where its rows do not all see from
+  the same position on, it is cut into bands of rows: each has what all its rows see, without a mask, and an edge.
 - The query heads of a group become rows of one problem, 2 to 3 times faster than a call per query head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock.cache.families import FullAttention, TokenFamily
+from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Slots, Span, common_blocks, slots_of
 
@@ -37,11 +40,15 @@ class Tuning:
     share_from: int = (
         192  # positions not read again; to save fewer, each decode reads a common prefix for itself
     )
+    band_rows: tuple[int, int] = (
+        64,
+        512,
+    )  # least and most rows of a chunk that a moving window cuts together
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
-    """Positions that are staged together and attended in one call, by all rows alike."""
+class Slice:
+    """Positions that are staged together and attended in one call."""
 
     rows: tuple[int, ...]  # which decodes read it; a chunk's slices have none
     tokens: int
@@ -53,36 +60,167 @@ class _Slice:
 class _Level:
     """At most one slice of every decode: their results stand side by side."""
 
-    slices: tuple[_Slice, ...]
+    slices: tuple[Slice, ...]
     rows: Tensor | None  # [results] the decode of each result; None: all decodes in order
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    span: Span
-    past: tuple[_Slice, ...]
+class _Edge:
+    """Positions that some rows of a band see and others do not. Every row sees one at least: flash attention has no
+    log-sum-exp for a row that sees nothing."""
+
+    part: Slice
+    mask: Tensor  # [rows, part.tokens] float32, 0 where a row sees a position and -inf where not
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Consecutive rows of a chunk that are attended together."""
+
+    rows: slice  # of the step
+    common: tuple[Slice, ...]  # what all its rows see before the first of them
+    edge: _Edge | None
+    causal: bool  # whether its rows see each other causally; if not, they are in the edge
+
+
+Stage = Callable[[Tensor, Tensor, Slice], tuple[Tensor, Tensor]]
 
 
 class PagedAttention:
     """For K and V of equal dimensions on a CPU, without softcap.
 
     `position_bytes` is K's size per position in the widest layer: it tells how many positions make a slice.
+    `stage` brings a slice of a layer's pool to where it is attended: see `Scratch.stage`.
     """
 
-    def __init__(self, block_size: int, position_bytes: int, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, block_size: int, position_bytes: int, tuning: Tuning | None = None, stage: Stage | None = None
+    ) -> None:
         self._block_size = block_size
         self._tuning = tuning or Tuning()
         self._slice_tokens = max(1, self._tuning.slice_bytes // position_bytes)
         self._chunk_slice_tokens = max(1, self._tuning.chunk_slice_bytes // position_bytes)
-        self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._stage = stage or Scratch().stage
 
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
-        assert isinstance(family, FullAttention)
         decodes = [span for span in spans if span.new == 1]
-        chunks = [self._chunk(span) for span in spans if span.new > 1]
-        return _PagedStep([span.row for span in decodes], self._levels(decodes), chunks, self._stage)
+        bands = [band for span in spans if span.new > 1 for band in self._bands(span, family)]
+        return _PagedStep([span.row for span in decodes], self._levels(decodes, family), bands, self._stage)
 
-    def _stage(self, keys: Tensor, values: Tensor, part: _Slice) -> tuple[Tensor, Tensor]:
+    def _bands(self, span: Span, family: TokenFamily) -> list[_Band]:
+        cuts = [span.past, *self._cuts(span, family), span.end]
+        return [self._band(span, family, begin, end) for begin, end in pairwise(cuts)]
+
+    def _cuts(self, span: Span, family: TokenFamily) -> list[int]:
+        """Positions at which the rows of a chunk are cut into bands."""
+        match family:
+            case FullAttention():
+                return []
+            case ChunkedAttention(chunk=chunk):
+                return list(range(span.past + chunk - span.past % chunk, span.end, chunk))
+            case SlidingWindow(window=window):
+                moves = max(span.past, window)  # before it, all rows see from 0 on
+                least, most = self._tuning.band_rows
+                # As many rows as the window is wide: with more, most of the edge is hidden from most of them.
+                cuts = range(moves, span.end, max(least, min(window, most)))
+                return [cut for cut in cuts if cut > span.past]
+            case _:
+                assert_never(family)
+
+    def _band(self, span: Span, family: TokenFamily, begin: int, end: int) -> _Band:
+        """The rows of the positions begin … end - 1."""
+        first, last_first = family.tail_start(begin), family.tail_start(end - 1)  # what the end rows see from
+        rows = slice(span.row + begin - span.past, span.row + end - span.past)
+        few = end - begin < self._tuning.many_rows
+        tokens = self._slice_tokens if few else self._chunk_slice_tokens
+        if last_first == first:
+            return _Band(rows, tuple(self._slices((), span, first, begin, tokens)), None, True)
+        # The first position that all rows see goes with those that only some see, so that none sees nothing there.
+        separate = last_first < begin
+        until = last_first + 1 if separate else end
+        part = _slice((), slots_of(span.blocks, first, until, self._block_size))
+        own = torch.arange(begin, end)[:, None]
+        starts = torch.tensor([family.tail_start(position) for position in range(begin, end)])[:, None]
+        positions = torch.arange(first, until)
+        hidden = (positions < starts) | (positions > own)
+        edge = _Edge(part, torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")))
+        common = self._slices((), span, until, begin, tokens) if separate else []
+        return _Band(rows, tuple(common), edge, separate)
+
+    def _slices(self, rows: tuple[int, ...], span: Span, first: int, end: int, tokens: int) -> list[Slice]:
+        """The positions first … end - 1 in equal slices of about so many."""
+        if first >= end:
+            return []
+        slots = slots_of(span.blocks, first, end, self._block_size)
+        return [_slice(rows, part) for part in np.array_split(slots, max(1, round(len(slots) / tokens)))]
+
+    def _levels(self, decodes: Sequence[Span], family: TokenFamily = EVERYTHING) -> list[_Level]:
+        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
+        tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
+        depth = [0] * len(decodes)  # slices of each decode so far
+        levels: list[list[Slice]] = []
+
+        def emit(rows: list[int], first: int, end: int) -> None:
+            for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
+                level = depth[rows[0]]
+                if level == len(levels):
+                    levels.append([])
+                levels[level].append(part)
+                for row in rows:
+                    depth[row] = level + 1
+
+        # Decodes whose blocks at index `at` are the same one, and, of those before it, all that hold positions from
+        # `begin` on; they have read what they see before `begin`. Last in, first out: the tree, depth first.
+        pending: list[tuple[list[int], int, int]] = []
+
+        def branch(rows: list[int], begin: int, at: int) -> None:
+            """These decodes have all blocks before `at` in common: part them by the block at `at`."""
+            together: dict[int, list[int]] = {}
+            for row in rows:
+                block = int(tables[row][at]) if at < len(tables[row]) else -1 - row
+                together.setdefault(block, []).append(row)
+            pending.extend((group, begin, at) for group in reversed(together.values()))
+
+        first_seen: dict[
+            int, list[int]
+        ] = {}  # decodes can share what they read if it begins where they see from
+        for row, span in enumerate(decodes):
+            first_seen.setdefault(family.tail_start(span.past), []).append(row)
+        for first, rows in reversed(first_seen.items()):
+            branch(rows, first, first // self._block_size)
+        while pending:
+            group, begin, at = pending.pop()
+            if len(group) == 1:
+                emit(group, begin, decodes[group[0]].end)
+                continue
+            blocks = at + common_blocks([tables[row] for row in group], at)
+            until = blocks * self._block_size
+            if (len(group) - 1) * (until - begin) >= self._tuning.share_from:
+                emit(group, begin, until)
+                begin = until
+            branch(group, begin, blocks)
+        return [_level(tuple(slices), len(decodes)) for slices in levels]
+
+
+def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:
+    first, tokens = int(slots[0]), len(slots)
+    # Cheap to refute: only slots whose ends are as far apart as a run's are looked at in full.
+    adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
+    return Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
+
+
+def _level(slices: tuple[Slice, ...], decodes: int) -> _Level:
+    rows = [row for part in slices for row in part.rows]
+    return _Level(slices, None if rows == list(range(decodes)) else torch.tensor(rows))
+
+
+class Scratch:
+    """Memory that slices are staged in, of the longest slice for each shape of layers."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def stage(self, keys: Tensor, values: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
         """keys and values [slots, kv_heads, head_dim] → [1, kv_heads, tokens, head_dim] of the slice.
 
         Valid until the next call: the memory is reused, which is the point of it.
@@ -95,85 +233,23 @@ class PagedAttention:
                 keys.new_empty(part.tokens, heads, dim),
                 keys.new_empty(part.tokens, heads, dim),
             )
-        return self._stage_one(keys, part, scratch[0]), self._stage_one(values, part, scratch[1])
-
-    @staticmethod
-    def _stage_one(source: Tensor, part: _Slice, scratch: Tensor) -> Tensor:
-        staged = scratch[: part.tokens]
-        if part.slots is None:
-            staged.copy_(source[part.first_slot : part.first_slot + part.tokens])
-        else:
-            torch.index_select(source, 0, part.slots, out=staged)
-        return staged.transpose(0, 1).unsqueeze(0)
-
-    def _chunk(self, span: Span) -> _Chunk:
-        few = span.new < self._tuning.many_rows
-        tokens = self._slice_tokens if few else self._chunk_slice_tokens
-        return _Chunk(span, tuple(self._slices((), span, 0, span.past, tokens)))
-
-    def _slices(self, rows: tuple[int, ...], span: Span, first: int, end: int, tokens: int) -> list[_Slice]:
-        """The positions first … end - 1 in equal slices of about so many."""
-        if first >= end:
-            return []
-        slots = slots_of(span.blocks, first, end, self._block_size)
-        return [_slice(rows, part) for part in np.array_split(slots, max(1, round(len(slots) / tokens)))]
-
-    def _levels(self, decodes: Sequence[Span]) -> list[_Level]:
-        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
-        tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
-        depth = [0] * len(decodes)  # slices of each decode so far
-        levels: list[list[_Slice]] = []
-
-        def emit(rows: list[int], first: int, end: int) -> None:
-            for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
-                level = depth[rows[0]]
-                if level == len(levels):
-                    levels.append([])
-                levels[level].append(part)
-                for row in rows:
-                    depth[row] = level + 1
-
-        def descend(rows: list[int], begin: int, at: int) -> None:
-            """These decodes have read the blocks before `begin`, and have all blocks before `at` in common."""
-            together: dict[int, list[int]] = {}
-            for row in rows:
-                block = int(tables[row][at]) if at < len(tables[row]) else -1 - row
-                together.setdefault(block, []).append(row)
-            for group in together.values():
-                if len(group) == 1:
-                    emit(group, begin * self._block_size, decodes[group[0]].end)
-                    continue
-                until = at + common_blocks([tables[row] for row in group], at)
-                saved = (len(group) - 1) * (until - begin) * self._block_size
-                if saved >= self._tuning.share_from:
-                    emit(group, begin * self._block_size, until * self._block_size)
-                    descend(group, until, until)
-                else:
-                    descend(group, begin, until)
-
-        if decodes:
-            descend(list(range(len(decodes))), 0, 0)
-        return [_level(tuple(slices), len(decodes)) for slices in levels]
+        staged_keys, staged_values = (
+            stage_into(source, part, memory[: part.tokens])
+            for source, memory in zip((keys, values), scratch, strict=True)
+        )
+        return staged_keys.transpose(0, 1)[None], staged_values.transpose(0, 1)[None]
 
 
-def _slice(rows: tuple[int, ...], slots: Slots) -> _Slice:
-    first, tokens = int(slots[0]), len(slots)
-    # Cheap to refute: only slots whose ends are as far apart as a run's are looked at in full.
-    adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
-    return _Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
-
-
-def _level(slices: tuple[_Slice, ...], decodes: int) -> _Level:
-    rows = [row for part in slices for row in part.rows]
-    return _Level(slices, None if rows == list(range(decodes)) else torch.tensor(rows))
-
-
-Stage = Callable[[Tensor, Tensor, _Slice], tuple[Tensor, Tensor]]
+def stage_into(source: Tensor, part: Slice, staged: Tensor) -> Tensor:
+    """source [slots, kv_heads, dim] → `staged` [tokens, kv_heads, dim], holding the slice"""
+    if part.slots is None:
+        return staged.copy_(source[part.first_slot : part.first_slot + part.tokens])
+    return torch.index_select(source, 0, part.slots, out=staged)
 
 
 class _PagedStep:
     def __init__(
-        self, decode_rows: list[int], levels: list[_Level], chunks: list[_Chunk], stage: Stage
+        self, decode_rows: list[int], levels: list[_Level], bands: list[_Band], stage: Stage
     ) -> None:
         self._decodes = len(decode_rows)
         first = decode_rows[0] if decode_rows else 0
@@ -181,21 +257,20 @@ class _PagedStep:
         # Decodes are usually neighbours, and then their rows are a view.
         self._rows = slice(first, first + len(decode_rows)) if adjoin else torch.tensor(decode_rows)
         self._levels = levels
-        self._chunks = chunks
+        self._bands = bands
         self._stage = stage
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
         context = _Context(keys, values, scores, self._stage)
-        if not self._chunks:
+        if not self._bands:
             return self._decode(query, context)  # decodes alone are all rows, in order
         out = torch.empty_like(query, memory_format=torch.contiguous_format)  # [tokens, q_heads, head_dim]
         if self._decodes:
             out[self._rows] = self._decode(query[self._rows], context)
-        for chunk in self._chunks:
-            rows = slice(chunk.span.row, chunk.span.row + chunk.span.new)
-            out[rows] = self._prefill(chunk, query[rows], key[rows], value[rows], context)
+        for band in self._bands:
+            out[band.rows] = self._prefill(band, query[band.rows], key[band.rows], value[band.rows], context)
         return out
 
     def _decode(self, query: Tensor, context: _Context) -> Tensor:
@@ -241,25 +316,46 @@ class _PagedStep:
         )
 
     @staticmethod
-    def _prefill(chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, context: _Context) -> Tensor:
+    def _prefill(band: _Band, query: Tensor, key: Tensor, value: Tensor, context: _Context) -> Tensor:
         """query [new, q_heads, head_dim], key and value [new, kv_heads, head_dim] → as the query"""
         new, q_heads, head_dim = query.shape
         kv_heads = key.shape[1]
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # [1, heads, new, head_dim]
-        out, lse = _flash(q, k, v, 0.0, True, scale=context.scores.scale)
-        if chunk.past:
-            # Without a mask, all heads of a group and all rows are alike: one problem per KV head.
-            group = q_heads // kv_heads
-            folded = q.reshape(1, kv_heads, group * new, head_dim)
-            out, lse = out.view(1, kv_heads, group, new, head_dim), lse.view(1, kv_heads, group, new)
-            for part in chunk.past:
-                more, more_lse = context.attend(part, folded)
-                out, lse = _merge(out, lse, more.view(out.shape), more_lse.view(lse.shape))
+        pieces = _PagedStep._pieces(band, q, k, v, context)
+        out, lse = next(pieces)
+        by_group = (1, kv_heads, q_heads // kv_heads, new)
+        for more, more_lse in pieces:
+            out, lse = _merge(
+                out.view(*by_group, head_dim),
+                lse.view(by_group),
+                more.view(*by_group, head_dim),
+                more_lse.view(by_group),
+            )
+        if out.ndim == 5:
             out, lse = out.flatten(1, 2), lse.flatten(1, 2)
         if context.scores.sinks is not None:
             out = _weigh_against_sinks(out, lse, context.scores.sinks.view(1, q_heads, 1))
         merged: Tensor = out[0].transpose(0, 1)
         return merged
+
+    @staticmethod
+    def _pieces(
+        band: _Band, query: Tensor, key: Tensor, value: Tensor, context: _Context
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """[1, heads, new, head_dim] each → attention over each piece of what the band sees, and log-sum-exps.
+
+        Their heads are [q_heads] or [kv_heads], with a group's rows side by side.
+        """
+        if band.causal:
+            yield _flash(query, key, value, 0.0, True, scale=context.scores.scale)
+        if band.edge is not None:
+            yield context.attend(band.edge.part, query, band.edge.mask)
+        if band.common:
+            # Without a mask, all heads of a group and all rows are alike: one problem per KV head.
+            kv_heads, head_dim = key.shape[1], key.shape[-1]
+            folded = query.reshape(1, kv_heads, -1, head_dim)
+            for part in band.common:
+                yield context.attend(part, folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +367,13 @@ class _Context:
     scores: Scores
     stage: Stage
 
-    def attend(self, part: _Slice, query: Tensor) -> tuple[Tensor, Tensor]:
-        """query [1, kv_heads, rows, head_dim] → the same shape, and its log-sum-exp [1, kv_heads, rows] float32"""
+    def attend(self, part: Slice, query: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """query [1, heads, rows, head_dim] → the same shape, and its log-sum-exp [1, heads, rows] float32
+
+        mask [rows, part.tokens], added to the scores
+        """
         keys, values = self.stage(self.keys, self.values, part)
-        out, lse = _flash(query, keys, values, scale=self.scores.scale)
+        out, lse = _flash(query, keys, values, attn_mask=mask, scale=self.scores.scale)
         return out, lse
 
 
