@@ -12,31 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-VOCAB = 199
+from twins.architectures import ARCHITECTURES, COMMON, REFUSED, VOCAB
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-}
-_OWN: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_inner": 96},
-    "gpt_neox": {"num_key_value_heads": None},
-    "phi": {"num_key_value_heads": 4},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-    "gemma": {"tie_word_embeddings": True},
-}
+__all__ = ["SERVED", "VOCAB", "save", "tiny_model"]
 
+# Full attention over plain K and V: the simplest, which tests of other things take as their example.
 SERVED = (
     "llama",
     "qwen2",
@@ -52,20 +32,27 @@ SERVED = (
     "gpt2",
 )
 
+# Time constants of recurrent layers: their scale means something, and a shaken one can explode.
+_UNSHAKEN = ("A_log", "dt_bias", ".D")
+
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """In float32, from a seed."""
+    """In float32, from a seed. `overrides` are fields of the configuration; None keeps its default."""
     known = AutoConfig.for_model(model_type)
-    wanted = _COMMON | _OWN.get(model_type, {}) | overrides
-    given = {k: v for k, v in wanted.items() if v is not None and (hasattr(known, k) or k in overrides)}
+    names = known.to_dict()
+    common = {name: value for name, value in COMMON.items() if name in names}
+    fields = common | (ARCHITECTURES | REFUSED).get(model_type, {}) | overrides
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if "layer_types" in fields:
+        fields["num_hidden_layers"] = len(fields["layer_types"])
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(type(known)(**given), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(type(known)(**fields), dtype=torch.float32).eval()
     random = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sinks" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=random))
-            elif parameter.dim() == 1:
+            elif (parameter.dim() == 1 or name.endswith("bias")) and not name.endswith(_UNSHAKEN):
                 parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
     return model
 

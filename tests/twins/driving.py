@@ -1,8 +1,10 @@
-"""A loaded model driven by hand: packed schedules, and prompts through the real cache, with every row's logits."""
+"""A loaded model driven by hand: packed schedules, checkpoints, and prompts through the real cache, with every
+row's logits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +14,26 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rootstock.cache import KVCache, Namespace
+from rootstock.cache.families import Family, RecurrentState, token_families
 from rootstock.cache.lease import Admitted
-from rootstock.cache.plan import Tokens
+from rootstock.cache.plan import (
+    NO_BLOCK,
+    NO_SLOT,
+    BlockCopy,
+    BlockId,
+    BlockIds,
+    Plan,
+    SlotId,
+    StateCopy,
+    Tokens,
+)
 from rootstock.config import ModelConfig
 from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch_model import TorchRuntime, load_model
 
 BLOCK_SIZE = 8
 BLOCKS = 160
+SLOTS = 40  # of recurrent states
 
 
 def load(directory: Path, dtype: str = "float32") -> TorchRuntime:
@@ -28,10 +42,20 @@ def load(directory: Path, dtype: str = "float32") -> TorchRuntime:
 
 
 class Dense:
-    """The model as anybody would run it, read from the same files: the reference."""
+    """The model as anybody would run it, read from the same files: the reference.
 
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    `attention` is transformers' name of an implementation: "eager" is what the modelling file itself says.
+    """
+
+    def __init__(
+        self, directory: Path, dtype: torch.dtype = torch.float32, attention: str | None = None
+    ) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention
+        ).eval()
+        known = inspect.signature(type(self.model).forward).parameters
+        self._takes_positions = "position_ids" in known
+        self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
 
     def logits(self, tokens: Tokens) -> NDArray[np.float32]:
         """[tokens, vocab] in one pass."""
@@ -39,6 +63,18 @@ class Dense:
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()
         return logits
+
+    def cached_logits(self, tokens: Tokens, cuts: Sequence[int]) -> NDArray[np.float32]:
+        """[tokens, vocab] piece by piece, with the cache that the model makes for itself; 0 < cuts < tokens."""
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        rows, cache = [], {}
+        with torch.inference_mode():
+            for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+                positions = {"position_ids": torch.arange(start, end)[None]} if self._takes_positions else {}
+                output = self.model(ids[:, start:end], use_cache=True, **positions, **cache)
+                cache = {self._cache_name: getattr(output, self._cache_name)}
+                rows.append(output.logits[0].float().numpy())
+        return np.concatenate(rows)
 
     def greedy(self, prompt: Tokens, tokens: int) -> list[int]:
         """What follows, by `generate` with its own cache; end-of-sequence ends nothing."""
@@ -60,23 +96,122 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(3, vocab_size, length).astype(np.int32)
 
 
+def allocate(runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
+    """A pool of BLOCKS or SLOTS rows for each family."""
+    families = runtime.description.families
+    runtime.allocate([SLOTS if isinstance(f, RecurrentState) else BLOCKS for f in families], block_size)
+
+
+class Running:
+    """A sequence that is computed by hand, with rows of its own in every family's pool."""
+
+    def __init__(self, tokens: Tokens, tables: Sequence[BlockIds], state: SlotId, past: int = 0) -> None:
+        self.tokens = tokens
+        self.tables = tuple(tables)  # for each token family
+        self.state = state
+        self.past = past
+        self.logits: list[Logits] = []  # of each forward since `past` was what it began with
+        self.cuts: list[int] = []  # positions between two forwards
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What lets a sequence resume at `past`, kept by hand: tables into blocks that stay, and a copy of the state."""
+
+    past: int
+    tables: tuple[BlockIds, ...]
+    state: SlotId
+    cuts: tuple[int, ...]  # how `past` was reached
+
+
+class ByHand:
+    """Rows given out in random order and never twice, so that a runtime shows what it reads beyond its tables.
+
+    What a family need not see any more is released in the table at once, as the cache does while a sequence runs.
+    """
+
+    def __init__(self, runtime: TorchRuntime, seed: int = 7, block_size: int = BLOCK_SIZE) -> None:
+        random = np.random.default_rng(seed)
+        self.runtime = runtime
+        self.block_size = block_size
+        self._families: tuple[Family, ...] = runtime.description.families
+        self._tokens = token_families(self._families)
+        self._blocks = [random.permutation(BLOCKS).astype(np.int32).tolist() for _ in self._tokens]
+        self._slots = random.permutation(SLOTS).tolist()
+
+    @property
+    def has_state(self) -> bool:
+        return len(self._tokens) < len(self._families)
+
+    def start(self, tokens: Tokens) -> Running:
+        tables = [self._take(family, len(tokens)) for family in range(len(self._tokens))]
+        return Running(tokens, tables, self._take_slot())
+
+    def step(self, work: Mapping[Running, int]) -> None:
+        """One forward that computes so many tokens of each sequence; each gets its rows' logits."""
+        segments = [
+            Segment(r.tokens[r.past : r.past + new], r.past, r.tables, new, r.state)
+            for r, new in work.items()
+        ]
+        logits, row = self.runtime.forward(Batch(segments)), 0
+        for running, new in work.items():
+            if running.past:
+                running.cuts.append(running.past)
+            running.logits.append(logits[row : row + new])
+            running.past, row = running.past + new, row + new
+            self._release_behind(running.tables, running.past)
+
+    def keep(self, running: Running) -> Kept:
+        """A checkpoint where the sequence stands now."""
+        state = self._take_slot()
+        if state != NO_SLOT:
+            self.runtime.apply(Plan(states=(StateCopy(running.state, state),)))
+        cuts = (*running.cuts, running.past)
+        return Kept(running.past, tuple(table.copy() for table in running.tables), state, cuts)
+
+    def resume(self, kept: Kept, tokens: Tokens) -> Running:
+        """Another sequence that agrees up to there. It shares whole blocks and gets a copy of what a block holds."""
+        whole, partly = divmod(kept.past, self.block_size)
+        tables, copies = [], []
+        for family, source in enumerate(kept.tables):
+            table = self._take(family, len(tokens))
+            if partly and source[whole] != NO_BLOCK:
+                copies.append(
+                    BlockCopy(BlockId(int(source[whole])), BlockId(int(table[whole])), partly, family)
+                )
+            table[:whole] = source[:whole]
+            tables.append(table)
+        state = self._take_slot()
+        states = () if state == NO_SLOT else (StateCopy(kept.state, state),)
+        self.runtime.apply(Plan(tuple(copies), states))
+        running = Running(tokens, tables, state, kept.past)
+        running.cuts = list(kept.cuts[:-1])
+        return running
+
+    def _take(self, family: int, tokens: int) -> BlockIds:
+        blocks = -(-tokens // self.block_size)
+        free = self._blocks[family]
+        taken, free[:blocks] = free[:blocks], []
+        assert len(taken) == blocks, "out of blocks"
+        return np.array(taken, np.int32)
+
+    def _take_slot(self) -> SlotId:
+        return SlotId(self._slots.pop()) if self.has_state else NO_SLOT
+
+    def _release_behind(self, tables: Sequence[BlockIds], past: int) -> None:
+        for family, table in zip(self._tokens, tables, strict=True):
+            table[: family.tail_start(past) // self.block_size] = NO_BLOCK
+
+
 def packed_logits(
-    runtime: TorchRuntime, sequences: Sequence[Tokens], steps: Sequence[dict[int, int]]
+    runtime: TorchRuntime, sequences: Sequence[Tokens], steps: Sequence[Mapping[int, int]]
 ) -> list[Logits]:
     """Each step: sequence → how many of its tokens to compute now. [tokens, vocab] of each, in the end."""
-    tables = np.random.default_rng(7).permutation(BLOCKS).astype(np.int32).reshape(len(sequences), -1)
-    past, rows = [0] * len(sequences), [[] for _ in sequences]
+    hand = ByHand(runtime)
+    running = [hand.start(tokens) for tokens in sequences]
     for step in steps:
-        segments = [
-            Segment(sequences[i][past[i] : past[i] + new], past[i], (tables[i],), new)
-            for i, new in step.items()
-        ]
-        logits = runtime.forward(Batch(segments))
-        row = 0
-        for i, new in step.items():
-            rows[i].append(logits[row : row + new])
-            past[i], row = past[i] + new, row + new
-    return [np.concatenate(r) for r in rows]
+        hand.step({running[i]: new for i, new in step.items()})
+    return [np.concatenate(r.logits) for r in running]
 
 
 def mixed_steps(lengths: Sequence[int], seed: int, longest_chunk: int = 13) -> list[dict[int, int]]:
