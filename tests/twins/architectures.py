@@ -295,7 +295,7 @@ REFUSED: dict[str, Fields] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
-    "hrm_text": {"H_cycles": 2, "L_cycles": 2, "num_layers_per_stack": 2},
+    "hrm_text": {"num_hidden_layers": 4},  # of each stack; run eight times over, they amplify any rounding
 }
 
 ARCHITECTURES: dict[str, Fields] = (

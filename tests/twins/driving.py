@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rootstock.cache import KVCache, Namespace
-from rootstock.cache.families import Family, RecurrentState, token_families
+from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
 from rootstock.cache.lease import Admitted
 from rootstock.cache.plan import (
     NO_BLOCK,
@@ -97,9 +97,12 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> Tokens:
 
 
 def allocate(runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
-    """A pool of BLOCKS or SLOTS rows for each family."""
+    """Pools for a budget that pays for BLOCKS or SLOTS rows of every family."""
     families = runtime.description.families
-    runtime.allocate([SLOTS if isinstance(f, RecurrentState) else BLOCKS for f in families], block_size)
+    costs = [row_bytes(family, block_size) for family in families]
+    wanted = [SLOTS if isinstance(family, RecurrentState) else BLOCKS for family in families]
+    budget = sum(rows * cost for rows, cost in zip(wanted, costs, strict=True))
+    runtime.allocate([budget // cost for cost in costs], block_size)
 
 
 class Running:
