@@ -14,6 +14,7 @@ from rootstock.cache.plan import NO_BLOCK
 from rootstock.kernels.reference import first_seen
 from rootstock.kernels.scores import Scores
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
+from rootstock.kernels.torch_paged import Tuning
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,16 @@ families = st.one_of(
     st.just(EVERYTHING),
     st.one_of(st.integers(1, 12), st.integers(1, 150)).map(lambda window: SlidingWindow(1, 1, window)),
     st.one_of(st.integers(1, 12), st.integers(1, 150)).map(lambda chunk: ChunkedAttention(1, 1, chunk)),
+)
+
+
+tunings = st.builds(  # for positions of one byte
+    Tuning,
+    slice_bytes=st.sampled_from([1, 8, 32, 1000]),
+    chunk_slice_bytes=st.sampled_from([1, 16, 1000]),
+    many_rows=st.sampled_from([1, 8, 1000]),
+    share_from=st.sampled_from([1, 8, 1000]),
+    band_rows=st.sampled_from([(1, 1), (1, 5), (3, 1000), (64, 512)]),
 )
 
 

@@ -8,21 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batches import RaggedBatch, make_batch, ragged_batches
+from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
+from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels import reference
 from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
 
 SLICED = Tuning(slice_bytes=7, chunk_slice_bytes=20, share_from=1)  # for positions of one byte
-tunings = st.builds(
-    Tuning,
-    slice_bytes=st.sampled_from([1, 8, 32, 1000]),
-    chunk_slice_bytes=st.sampled_from([1, 16, 1000]),
-    many_rows=st.sampled_from([1, 8, 1000]),
-    share_from=st.sampled_from([1, 8, 1000]),
-    band_rows=st.sampled_from([(1, 1), (1, 5), (3, 1000), (64, 512)]),
-)
 
 
 def run(kernel: Attention, batch: RaggedBatch) -> Tensor:
@@ -52,10 +45,36 @@ def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning
     assert_equals_reference(run(PagedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
-@given(ragged_batches())
+@given(ragged_batches(), st.sampled_from([1, 100, 1 << 24]))
 @settings(max_examples=100)
-def test_gathered_attention_equals_the_reference(batch: RaggedBatch) -> None:
-    assert_equals_reference(run(GatherAttention(batch.block_size, torch.device("cpu")), batch), batch)
+def test_gathered_attention_equals_the_reference(batch: RaggedBatch, most_scores: int) -> None:
+    kernel = GatherAttention(batch.block_size, torch.device("cpu"), most_scores)
+    assert_equals_reference(run(kernel, batch), batch)
+
+
+@pytest.mark.parametrize("window", [1, 30, 300])
+def test_windows_narrower_than_chunks_in_long_prompts(window: int) -> None:
+    batch = make_batch(
+        [(0, 700), (300, 600), (900, 1)], q_heads=2, kv_heads=1, family=SlidingWindow(1, 1, window)
+    )
+    for band_rows in ((1, 1), (64, 512), (5000, 5000)):
+        tuning = Tuning(band_rows=band_rows)
+        assert_equals_reference(run(PagedAttention(batch.block_size, 1, tuning), batch), batch)
+
+
+def test_decodes_share_a_prefix_that_begins_where_they_see_from() -> None:
+    chunked = make_batch([(70, 1), (81, 1), (77, 1)], shared=64, family=ChunkedAttention(1, 1, 32))
+    levels = PagedAttention(4, 1, Tuning(share_from=32))._levels(chunked.spans, chunked.family)
+    assert [part.rows for level in levels for part in level.slices] == [
+        (0,),
+        (1,),
+        (2,),
+    ]  # all shared is unseen
+    forks = make_batch([(70, 1), (70, 1), (69, 1)], shared=64, family=SlidingWindow(1, 1, 40))
+    kernel = PagedAttention(4, 1, Tuning(share_from=32))
+    levels = kernel._levels(forks.spans, forks.family)
+    assert [(part.rows, part.tokens) for part in levels[0].slices] == [((0, 1), 33), ((2,), 40)]
+    assert_equals_reference(run(kernel, forks), forks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -81,3 +81,20 @@ def test_sharing_follows_the_tree() -> None:
     levels = PagedAttention(2, 1, Tuning(share_from=28))._levels(spans)
     assert [part.rows for part in levels[0].slices] == [(0, 1), (2, 3)]
     assert sum(part.tokens for part in levels[0].slices) == 64
+
+
+def test_a_staircase_of_prefixes_is_as_deep_as_it_likes() -> None:
+    """Each of 1,500 decodes shares one block more with the next: a branching at every block."""
+    steps = 1500
+    stairs = np.arange(steps, dtype=np.int32)
+    spans = [
+        Span(i, 1, 2 * i + 1, np.append(stairs[:i], np.int32(steps + i)).astype(np.int32))
+        for i in range(steps)
+    ]
+    levels = PagedAttention(2, 1, Tuning(share_from=1))._levels(spans)
+    read = [0] * steps
+    for level in levels:
+        for part in level.slices:
+            for row in part.rows:
+                read[row] += part.tokens
+    assert read == [span.end for span in spans]

@@ -37,10 +37,12 @@ def attend(
         for i in range(span.new):
             own = span.past + i
             seen = range(first_seen(family, own), own + 1)
-            places = [(int(span.blocks[p // block_size]), p % block_size) for p in seen]
-            assert all(block >= 0 for block, _ in places), "the block of a visible position was released"
-            k = torch.stack([keys[block, offset] for block, offset in places]).double()
-            v = torch.stack([values[block, offset] for block, offset in places]).double()
+            blocks, offsets = (
+                [int(span.blocks[p // block_size]) for p in seen],
+                [p % block_size for p in seen],
+            )
+            assert min(blocks) >= 0, "the block of a visible position was released"
+            k, v = keys[blocks, offsets].double(), values[blocks, offsets].double()  # [seen, kv_heads, …]
             for head in range(q_heads):
                 kv_head = head * kv_heads // q_heads
                 score = k[:, kv_head] @ query[span.row + i, head].double() * scores.scale  # [seen]
@@ -51,6 +53,28 @@ def attend(
                 weights = torch.softmax(score, 0)[: len(seen)]
                 out[span.row + i, head] = weights @ v[:, kv_head]
     return out
+
+
+def attend_latents(
+    query: Tensor,
+    latents: Tensor,
+    rotary: Tensor,
+    spans: Sequence[Span],
+    scores: Scores,
+    up: Tensor,
+    family: TokenFamily = EVERYTHING,
+) -> Tensor:
+    """So over latents: they are expanded to the K and V of every head, as a model does that keeps no cache.
+
+    query    [tokens, q_heads, nope + rope]
+    latents  [blocks, block_size, 1, rank], rotary [blocks, block_size, 1, rope]
+    up       [q_heads, nope + value_dim, rank]
+    returns  [tokens, q_heads, value_dim] float64
+    """
+    nope = query.shape[-1] - rotary.shape[-1]
+    expanded = torch.einsum("hdr,bor->bohd", up.double(), latents[:, :, 0].double())
+    keys = torch.cat([expanded[..., :nope], rotary.double().expand(-1, -1, len(up), -1)], -1)
+    return attend(query, keys, expanded[..., nope:], spans, scores, family)
 
 
 def first_seen(family: TokenFamily, position: int) -> int:

@@ -42,9 +42,6 @@ def slots_of(blocks: BlockIds, first: int, end: int, block_size: int) -> Slots:
 def common_blocks(tables: list[BlockIds], first: int) -> int:
     """How many block ids, from block index `first` on, are the same in all tables."""
     shortest = min(len(table) for table in tables)
-    lead = tables[0][first:shortest]
-    for table in tables[1:]:
-        differs = np.flatnonzero(lead != table[first : first + len(lead)])
-        if len(differs):
-            lead = lead[: differs[0]]
-    return len(lead)
+    leads = np.stack([table[first:shortest] for table in tables])
+    alike = (leads == leads[0]).all(0)
+    return len(alike) if alike.all() else int(alike.argmin())

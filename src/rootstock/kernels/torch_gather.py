@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +13,31 @@ from rootstock.cache.families import TokenFamily
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 
-# Scores that are in memory at once, over all heads: 64 MiB of float32, however long a chunk and its context are.
-_MOST_SCORES = 1 << 24
+Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def gather(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """keys, values [slots, kv_heads, …], slots [tokens] int64 → [tokens, kv_heads, …] of these slots"""
+    return keys.index_select(0, slots), values.index_select(0, slots)
 
 
 class GatherAttention:
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    """`most_scores`: how many scores, over all heads, are in memory at once, however long chunk and context are."""
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        most_scores: int = 1 << 24,  # 64 MiB in float32
+        gather: Gather = gather,
+    ) -> None:
         self._block_size = block_size
         self._device = device
+        self._most_scores = most_scores
+        self._gather = gather
 
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
-        return _GatherStep([self._gathered(span, family) for span in spans])
+        return _GatherStep([self._gathered(span, family) for span in spans], self._most_scores, self._gather)
 
     def _gathered(self, span: Span, family: TokenFamily) -> _Gathered:
         starts = [family.tail_start(position) for position in range(span.past, span.end)]
@@ -47,8 +61,10 @@ class _Gathered:
 
 
 class _GatherStep:
-    def __init__(self, parts: list[_Gathered]) -> None:
+    def __init__(self, parts: list[_Gathered], most_scores: int, gather: Gather) -> None:
         self._parts = parts
+        self._most_scores = most_scores
+        self._gather = gather
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
@@ -56,21 +72,20 @@ class _GatherStep:
         out = [rows for part in self._parts for rows in self._attend(part, query, keys, values, scores)]
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    @staticmethod
     def _attend(
-        part: _Gathered, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, part: _Gathered, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Iterator[Tensor]:
         """[rows, q_heads, value_dim] of all new rows, in order, some at a time"""
         span, first = part.span, part.starts[0]
         q = query[span.row : span.row + span.new].transpose(0, 1)  # [q_heads, new, head_dim]
-        k = keys.index_select(0, part.slots).transpose(0, 1)  # [kv_heads, end - first, head_dim]
-        v = values.index_select(0, part.slots).transpose(0, 1)
+        # [kv_heads, end - first, …]
+        k, v = (gathered.transpose(0, 1) for gathered in self._gather(keys, values, part.slots))
         plain = scores.softcap is None and scores.sinks is None
         if plain and first == span.past == part.starts[-1] and k.shape[-1] == v.shape[-1]:
             # Nothing but themselves, row by row: torch needs neither a mask nor memory for the scores.
             yield _attend_plainly(q, k, v, None, span.new > 1, scores.scale).transpose(0, 1)
             return
-        at_once = max(1, _MOST_SCORES // (q.shape[0] * k.shape[1]))
+        at_once = max(1, self._most_scores // (q.shape[0] * k.shape[1]))
         for begin in range(0, span.new, at_once):
             rows = slice(begin, min(begin + at_once, span.new))
             seen = slice(part.starts[begin] - first, span.past + rows.stop - first)

@@ -263,6 +263,7 @@ class _PagedStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
+        assert scores.softcap is None
         context = _Context(keys, values, scores, self._stage)
         if not self._bands:
             return self._decode(query, context)  # decodes alone are all rows, in order
