@@ -85,6 +85,12 @@ def serve(
             "loaded (85 % on a GPU), but no more than --max-batch requests of the longest context can use."
         ),
     ] = "auto",
+    state_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of recurrent states that are kept: auto is what the model computes in, bfloat16 halves their size."
+        ),
+    ] = _MODEL.state_dtype,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
     cache: Annotated[
         bool,
@@ -113,7 +119,9 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients."""
     _log_warnings()
-    model_config = ModelConfig(model, device, dtype, served_model_name, trust_remote_code, threads)
+    model_config = ModelConfig(
+        model, device, dtype, served_model_name, trust_remote_code, threads, state_dtype
+    )
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
     )

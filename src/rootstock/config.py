@@ -12,6 +12,7 @@ _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": KIB**2, "GIB": KIB**3, "TIB": KIB**4
 _UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+STATE_DTYPES = ("auto", "bfloat16")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -64,12 +65,15 @@ class ModelConfig:
     served_name: str | None = None
     trust_remote_code: bool = False
     threads: int | None = None
+    state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise InvalidOption("--device", self.device, " | ".join(DEVICES))
         if self.dtype not in DTYPES:
             raise InvalidOption("--dtype", self.dtype, " | ".join(DTYPES))
+        if self.state_dtype not in STATE_DTYPES:
+            raise InvalidOption("--state-dtype", self.state_dtype, " | ".join(STATE_DTYPES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,46 @@
-"""Our pool under a transformers model, by three public hooks and without touching the model's code.
+"""Our pool under a transformers model, by public hooks and without touching the model's code.
 
-    cache       `PagedCache.update` writes the new K and V to the pool, marks both tensors, and returns them
-    mask        a model's own create_*_mask gives the pattern; no mask tensor is ever built
+    cache       `update` of the step's cache writes the new K and V to the pool, marks both tensors, returns them
+    mask        a model's own create_*_mask gives the pattern (torch_masks.py); no mask tensor is ever built
     attention   the marks on K and V lead to the step and the layer; the kernel reads the pool
+    expand_kv   latents (MLA) that carry our marks are not expanded; attention reads them with absorbed weights
 
 The marks make the hooks free of ambient state. They are also the proof that K and V reached attention unchanged:
-whatever a model does to them in between (expanding latents, splitting heads) makes a tensor without a mark, which
-is refused rather than attended to wrongly. Both tensors are checked, since some models change only one.
+whatever a model does to them in between (splitting heads, repeating them) makes a tensor without a mark. That is
+refused rather than attended to wrongly, unless the module runs one sequence at a time (torch_parts.py) and so has
+all of its K and V at hand. Both tensors are checked, since some models change only one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.masking_utils import causal_mask_function
+from transformers import AttentionInterface, Cache
 
-from rootstock.kernels.scores import Scores, StepAttention
-from rootstock.runtime.torch_pool import LayerMemory, TorchPool
+from rootstock.kernels.scores import Scores
+from rootstock.kernels.torch_gather import attend_dense
+from rootstock.runtime.torch_masks import IMPLEMENTATION
 
-IMPLEMENTATION = "rootstock"  # our name in transformers' registries
 _MARK = "_rootstock"
+
+# What models pass to attention and what changes nothing in it, or is said by the mask as well.
+HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "training",
+    "use_cache",
+}
 
 
 class LayerUnsupported(Exception):
@@ -32,17 +50,6 @@ class LayerUnsupported(Exception):
         where = [] if layer is None else [f"layer {layer}"]
         where += [] if module is None else [module]
         super().__init__(f"{' '.join(where) or 'the model'} {reason}")
-
-
-class MaskPattern(NamedTuple):
-    """What a layer may see, as the model itself says it: a function of (batch, head, query, key position)."""
-
-    function: Callable[..., Any]
-    local_size: int | None  # of a window or chunk
-
-    @property
-    def is_causal(self) -> bool:
-        return self.function is causal_mask_function and self.local_size is None
 
 
 class MarkedLayer(Protocol):
@@ -58,7 +65,7 @@ class MarkedLayer(Protocol):
         scores: Scores,
         extra: dict[str, Any],
     ) -> Tensor:
-        """query [1, q_heads, tokens, head_dim], key and value [1, kv_heads, tokens, …]
+        """query [1, q_heads, tokens, head_dim], key and value [1, kv_heads, tokens, …] as `update` gave them
         → [1, tokens, q_heads, value_dim]; `extra` is what else the model passed to attention."""
         ...
 
@@ -66,6 +73,39 @@ class MarkedLayer(Protocol):
 def mark(key: Tensor, value: Tensor, layer: MarkedLayer) -> None:
     setattr(key, _MARK, layer)
     setattr(value, _MARK, layer)
+
+
+def marked(key: Tensor, value: Tensor) -> MarkedLayer | None:
+    """The layer, if both are what it gave to the model."""
+    layer: MarkedLayer | None = getattr(key, _MARK, None)
+    return layer if getattr(value, _MARK, None) is layer else None
+
+
+class Unexpanded:
+    """In place of a module's `expand_kv`: latents that carry our marks stay as they are, all others are expanded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv  # type: ignore[assignment]
+
+    def __call__(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim]: no heads yet"""
+        if marked(latent, rotary) is None:
+            return self._expand(latent, rotary)
+        return latent, rotary
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("expand_kv"), Unexpanded)
+
+
+class RunsAlone(Protocol):
+    """What stands in a module's `forward` if it is run one sequence at a time, on dense K and V and a real mask."""
+
+    alone: bool
+
+
+def runs_alone(module: nn.Module) -> bool:
+    return bool(getattr(vars(module).get("forward"), "alone", False))
 
 
 def _attention(
@@ -81,40 +121,74 @@ def _attention(
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface; parameter names are its own. Dropout is 0 outside training."""
-    layer: MarkedLayer | None = getattr(key, _MARK, None)
-    of_value: MarkedLayer | None = getattr(value, _MARK, None)
-    if layer is None or of_value is not layer:
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    layer = marked(key, value)
+    if layer is not None:
+        return layer.attend(module, query, key, value, attention_mask, scores, extra), None
+    if runs_alone(module):
+        return _attend_alone(module, query, key, value, attention_mask, scores, extra), None
+    raise LayerUnsupported(
+        "changes K or V between the cache and attention",
+        module=type(module).__name__,
+        layer=getattr(module, "layer_idx", None),
+    )
+
+
+def _attend_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    scores: Scores,
+    extra: dict[str, Any],
+) -> Tensor:
+    """One sequence with all of its K and V, and with what exotic attention adds: a bias, or the keys it chose."""
+    chosen, bias = extra.get("indices"), extra.get("position_bias")
+    refuse_unknown(module, {name: extra[name] for name in extra if name not in ("indices", "position_bias")})
+    if not isinstance(mask, Tensor):
         raise LayerUnsupported(
-            "changes K or V between the cache and attention (latent or derived K/V), and this version attends "
-            "plain K and V only",
+            f"attends with {type(mask).__name__} as its mask", module=type(module).__name__
+        )
+    end = key.shape[2]
+    allowed = mask[0, :, :, :end]  # [1 or q_heads, new, end]
+    if allowed.dtype != torch.bool:  # what hides a position is added to its score
+        bias = allowed if bias is None else allowed + bias[0]
+        allowed = torch.ones(allowed.shape[-2:], dtype=torch.bool, device=key.device)
+    elif bias is not None:
+        bias = bias[0]
+    if chosen is not None:  # [1, new, chosen] positions of keys
+        kept = torch.zeros(allowed.shape[-2:], dtype=torch.bool, device=key.device)
+        allowed = allowed & kept.scatter(-1, chosen[0].long(), True)
+    allowed = allowed[0] if allowed.dim() == 3 and len(allowed) == 1 else allowed
+    out = attend_dense(query[0], key[0], value[0], end - query.shape[2], scores, allowed, bias)
+    return out.transpose(0, 1)[None].contiguous()
+
+
+def refuse_unknown(module: nn.Module, extra: dict[str, Any]) -> None:
+    unknown = sorted(name for name, given in extra.items() if given is not None and name not in HARMLESS)
+    if unknown:
+        raise LayerUnsupported(
+            f"passes {', '.join(unknown)} to attention, which this version does not know",
             module=type(module).__name__,
             layer=getattr(module, "layer_idx", None),
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = Scores(scale, softcap, s_aux)
-    return layer.attend(module, query, key, value, attention_mask, scores, extra), None
-
-
-def _mask(mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> MaskPattern:
-    """transformers' mask interface: the pattern travels through the model in the mask's place."""
-    return MaskPattern(mask_function, local_size)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """What a model sees as `past_key_values` for one forward. It holds nothing and has no length.
+    """What a model sees as its cache for one forward: it owns nothing, and says no more than it is asked.
 
-    Positions are given to the model explicitly, so no layer should ask for a length; one that does gets 0, and
-    the self-check tells whether that was right.
+    Positions are given to the model explicitly, so the model as a whole is told a length of 0. Who keeps what
+    (`update`, states, indexer keys) is up to the subclass; the rest is refused here.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -126,63 +200,14 @@ class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1  # transformers' word for "no limit"
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        raise LayerUnsupported(
-            "keeps a recurrent state, and this version serves attention only", layer=layer_idx
-        )
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
-    def _refuse_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         layer = next((a for a in (*args, *kwargs.values()) if isinstance(a, int)), None)
-        raise LayerUnsupported("keeps a recurrent state, and this version serves attention only", layer=layer)
+        raise LayerUnsupported("keeps something that this cache does not keep", layer=layer)
 
-    get_conv_state = update_conv_state = _refuse_state
-    get_recurrent_state = update_recurrent_state = _refuse_state
-    update_indexer = _refuse_state
-
-
-class PagedCache(HookedCache):
-    """One packed step over the pool. `slots` [tokens] int64: where each row's K and V go."""
-
-    def __init__(self, pool: TorchPool, slots: Tensor, attention: Sequence[StepAttention]) -> None:
-        super().__init__()
-        self._memory = pool.layers
-        self._slots = slots
-        self._attention = attention  # one per kernel of the pool
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """key_states and value_states [1, kv_heads, tokens, …]"""
-        memory = self._memory[layer_idx]
-        layer = _PagedLayer(memory, self._attention[memory.kernel], key_states, value_states)
-        memory.write(self._slots, layer.key, layer.value)
-        mark(key_states, value_states, layer)
-        return key_states, value_states
-
-
-class _PagedLayer:
-    __slots__ = ("attention", "key", "memory", "value")
-
-    def __init__(self, memory: LayerMemory, attention: StepAttention, key: Tensor, value: Tensor) -> None:
-        self.memory = memory
-        self.attention = attention
-        self.key = key[0].transpose(0, 1)  # [tokens, kv_heads, key_dim]
-        self.value = value[0].transpose(0, 1)
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        assert isinstance(mask, MaskPattern), (
-            f"{type(module).__name__} came with a mask that the probe did not see"
-        )
-        assert mask.is_causal, f"{type(module).__name__} came with a pattern that the probe did not see"
-        rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
-        memory = self.memory
-        return self.attention(rows, self.key, self.value, memory.keys, memory.values, scores).unsqueeze(0)
+    update = update_indexer = has_previous_state = _refuse
+    get_conv_state = update_conv_state = _refuse
+    get_recurrent_state = update_recurrent_state = _refuse
+    get_linear_cache = set_linear_cache = _refuse

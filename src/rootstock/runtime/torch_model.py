@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import Plan
+from rootstock.cache.plan import Plan, Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported
-from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch_paged import Tuning
-from rootstock.runtime.base import Batch, Logits, ModelDescription
-from rootstock.runtime.torch_check import self_check
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
+from rootstock.runtime.torch_check import own_attention
+from rootstock.runtime.torch_config import context_limit, refuse_unknown_kinds, text_config
 from rootstock.runtime.torch_files import (
     Progress,
     empty_model,
@@ -28,11 +27,14 @@ from rootstock.runtime.torch_files import (
     read_weights,
     weight_files,
 )
-from rootstock.runtime.torch_hooks import IMPLEMENTATION, LayerUnsupported, PagedCache
-from rootstock.runtime.torch_pool import LayerShape, TorchPool
-from rootstock.runtime.torch_probe import context_limit, probe, refuse_unless_packable, text_config
+from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
+from rootstock.runtime.torch_ladder import Served, climb
+from rootstock.runtime.torch_pool import TorchPool
+from rootstock.runtime.torch_probe import Layout, survey
+from rootstock.runtime.torch_step import PackedCache, SequenceCache
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
 
 def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRuntime:
@@ -49,122 +51,123 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
     directory = locate(name, with_code=trusted, progress=report)
     declared = read_config(name, directory, trust_remote_code=trusted)
     try:
-        refuse_unless_packable(empty_model(name, declared, trust_remote_code=trusted))
+        refuse_unknown_kinds(empty_model(name, declared, trust_remote_code=trusted))
         files = weight_files(name, directory)
         report("load", 0.0)
         model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
         model.eval().requires_grad_(False)
-        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
         report("load", 1.0)
-        probed = probe(model, device)
+        with own_attention(model):
+            found = survey(model, device)
     except LayerUnsupported as refusal:
         raise ModelUnsupported(name, str(refusal)) from refusal
     limit, regime = context_limit(text_config(model))
-    description = ModelDescription(
-        name=config.served_name or _public_name(name),
-        architecture=type(model).__name__,
-        vocab_size=probed.vocab_size,
-        context_limit=limit,
-        families=(
-            FullAttention(
-                layers=len(probed.layers),
-                bytes_per_token=sum(layer.bytes_per_token for layer in probed.layers),
-            ),
-        ),
-        weights_fingerprint=weights,
-        dtype=_name_of(dtype),
-        kv_dtype="+".join(sorted({_name_of(layer.dtype) for layer in probed.layers})),
-        device=str(device),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        rope_regime=regime,
-        eos_token_ids=_eos_token_ids(model),
-    )
-    self_check(
+
+    def describe(layout: Layout) -> ModelDescription:
+        return ModelDescription(
+            name=config.served_name or _public_name(name),
+            architecture=type(model).__name__,
+            vocab_size=layout.vocab_size,
+            context_limit=limit,
+            families=layout.families,
+            weights_fingerprint=weights,
+            dtype=_name_of(dtype),
+            kv_dtype=_names_of(layout.dtypes),
+            device=str(device),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            rope_regime=regime,
+            eos_token_ids=_eos_token_ids(model),
+        )
+
+    served = climb(
         model,
-        description,
-        lambda tuning: TorchRuntime(model, description, probed.layers, tuning),
+        found,
+        describe,
+        lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),
     )
-    return TorchRuntime(model, description, probed.layers)
+    return TorchRuntime(model, _with_stored_states(served, _STATE_DTYPES[config.state_dtype]))
+
+
+def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:
+    """The same model with slots that hold recurrent states rounded. It was checked with exact ones: a check of a
+    few dozen tokens says little about what rounding does to a state that is never rounded within a forward."""
+    if stored is None:
+        return served
+    layout = served.layout.with_stored_states(stored)
+    description = replace(served.description, families=layout.families, kv_dtype=_names_of(layout.dtypes))
+    return Served(layout, description)
 
 
 class TorchRuntime:
-    """The packed forward over one model and one pool. Made by `load_model`, owned by one thread."""
+    """One model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        description: ModelDescription,
-        layers: Sequence[LayerShape],
-        tuning: Tuning | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, served: Served, tuning: Tuning | None = None) -> None:
         self._model = model
-        self._description = description
-        self._layers = layers
+        self._description = served.description
+        self._layout = served.layout
         self._tuning = tuning
-        self._device = torch.device(description.device)
+        self._device = torch.device(served.description.device)
         self._pool: TorchPool | None = None
-        # An index tensor keeps the LM head to the rows that are wanted; few models cannot do that.
-        self._keeps_rows = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @property
     def description(self) -> ModelDescription:
         return self._description
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
-        assert self._pool is None, "the pool is made once"
+        assert self._pool is None, "the pools are made once"
+        layout = self._layout
         with torch.inference_mode():
-            self._pool = TorchPool(self._layers, rows[0], block_size, self._device, self._tuning)
+            self._pool = TorchPool(
+                layout.families, layout.layers, layout.states, rows, block_size, self._device, self._tuning
+            )
 
     def apply(self, plan: Plan) -> None:
         assert self._pool is not None, "allocate comes first"
         with torch.inference_mode():
-            self._pool.copy(plan.copies)
+            self._pool.apply(plan)
 
     def forward(self, batch: Batch) -> Logits:
-        pool = self._pool
+        pool, rung = self._pool, self._description.rung
         assert pool is not None, "allocate comes first"
-        spans = _spans(batch)
-        size = pool.block_size
-        ids = np.concatenate([segment.tokens for segment in batch.segments])
-        positions = np.concatenate([np.arange(span.past, span.end) for span in spans])
-        slots = np.concatenate([slots_of(span.blocks, span.past, span.end, size) for span in spans])
-        rows = np.concatenate(
-            [
-                np.arange(span.row + span.new - segment.score_last, span.row + span.new)
-                for span, segment in zip(spans, batch.segments, strict=True)
-            ]
-        )
         with torch.inference_mode():
-            cache = PagedCache(pool, self._tensor(slots), [kernel.prepare(spans) for kernel in pool.kernels])
-            kept = self._tensor(rows)
-            output: Any = self._model(
-                input_ids=self._tensor(ids)[None],  # [1, tokens]
-                position_ids=self._tensor(positions)[None],
-                past_key_values=cache,
-                use_cache=False,  # the cache that is given is used; none is to be made
-                **({"logits_to_keep": kept} if self._keeps_rows else {}),
+            if rung == "one sequence per forward":
+                return self._one_by_one(pool, batch.segments)
+            return self._packed(pool, batch.segments, token_wise=rung == "packed, token-wise mixers")
+
+    def _packed(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool) -> Logits:
+        cache = PackedCache(pool, segments, token_wise=token_wise)
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        rows = [np.arange(end - segment.score_last, end) for segment, end in zip(segments, ends, strict=True)]
+        return self._call(
+            np.concatenate([segment.tokens for segment in segments]),
+            np.concatenate([np.arange(s.past, s.past + len(s.tokens)) for s in segments]),
+            cache,
+            np.concatenate(rows),
+        )
+
+    def _one_by_one(self, pool: TorchPool, segments: Sequence[Segment]) -> Logits:
+        scored = []
+        for segment in segments:
+            new, cache = len(segment.tokens), SequenceCache(pool, segment)
+            positions = np.arange(segment.past, segment.past + new)
+            scored.append(
+                self._call(segment.tokens, positions, cache, np.arange(new - segment.score_last, new))
             )
-            logits = output.logits[0]  # [rows or tokens, vocab]
-            if not self._keeps_rows:
-                logits = logits[kept]
-            scored: Logits = logits.float().cpu().numpy()
+            cache.keep()
+        return np.concatenate(scored)
+
+    def _call(
+        self, tokens: Tokens, positions: NDArray[np.int64], cache: HookedCache, rows: NDArray[np.int64]
+    ) -> Logits:
+        ids, places, kept = (
+            torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+            for numbers in (tokens, positions, rows)
+        )
+        logits = self._layout.calling(self._model, ids, places, cache, kept)
+        scored: Logits = logits.float().cpu().numpy()
         return scored
-
-    def _tensor(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self._device)
-
-
-def _spans(batch: Batch) -> list[Span]:
-    spans, row = [], 0
-    for segment in batch.segments:
-        new = len(segment.tokens)
-        assert 0 <= segment.score_last <= new
-        assert new > 0, "a segment without tokens"
-        spans.append(Span(row, new, segment.past, segment.tables[0]))
-        row += new
-    return spans
 
 
 def resolve_device(asked: str) -> torch.device:
@@ -207,6 +210,10 @@ def _public_name(model: str) -> str:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _names_of(dtypes: set[torch.dtype]) -> str:
+    return "+".join(sorted(_name_of(dtype) for dtype in dtypes))
 
 
 def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:

@@ -1,97 +1,140 @@
-"""The pool as torch tensors: K and V of every attention layer, by slot."""
+"""The pools as torch tensors: what every layer keeps per position, by slot, and the slots of recurrent states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock.cache.plan import BlockCopy
-from rootstock.errors import InvalidOption
+from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
+from rootstock.cache.plan import BlockCopy, Plan
 from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.runtime.torch_memory import lazy_zeros
+from rootstock.runtime.torch_states import StatePool, StateShape
+
+Kind = Literal[
+    "plain",  # K and V reach attention as they were given to the cache
+    "latent",  # of all heads together (MLA): attended with absorbed weights
+    "alone",  # its module is run one sequence at a time, on dense K and V
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One attention layer's K and V of one position, as a probe of the model saw them."""
+    """What one attention layer keeps of one position, as a probe of the model saw it."""
 
     index: int  # the layer's number in the model
     module: str  # class of the attention module
+    kind: Kind
+    family: int  # index into the model's token families
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    softcap: bool  # scores pass a tanh
+    softcap: bool = False  # scores pass a tanh
+    indexer_dim: int = 0  # of one more key, by which the layer chooses what to attend to
+    indexer_dtype: torch.dtype = torch.float32
 
     @property
     def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return (
+            self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+            + self.indexer_dim * self.indexer_dtype.itemsize
+        )
 
 
 class LayerMemory:
-    """One layer's rows of the pool, [blocks · block_size, kv_heads, key_dim | value_dim], by slot."""
+    """One layer's rows of its family's pool, by slot.
 
-    __slots__ = ("kernel", "keys", "values")
+    keys     [blocks · block_size, kv_heads, key_dim]; of latents: [… , 1, rank + rotary_dim]
+    values   [blocks · block_size, kv_heads, value_dim]; of latents the first `rank` of the keys, no memory of its own
+    indexer  [blocks · block_size, indexer_dim] or nothing
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor, kernel: int) -> None:
-        self.keys = keys
-        self.values = values
+    __slots__ = ("family", "indexer", "kernel", "keys", "kind", "values")
+
+    def __init__(self, shape: LayerShape, kernel: int, slots: int, device: torch.device) -> None:
+        self.kind = shape.kind
+        self.family = shape.family
         self.kernel = kernel  # which of the pool's kernels attends it
+        if shape.kind == "latent":
+            self.keys = lazy_zeros((slots, 1, shape.key_dim + shape.value_dim), shape.dtype, device)
+            self.values = self.keys[..., : shape.key_dim]
+        else:
+            self.keys = lazy_zeros((slots, shape.kv_heads, shape.key_dim), shape.dtype, device)
+            self.values = lazy_zeros((slots, shape.kv_heads, shape.value_dim), shape.dtype, device)
+        self.indexer: Tensor | None = None
+        if shape.indexer_dim:
+            self.indexer = lazy_zeros((slots, shape.indexer_dim), shape.indexer_dtype, device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that have memory of their own."""
+        own = [self.keys] if self.kind == "latent" else [self.keys, self.values]
+        return own if self.indexer is None else [*own, self.indexer]
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """slots [tokens] int64, key and value [tokens, kv_heads, …]"""
+        """slots [tokens] int64, key and value [tokens, kv_heads, …] as `keys` and `values` have them"""
         self.keys.index_copy_(0, slots, key)
-        self.values.index_copy_(0, slots, value)
+        if self.kind != "latent":
+            self.values.index_copy_(0, slots, value)
 
 
 class TorchPool:
-    """`blocks` rows of `block_size` positions, in every layer. Owned by one thread.
+    """A pool for each family: blocks of `block_size` positions in its layers, or slots of states.
 
-    The memory is zeroed lazily by the system, so a pool costs what was written to it. Raises InvalidOption if the
-    device has not that much.
+    Owned by one thread. Raises InvalidOption if the device has not that much.
     """
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
-        blocks: int,
+        families: Sequence[Family],
+        layers: Sequence[LayerShape],
+        states: Sequence[StateShape],
+        rows: Sequence[int],
         block_size: int,
         device: torch.device,
         tuning: Tuning | None = None,
     ) -> None:
-        assert blocks > 0
+        assert len(rows) == len(families)
         assert block_size > 0
-        self.blocks = blocks
         self.block_size = block_size
-        self._device = device
+        self.device = device
+        self.families: tuple[TokenFamily, ...] = token_families(families)
         self.kernels: list[Attention] = []
-        paged = [device.type == "cpu" and _fits_flash(shape) for shape in shapes]
+        blocks = [
+            n for n, family in zip(rows, families, strict=True) if not isinstance(family, RecurrentState)
+        ]
+        paged = [device.type == "cpu" and _fits_flash(shape) for shape in layers]
         if any(paged):
-            position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in shapes)
+            position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in layers)
             self.kernels.append(PagedAttention(block_size, position_bytes, tuning))
         if not all(paged):
             self.kernels.append(GatherAttention(block_size, device))
-        slots = blocks * block_size
-        try:
-            self.layers = {
-                shape.index: LayerMemory(
-                    torch.zeros(slots, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device),
-                    torch.zeros(slots, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device),
-                    kernel=0 if fits else len(self.kernels) - 1,
-                )
-                for shape, fits in zip(shapes, paged, strict=True)
-            }
-        except (RuntimeError, MemoryError) as error:  # torch's own OutOfMemoryError is a RuntimeError
-            wanted = slots * sum(shape.bytes_per_token for shape in shapes)
-            raise InvalidOption("--kv-budget", wanted, f"what {device} has free") from error
+        self.layers = {
+            shape.index: LayerMemory(
+                shape, 0 if fits else len(self.kernels) - 1, blocks[shape.family] * block_size, device
+            )
+            for shape, fits in zip(layers, paged, strict=True)
+        }
+        slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
+        self.states = StatePool(states, slots[0], device) if slots else None
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """As if one after the other: a block that was just written may be the source of the next copy."""
+    def apply(self, plan: Plan) -> None:
+        for family in range(len(self.families)):
+            self._copy([copy for copy in plan.copies if copy.family == family])
+        if plan.states:
+            assert self.states is not None, "the model has no recurrent states"
+            self.states.copy(plan.states)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """In one family. As if one after the other: a block just written may be the source of the next copy."""
         together: list[BlockCopy] = []
         for copy in copies:
             if any(copy.source == earlier.target for earlier in together):
@@ -107,14 +150,15 @@ class TorchPool:
                 np.concatenate(
                     [np.arange(block * self.block_size, block * self.block_size + n) for block, n in rows]
                 )
-            ).to(self._device)
+            ).to(self.device)
             for rows in ([(c.source, c.tokens) for c in copies], [(c.target, c.tokens) for c in copies])
         )
         for layer in self.layers.values():
-            for memory in (layer.keys, layer.values):
-                memory.index_copy_(0, targets, memory.index_select(0, sources))
+            if layer.family == copies[0].family:
+                for memory in layer.tensors:
+                    memory.index_copy_(0, targets, memory.index_select(0, sources))
 
 
 def _fits_flash(shape: LayerShape) -> bool:
     """Whether torch's flash attention for CPUs can do this layer."""
-    return shape.key_dim == shape.value_dim and not shape.softcap
+    return shape.kind == "plain" and shape.key_dim == shape.value_dim and not shape.softcap

@@ -1,160 +1,397 @@
-"""What a model is made of: what its configuration declares, and what one small forward shows.
+"""What a model is made of, found by running it on a few tokens.
 
-A layer kind that is not known to be served is refused, with the layer's class. Nothing is treated as full
-attention because nobody said otherwise.
+`survey` lets the model run as its file says, with a cache that takes everything, and writes down which module gives
+what to which layer of the cache. `probe_packed` runs it once more over the hooks and finds how each attention layer
+must be served; a module that does something of its own there is set apart, to be run one sequence at a time.
+Nothing is treated as full attention because nobody said otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import get_layer_types_and_kwargs
 
+from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily
 from rootstock.kernels.scores import Scores
+from rootstock.kernels.spans import EVERYTHING
 from rootstock.kernels.torch_gather import attend_dense
-from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported, MaskPattern, mark
-from rootstock.runtime.torch_pool import LayerShape
+from rootstock.runtime.torch_config import NO_MEMORY, declared_kinds, layer_class, text_config
+from rootstock.runtime.torch_hooks import (
+    LayerUnsupported,
+    Unexpanded,
+    keeps_latents,
+    mark,
+    refuse_unknown,
+    runs_alone,
+)
+from rootstock.runtime.torch_masks import MaskPattern
+from rootstock.runtime.torch_parts import Part, PartByPart, StepCache
+from rootstock.runtime.torch_pool import Kind, LayerShape
+from rootstock.runtime.torch_states import StateCache, StateShape, shapes_of
+from rootstock.runtime.torch_step import attend_latents
 
 _PROBE_TOKENS = 3
-_UNLIMITED = 1 << 20  # positions, for a model that declares no limit (ALiBi)
-
-_FULL = "full_attention"
-_NO_MEMORY = "dummy"  # transformers' word for a layer that keeps nothing of its own
-
-# What models pass to attention and what changes nothing in it, or is said by the mask as well.
-_HARMLESS = {
-    "cache_position",
-    "is_causal",
-    "layer_idx",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "training",
-    "use_cache",
-}
-
-
-def refuse_unless_packable(model: nn.Module) -> None:
-    """Raises LayerUnsupported for what can be told without a forward; the model may be on the meta device."""
-    config = text_config(model)
-    kinds = declared_kinds(config)
-    for index, kind in enumerate(kinds):
-        if kind not in (_FULL, _NO_MEMORY):
-            raise LayerUnsupported(
-                f"is of kind {kind!r}, and this version serves full attention only",
-                module=f"({layer_class(model, index)})",
-                layer=index,
-            )
-    name = f"{type(model).__name__} (of {layer_class(model, 0)})"
-    if getattr(config, "is_encoder_decoder", False):
-        raise LayerUnsupported("has an encoder, and only decoders are served", module=name)
-    if not model._can_set_attn_implementation():  # type: ignore[operator]  # a PreTrainedModel's
-        raise LayerUnsupported(
-            "does not call attention through transformers' AttentionInterface, so sequences cannot be packed",
-            module=name,
-        )
-    parameters = inspect.signature(type(model).forward).parameters
-    for needed in ("past_key_values", "position_ids"):
-        if needed not in parameters:
-            raise LayerUnsupported(f"takes no {needed}, so sequences cannot be packed", module=name)
-
-
-def declared_kinds(config: Any) -> list[str]:
-    """transformers' name for each layer's kind of memory."""
-    kinds, _ = get_layer_types_and_kwargs(config)
-    return list(kinds)
-
-
-def text_config(model: nn.Module) -> Any:
-    """The decoder's configuration; that of the whole model if it is nothing else."""
-    return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-
-
-def layer_class(model: nn.Module, index: int) -> str:
-    """The class of the decoder's layer. The outermost list of that many modules is the stack of layers."""
-    layers = len(declared_kinds(text_config(model)))
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return type(module[index]).__name__
-    return type(model).__name__
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    layers: tuple[LayerShape, ...]  # that keep K and V, in the order in which the model runs them
+class Calling:
+    """How this model wants to be called."""
+
+    cache: str  # the parameter that takes the cache
+    use_cache: bool  # what makes it use the one that is given, and make none of its own
+    positions: bool  # whether it takes position ids
+    keeps_rows: bool  # whether it takes an index tensor of the rows to score
+
+    def __call__(
+        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
+    ) -> Tensor:
+        """ids and positions [tokens], rows [rows] of them → logits [rows, vocab]"""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        if self.keeps_rows:
+            given["logits_to_keep"] = rows
+        logits: Tensor = model(**given).logits[0]
+        return logits if self.keeps_rows else logits[rows]
+
+    def own(self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object) -> Any:
+        """As anybody would call it: with the cache that it made itself, None at first. → all it gives out"""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": True}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        return model(**given)
+
+
+@dataclass(slots=True)
+class Surveyed:
+    """What the model gives to a cache, layer by layer, in the order in which it runs them."""
+
+    calling: Calling
     vocab_size: int  # width of the logits
+    keys: dict[int, Tensor] = field(default_factory=dict)  # [1, kv_heads, tokens, key_dim], an example
+    values: dict[int, Tensor] = field(default_factory=dict)
+    indexer: dict[int, Tensor] = field(default_factory=dict)  # [1, tokens, indexer_dim], an example
+    states: list[StateShape] = field(default_factory=list)
+    attention: dict[int, nn.Module] = field(default_factory=dict)  # the innermost module that gives K and V
+    mixers: dict[int, nn.Module] = field(default_factory=dict)  # the innermost modules that ask for states
 
-
-def probe(model: nn.Module, device: torch.device) -> Probed:
-    """One forward of a few tokens. Raises LayerUnsupported if a layer does what the hooks cannot serve."""
-    cache = _ProbeCache()
-    vocab = text_config(model).vocab_size
-    with torch.inference_mode():
-        ids = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None] % vocab
-        positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-        logits = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=False).logits
-    kept = {index for index, kind in enumerate(declared_kinds(text_config(model))) if kind != _NO_MEMORY}
-    for index in sorted(kept - set(cache.seen)):
-        raise LayerUnsupported(
-            "is declared as full attention, but keeps its K and V outside the cache",
-            module=f"({layer_class(model, index)})",
-            layer=index,
+    def shape(self, index: int, kind: Kind, family: int, softcap: bool) -> LayerShape:
+        key, value, indexer = self.keys[index], self.values[index], self.indexer.get(index)
+        return LayerShape(
+            index,
+            type(self.attention[index]).__name__,
+            kind,
+            family,
+            kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            dtype=key.dtype,
+            softcap=softcap,
+            indexer_dim=0 if indexer is None else indexer.shape[-1],
+            indexer_dtype=torch.float32 if indexer is None else indexer.dtype,
         )
-    for index, layer in cache.seen.items():
-        if layer.module is None:
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The memory that a model needs, and how it is called. For one rung of the ladder."""
+
+    calling: Calling
+    vocab_size: int
+    families: tuple[Family, ...]
+    layers: tuple[
+        LayerShape, ...
+    ]  # that keep something per position, in the order in which the model runs them
+    states: tuple[StateShape, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of everything that is kept."""
+        return {layer.dtype for layer in self.layers} | {state.stored for state in self.states}
+
+    def with_stored_states(self, stored: torch.dtype) -> Layout:
+        """Recurrent states rounded to this dtype in their slots."""
+        states = tuple(state.stored_as(stored) for state in self.states)
+        families = tuple(
+            replace(family, bytes_per_state=sum(state.bytes_per_state for state in states))
+            if isinstance(family, RecurrentState)
+            else family
+            for family in self.families
+        )
+        return replace(self, families=families, states=states)
+
+
+def survey(model: nn.Module, device: torch.device) -> Surveyed:
+    """One forward of a few tokens, as the model's file says. Raises LayerUnsupported if a layer keeps what it
+    remembers anywhere else than in the cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    name = f"{type(model).__name__} (of {layer_class(model, 0)})"
+    cache_name = next((given for given in ("past_key_values", "cache_params") if given in parameters), None)
+    if cache_name is None:
+        raise LayerUnsupported("takes no cache, so its memory cannot be kept", module=name)
+    for use_cache in (False, True):
+        calling = Calling(cache_name, use_cache, "position_ids" in parameters, "logits_to_keep" in parameters)
+        cache = _SurveyCache(device)
+        try:
+            with cache.watching(model):
+                logits = _forward(model, calling, cache, device)
+        except LayerUnsupported:
+            raise
+        except (
+            Exception
+        ) as error:  # whatever the model's own code raises when it meets a cache that is not its own
+            raise LayerUnsupported(f"cannot use a cache from outside ({_say(error)})", module=name) from error
+        found = cache.found(calling, logits.shape[-1])
+        if found.keys or found.states:
+            break
+    for index, kind in enumerate(declared_kinds(text_config(model))):
+        if kind != NO_MEMORY and index not in found.attention and index not in found.mixers:
+            raise LayerUnsupported(
+                f"is declared as {kind}, but keeps its memory outside the cache",
+                module=f"({layer_class(model, index)})",
+                layer=index,
+            )
+    return found
+
+
+def sequential_layout(found: Surveyed) -> Layout:
+    """For one sequence per forward: every layer keeps every position, and the model's own masks say what it sees."""
+    seen = {index: _Seen("alone", EVERYTHING) for index in found.keys}
+    return _layout(found, seen, None)
+
+
+def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Layout:
+    """Finds how each layer is served in a packed step, and puts what it needs in place (`undo_parts` undoes it).
+    Raises LayerUnsupported if some layer cannot be packed."""
+    for module in model.modules():
+        if callable(getattr(module, "expand_kv", None)):
+            module.expand_kv = Unexpanded(module)  # type: ignore[assignment]
+    attention = set(found.attention.values())
+    for module in set(found.mixers.values()):
+        _run_by_parts(module, alone=module in attention)
+    while True:
+        cache = _ProbeCache(device)
+        try:
+            with cache.watching(model):
+                _forward(model, found.calling, cache, device)
+            seen = cache.seen()
+            break
+        except Exception as error:
+            culprit = next((m for m in reversed(cache.running) if m in attention), None)
+            if culprit is None or runs_alone(culprit):
+                if isinstance(error, LayerUnsupported):
+                    raise
+                raise LayerUnsupported(
+                    f"cannot be packed ({_say(error)})", module=type(model).__name__
+                ) from error
+            # All that are like it, so that a deep model is not probed once for every layer.
+            likeness = _likeness(found, culprit)
+            for module in attention:
+                if type(module) is type(culprit) and _likeness(found, module) == likeness:
+                    _run_by_parts(module, alone=True)
+    for index, module in found.attention.items():
+        if runs_alone(module):
+            seen[index] = _Seen("alone", EVERYTHING)
+        elif index not in seen:
             raise LayerUnsupported(
                 "gives K and V to the cache and does not attend to them",
                 module=f"({layer_class(model, index)})",
                 layer=index,
             )
-    return Probed(tuple(layer.shape for layer in cache.seen.values()), logits.shape[-1])
+    return _layout(found, seen, context_limit)
 
 
-class _ProbeCache(HookedCache):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, _ProbedLayer] = {}
+def _run_by_parts(module: nn.Module, *, alone: bool) -> None:
+    vars(module).pop("forward", None)
+    module.forward = PartByPart(module, alone=alone)
+
+
+def _likeness(found: Surveyed, module: nn.Module) -> set[tuple[bool, tuple[int, ...]]]:
+    return {
+        (index in found.indexer, tuple(found.keys[index].shape))
+        for index, owner in found.attention.items()
+        if owner is module
+    }
+
+
+def undo_parts(model: nn.Module) -> None:
+    """Every module as its class says."""
+    for module in model.modules():
+        for name, kind in (("forward", PartByPart), ("expand_kv", Unexpanded)):
+            if isinstance(vars(module).get(name), kind):
+                delattr(module, name)
+
+
+def _forward(model: nn.Module, calling: Calling, cache: object, device: torch.device) -> Tensor:
+    tokens = torch.arange(_PROBE_TOKENS, device=device)
+    with torch.inference_mode():
+        return calling(model, (tokens + 1) % text_config(model).vocab_size, tokens, cache, tokens)
+
+
+def _say(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# --------------------------------------------------------------------------------------- from layers to families
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How a layer attends."""
+
+    kind: Kind
+    family: TokenFamily  # its rule; counts mean nothing
+    softcap: bool = False
+
+
+def _layout(found: Surveyed, seen: dict[int, _Seen], context_limit: int | None) -> Layout:
+    rules = {index: _within(layer.family, context_limit) for index, layer in seen.items()}
+    # Full attention first, then windows and chunks as they come.
+    order = sorted(dict.fromkeys(rules.values()), key=lambda rule: not isinstance(rule, FullAttention))
+    layers = tuple(
+        found.shape(index, seen[index].kind, order.index(rules[index]), seen[index].softcap)
+        for index in found.keys
+    )
+    families: list[Family] = []
+    for number, rule in enumerate(order):
+        its = [layer for layer in layers if layer.family == number]
+        families.append(
+            replace(rule, layers=len(its), bytes_per_token=sum(layer.bytes_per_token for layer in its))
+        )
+    if found.states:
+        kept = len({shape.key.layer for shape in found.states})
+        families.append(RecurrentState(kept, sum(shape.bytes_per_state for shape in found.states)))
+    return Layout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
+
+
+def _within(family: TokenFamily, context_limit: int | None) -> TokenFamily:
+    """A window or chunk as long as all that the model reads hides nothing."""
+    if context_limit is not None and family.tail_start(context_limit) == 0:
+        return EVERYTHING
+    return family
+
+
+# -------------------------------------------------------------------------------------------- the probes' caches
+
+
+class _Watch:
+    """Knows which modules are running."""
+
+    running: list[nn.Module]  # outermost first
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        self.running = []
+
+        def enter(module: nn.Module, inputs: object) -> None:
+            self.running.append(module)
+
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
+            self.running.pop()
+
+        hooks = [m.register_forward_pre_hook(enter) for m in model.modules()]
+        hooks += [m.register_forward_hook(leave) for m in model.modules()]
+        try:
+            yield  # if the model raises, `running` says where
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _SurveyCache(_Watch, StateCache):
+    """Takes everything of one sequence that starts, and says nothing of it back."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, torch.zeros(1, dtype=torch.int64, device=device), continues=False)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._indexer: dict[int, Tensor] = {}
+        self._attention: dict[int, nn.Module] = {}
+        self._mixers: dict[int, nn.Module] = {}
+
+    def found(self, calling: Calling, vocab_size: int) -> Surveyed:
+        states = [
+            shape for index, scratch in self.layers_touched.items() for shape in shapes_of(index, scratch)
+        ]
+        return Surveyed(
+            calling,
+            vocab_size,
+            self._keys,
+            self._values,
+            self._indexer,
+            states,
+            self._attention,
+            {index: module for index, module in self._mixers.items() if index in self.layers_touched},
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx in self.seen:
-            raise LayerUnsupported("gives K and V to the cache twice", layer=layer_idx)
-        layer = self.seen[layer_idx] = _ProbedLayer(layer_idx, key_states, value_states)
+        shape = key_states.shape
+        where = {"module": f"({type(self.running[-1]).__name__})", "layer": layer_idx}
+        if layer_idx in self._keys:
+            raise LayerUnsupported("gives K and V to the cache twice", **where)  # type: ignore[arg-type]
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != _PROBE_TOKENS:
+            said = f"gives the cache K of shape {tuple(shape)} for {_PROBE_TOKENS} tokens"
+            raise LayerUnsupported(said, **where)  # type: ignore[arg-type]
+        if value_states.shape[1] != shape[1] or value_states.dtype != key_states.dtype:
+            said = f"has {shape[1]} heads of {key_states.dtype} keys, and {value_states.shape[1]} of values"
+            raise LayerUnsupported(said, **where)  # type: ignore[arg-type]
+        self._keys[layer_idx], self._values[layer_idx] = key_states, value_states
+        self._attention[layer_idx] = self.running[-1]
+        return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        self._indexer[layer_idx] = indexer_key_states
+        return indexer_key_states
+
+    def _touch(self, layer_idx: int) -> Any:
+        self._mixers.setdefault(layer_idx, self.running[-1])
+        return super()._touch(layer_idx)
+
+
+class _ProbeCache(_Watch, StepCache):
+    """A packed step of one sequence that starts. Layers attend densely, and write down what they were asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._layers: dict[int, _ProbedLayer] = {}
+
+    def seen(self) -> dict[int, _Seen]:
+        return {index: layer.seen for index, layer in self._layers.items() if layer.seen is not None}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self._layers[layer_idx] = _ProbedLayer(layer_idx, key_states, value_states)
         mark(key_states, value_states, layer)
         return key_states, value_states
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        return 0 if layer_idx is None else torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=self._device)
+
+    def groups(self) -> Iterator[Part]:
+        part = _SurveyCache(self._device)
+        part.running = self.running
+        yield Part(torch.arange(_PROBE_TOKENS, device=self._device)[None], part, 0)
+
+    sequences = groups
+
 
 class _ProbedLayer:
-    """Attends densely, and writes down what it was asked."""
-
     def __init__(self, index: int, key: Tensor, value: Tensor) -> None:
-        self.index = index
-        self.key_shape = key.shape  # [1, kv_heads, tokens, key_dim]
-        self.value_shape = value.shape
-        self.dtype = key.dtype
-        self.module: str | None = None
-        self.softcap = False
-
-    @property
-    def shape(self) -> LayerShape:
-        assert self.module is not None
-        return LayerShape(
-            self.index,
-            self.module,
-            kv_heads=self.key_shape[1],
-            key_dim=self.key_shape[3],
-            value_dim=self.value_shape[3],
-            dtype=self.dtype,
-            softcap=self.softcap,
-        )
+        self._index = index
+        self._key = key
+        self._value = value
+        self.seen: _Seen | None = None
 
     def attend(
         self,
@@ -166,60 +403,43 @@ class _ProbedLayer:
         scores: Scores,
         extra: dict[str, Any],
     ) -> Tensor:
-        self.module = type(module).__name__
-        refusal = self._refusal(query, value, mask, extra)
-        if refusal is not None:
-            raise LayerUnsupported(refusal, module=f"({self.module})", layer=self.index)
-        self.softcap = self.softcap or scores.softcap is not None
-        return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None]
+        refuse_unknown(module, extra)
+        seen = self._how(module, query, key, value, mask, scores)
+        if self.seen is not None and self.seen.family != seen.family:
+            raise self._refusal(module, "is attended to with two different masks")
+        self.seen = seen
+        if seen.kind == "latent":
+            expansion = getattr(module, "kv_b_proj", None)
+            if not isinstance(expansion, nn.Linear) or getattr(expansion, "bias", None) is not None:
+                raise self._refusal(module, "expands latents in a way of its own")
+            joined = torch.cat([key, value], -1)[0]  # [1, tokens, rank + rotary_dim]
 
-    def _refusal(self, query: Tensor, value: Tensor, mask: object, extra: dict[str, Any]) -> str | None:
+            def attend(rows: Tensor) -> Tensor:
+                out = attend_dense(rows.transpose(0, 1), joined, joined[..., : key.shape[-1]], 0, scores)
+                return out.transpose(0, 1)
+
+            return attend_latents(module, query[0], attend)[None]
+        return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None].contiguous()
+
+    def _how(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, scores: Scores
+    ) -> _Seen:
         if not isinstance(mask, MaskPattern):
-            return f"attends with a mask of its own ({type(mask).__name__})"
-        if not mask.is_causal:
-            return (
-                f"attends with the pattern {getattr(mask.function, '__qualname__', mask.function)!r} over "
-                f"{mask.local_size or 'all'} positions, and this version serves causal full attention only"
+            raise self._refusal(module, f"attends with a mask of its own ({type(mask).__name__})")
+        family = mask.rule()
+        if family is None:
+            name = getattr(mask.function, "__qualname__", mask.function)
+            raise self._refusal(
+                module, f"attends with the pattern {name!r} over {mask.local_size or 'all'} positions"
             )
-        unknown = sorted(name for name, given in extra.items() if given is not None and name not in _HARMLESS)
-        if unknown:
-            return f"passes {', '.join(unknown)} to attention, which this version does not know"
-        tokens, kv_heads = self.key_shape[2], self.key_shape[1]
-        if self.key_shape[0] != 1 or tokens != _PROBE_TOKENS or query.shape[2] != tokens:
-            return f"gives the cache K of shape {tuple(self.key_shape)} for {_PROBE_TOKENS} tokens"
-        if query.shape[1] % kv_heads or self.value_shape[1] != kv_heads:
-            return f"has {query.shape[1]} query, {kv_heads} key and {self.value_shape[1]} value heads"
-        if not query.dtype == self.dtype == value.dtype:
-            return f"mixes {query.dtype}, {self.dtype} and {value.dtype} in attention"
-        return None
+        if not query.dtype == key.dtype == value.dtype:
+            raise self._refusal(module, f"mixes {query.dtype}, {key.dtype} and {value.dtype} in attention")
+        softcap = scores.softcap is not None or (self.seen is not None and self.seen.softcap)
+        if keeps_latents(module):
+            return _Seen("latent", family, softcap)
+        if query.shape[1] % key.shape[1]:
+            raise self._refusal(module, f"has {query.shape[1]} query and {key.shape[1]} key heads")
+        return _Seen("plain", family, softcap)
 
-
-def context_limit(config: Any) -> tuple[int, str]:
-    """(positions that the model can serve, RoPE regime or "").
-
-    RoPE of type "dynamic" and "longrope" takes its frequencies from the longest sequence of a forward: a short
-    sequence packed with a long one would get the wrong ones, and so would cached K. Such models are served up to
-    the length at which the frequencies begin to change, and the regime tells those K apart.
-    """
-    limit = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
-    regimes = []
-    for parameters in _rope_parameters(config):
-        kind = str(parameters.get("rope_type", "default"))
-        if kind == "longrope":
-            fixed = parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            limit = min(limit, int(fixed or limit))
-        elif "dynamic" not in kind:
-            continue
-        regimes.append(kind)
-    return limit, ",".join(f"{kind}<={limit}" for kind in sorted(set(regimes)))
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """RoPE's parameters: one set, or one for each layer kind."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(parameters, dict):
-        return []
-    nested = [inner for inner in parameters.values() if isinstance(inner, dict)]
-    return nested or [parameters]
+    def _refusal(self, module: nn.Module, reason: str) -> LayerUnsupported:
+        return LayerUnsupported(reason, module=f"({type(module).__name__})", layer=self._index)

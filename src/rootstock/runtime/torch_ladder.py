@@ -1,0 +1,99 @@
+"""How a model is run, from best to last resort. The self-check of each rung decides whether to step down.
+
+packed                       one forward a step, for all sequences
+packed, token-wise mixers    so, but recurrent layers continue a state one token at a time: the multi-token path
+                             of some ignores what they stored
+one sequence per forward     the model's own attention and masks on K and V gathered from the pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from rootstock.errors import InvalidOption, ModelUnsupported, SelfCheckFailed
+from rootstock.kernels.torch_paged import Tuning
+from rootstock.runtime.base import ModelDescription, Rung, Runtime
+from rootstock.runtime.torch_check import Disagreement, self_check, use_attention
+from rootstock.runtime.torch_hooks import LayerUnsupported
+from rootstock.runtime.torch_masks import IMPLEMENTATION
+from rootstock.runtime.torch_probe import Layout, Surveyed, probe_packed, sequential_layout, undo_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that gives the right answers, and what it needs for that. The model is left as this rung needs it."""
+
+    layout: Layout
+    description: ModelDescription
+
+
+def climb(
+    model: nn.Module,
+    found: Surveyed,
+    describe: Callable[[Layout], ModelDescription],
+    make_runtime: Callable[[Served, Tuning], Runtime],
+    progress: Callable[[float], None],
+) -> Served:
+    """The best rung whose answers are right. Raises ModelUnsupported or SelfCheckFailed if there is none."""
+    rungs: list[Rung] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
+    if not found.states:
+        rungs.remove("packed, token-wise mixers")
+    failures: list[Exception] = []
+    reasons: list[str] = []
+    for rung in rungs:
+        try:
+            return _try(rung, model, found, describe, make_runtime, progress, reasons)
+        except InvalidOption:
+            raise
+        except Exception as failure:  # whatever the model's own code raises where it meets ours
+            undo_parts(model)
+            failures.append(failure)
+            reasons.append(_reason(failure))
+    name = describe(sequential_layout(found)).name
+    checked = [failure for failure in failures if isinstance(failure, Disagreement)]
+    if checked:
+        last = checked[-1]
+        raise SelfCheckFailed(name, last.figure, last.allowed, last.what) from last
+    raise ModelUnsupported(name, "; ".join(dict.fromkeys(reasons))) from failures[-1]
+
+
+def _try(
+    rung: Rung,
+    model: nn.Module,
+    found: Surveyed,
+    describe: Callable[[Layout], ModelDescription],
+    make_runtime: Callable[[Served, Tuning], Runtime],
+    progress: Callable[[float], None],
+    reasons: list[str],
+) -> Served:
+    if rung == "one sequence per forward":
+        use_attention(model, "eager")
+        layout = sequential_layout(found)
+        description = describe(layout)
+    else:
+        if not model._can_set_attn_implementation():  # type: ignore[operator]
+            raise LayerUnsupported(
+                "does not call attention through transformers' AttentionInterface, so sequences cannot be packed",
+                module=type(model).__name__,
+            )
+        use_attention(model, IMPLEMENTATION)
+        device = next(model.parameters()).device
+        layout = probe_packed(model, found, device, describe(sequential_layout(found)).context_limit)
+        description = describe(layout)
+    served = Served(layout, replace(description, rung=rung))
+    verdict = self_check(
+        model, layout.calling, served.description, lambda tuning: make_runtime(served, tuning), progress
+    )
+    said = "; ".join([*dict.fromkeys(reasons), *([verdict.remark] if verdict.remark else [])])
+    return Served(layout, replace(served.description, rung_reason=said))
+
+
+def _reason(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines()
+    said = lines[0] if lines else ""
+    if isinstance(failure, (LayerUnsupported, Disagreement)):
+        return said
+    return f"{type(failure).__name__}: {said}"

@@ -1,0 +1,204 @@
+"""The caches that a model sees while it computes: of a packed step, and of one sequence on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rootstock.cache.families import FullAttention
+from rootstock.kernels.scores import Scores, StepAttention
+from rootstock.kernels.spans import Span, slots_of
+from rootstock.runtime.base import Segment
+from rootstock.runtime.torch_hooks import keeps_latents, mark
+from rootstock.runtime.torch_masks import MaskPattern
+from rootstock.runtime.torch_parts import Part, StepCache
+from rootstock.runtime.torch_pool import LayerMemory, TorchPool
+from rootstock.runtime.torch_states import StateCache
+
+
+class PackedCache(StepCache):
+    """One packed step over the pool: new K and V go to their slots, and lead attention back to here."""
+
+    def __init__(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool = False) -> None:
+        """`token_wise`: mixers that continue a state are given one new token at a time."""
+        super().__init__()
+        self._pool = pool
+        self._segments = segments
+        self._token_wise = token_wise
+        self._spans = [_spans(segments, family) for family in range(max(1, len(pool.families)))]
+        self._slots = [
+            self._tensor(
+                np.concatenate(
+                    [slots_of(s.blocks, s.past, s.end, pool.block_size) for s in self._spans[family]]
+                )
+            )
+            for family in range(len(pool.families))
+        ]
+        self._attention: dict[tuple[int, int], StepAttention] = {}
+        self._offsets: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states and value_states [1, kv_heads, tokens, …]"""
+        memory = self._pool.layers[layer_idx]
+        layer = _PagedLayer(memory, self._prepared(memory), key_states, value_states)
+        memory.write(self._slots[memory.family], layer.key, layer.value)
+        mark(key_states, value_states, layer)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """0 for the model as a whole, whose positions are given. A layer that asks for its own adds it to the row
+        numbers 0, 1, 2, … to get positions: what makes that right is an offset for each row, [tokens]."""
+        if layer_idx is None:
+            return 0
+        if self._offsets is None:
+            spans = self._spans[0]
+            self._offsets = self._tensor(
+                np.concatenate([np.full(s.new, s.past - s.row, np.int64) for s in spans])
+            )
+        return self._offsets
+
+    def groups(self) -> Iterator[Part]:
+        assert self._pool.states is not None, "a mixer in a model without states"
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for number, span in enumerate(self._spans[0]):
+            alike.setdefault((span.new, span.past > 0), []).append(number)
+        for (new, continues), numbers in alike.items():
+            first = np.array([self._spans[0][number].row for number in numbers])
+            rows = self._tensor(first[:, None] + np.arange(new))
+            slots = self._tensor(np.array([self._segments[number].state for number in numbers]))
+            for some in torch.split(rows, 1, 1) if continues and self._token_wise else [rows]:
+                yield Part(some, StateCache(self._pool.states, slots, continues=continues), -1)
+
+    def sequences(self) -> Iterator[Part]:
+        for segment, span in zip(self._segments, self._spans[0], strict=True):
+            rows = self._tensor(np.arange(span.row, span.row + span.new))[None]
+            yield Part(rows, SequenceCache(self._pool, segment), span.past)
+
+    def _prepared(self, memory: LayerMemory) -> StepAttention:
+        """Made by the first layer that needs it, for all that are like it."""
+        alike = memory.kernel, memory.family
+        prepared = self._attention.get(alike)
+        if prepared is None:
+            kernel = self._pool.kernels[memory.kernel]
+            prepared = kernel.prepare(self._spans[memory.family], self._pool.families[memory.family])
+            self._attention[alike] = prepared
+        return prepared
+
+    def _tensor(self, numbers: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self._pool.device)
+
+
+def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
+    spans, row = [], 0
+    for segment in segments:
+        new = len(segment.tokens)
+        assert new > 0, "a segment without tokens"
+        blocks = segment.tables[family] if segment.tables else np.empty(0, np.int32)
+        spans.append(Span(row, new, segment.past, blocks))
+        row += new
+    return spans
+
+
+class _PagedLayer:
+    __slots__ = ("attention", "key", "memory", "value")
+
+    def __init__(self, memory: LayerMemory, attention: StepAttention, key: Tensor, value: Tensor) -> None:
+        self.memory = memory
+        self.attention = attention
+        if memory.kind == "latent":
+            self.key = torch.cat([key, value], -1)[0].transpose(0, 1)  # [tokens, 1, rank + rotary_dim]
+            self.value = self.key[..., : key.shape[-1]]  # [tokens, 1, rank]
+        else:
+            self.key = key[0].transpose(0, 1)  # [tokens, kv_heads, key_dim]
+            self.value = value[0].transpose(0, 1)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scores: Scores,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        assert isinstance(mask, MaskPattern), f"{type(module).__name__} has a mask that the probe did not see"
+        memory = self.memory
+        if memory.kind == "latent":
+            out = attend_latents(module, query[0], lambda rows: self._attend(rows, scores))
+        else:
+            out = self._attend(query[0].transpose(0, 1), scores)
+        return out.unsqueeze(0)
+
+    def _attend(self, rows: Tensor, scores: Scores) -> Tensor:
+        """rows [tokens, q_heads, head_dim] → [tokens, q_heads, value_dim]"""
+        return self.attention(rows, self.key, self.value, self.memory.keys, self.memory.values, scores)
+
+
+def attend_latents(module: nn.Module, query: Tensor, attend: Any) -> Tensor:
+    """Attention straight on latents: the expansion into K goes into the query, that into V into the result.
+
+    query [q_heads, tokens, nope_dim + rotary_dim] → [tokens, q_heads, value_dim]; `attend` takes
+    [tokens, q_heads, rank + rotary_dim] and gives [tokens, q_heads, rank].
+    """
+    assert keeps_latents(module)
+    expansion: Tensor = module.kv_b_proj.weight  # type: ignore[union-attr, assignment]
+    q_heads, nope_dim = len(query), int(module.qk_nope_head_dim)  # type: ignore[arg-type]
+    weight = expansion.view(q_heads, -1, expansion.shape[-1])  # [q_heads, nope_dim + value_dim, rank]
+    absorbed = torch.cat([query[..., :nope_dim] @ weight[:, :nope_dim], query[..., nope_dim:]], -1)
+    seen = attend(absorbed.transpose(0, 1)).transpose(0, 1)  # [q_heads, tokens, rank]
+    out: Tensor = (seen @ weight[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+    return out
+
+
+class SequenceCache(StateCache):
+    """One sequence: gives out all of its K and V, and its states. For one module, or for the whole model.
+
+    What it gives carries no marks, so that nobody takes it for a packed step's.
+    """
+
+    def __init__(self, pool: TorchPool, segment: Segment, *, offset: int = 0, new: int | None = None) -> None:
+        """Of the segment's tokens the `new` ones after the first `offset`; all, if nothing is said."""
+        self._past = segment.past + offset
+        self._end = self._past + (len(segment.tokens) - offset if new is None else new)
+        slots = torch.tensor([segment.state], device=pool.device)
+        super().__init__(pool.states, slots, continues=self._past > 0)
+        self._pages = pool
+        if pool.families:
+            assert isinstance(pool.families[0], FullAttention), "only full attention gives out all K and V"
+            every = slots_of(segment.tables[0], 0, self._end, pool.block_size)
+            self._slots = torch.from_numpy(every).to(pool.device)  # [end]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states and value_states [1, kv_heads, new, …] → [1, kv_heads, end, …]"""
+        memory = self._pages.layers[layer_idx]
+        memory.write(self._slots[self._past :], *(t[0].transpose(0, 1) for t in (key_states, value_states)))
+        keys, values = (
+            m.index_select(0, self._slots).transpose(0, 1)[None] for m in (memory.keys, memory.values)
+        )
+        return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """[1, new, indexer_dim] → [1, end, indexer_dim]"""
+        memory = self._pages.layers[layer_idx].indexer
+        assert memory is not None, f"layer {layer_idx} has an indexer that the probe did not see"
+        memory.index_copy_(0, self._slots[self._past :], indexer_key_states[0])
+        return memory.index_select(0, self._slots)[None]
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return self._past
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._past + query_length, 0
