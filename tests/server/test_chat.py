@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rootstock.engine.text import HFTextCodec
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, Unsupported
-from rootstock.server.chat import chat_tokens, chosen_tools, template_messages
-from rootstock.server.openai import ChatCompletionRequest
+from rootstock.server.chat import chat_tokens, chosen_tools, conversation_of, template_messages
+from rootstock.server.openai_request import ChatCompletionRequest
 
 # As real templates do: tools at the front, a call's arguments as an object, the role checked.
 TEMPLATE = """
@@ -39,7 +39,7 @@ def codec() -> HFTextCodec:
 def rendered(body: dict[str, Any]) -> str:
     """The prompt that a request becomes, as text."""
     request = ChatCompletionRequest.model_validate(body)
-    return codec().decode(request.tokens_of(request.messages, codec()).tolist())
+    return codec().decode(chat_tokens(codec(), request.conversation(request.messages)).tolist())
 
 
 def test_a_conversation_with_tools_becomes_what_the_template_makes_of_it() -> None:
@@ -91,7 +91,7 @@ def test_arguments_that_a_model_wrote_wrongly_stay_as_they_are() -> None:
     [message] = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["tool_calls"][0]["function"]["arguments"] == '{"broken'
     with pytest.raises(ChatTemplateFailed, match="no attribute 'items'"):
-        chat_tokens(codec(), [{"role": "assistant", "content": None, "tool_calls": [call]}])
+        chat_tokens(codec(), conversation_of([{"role": "assistant", "content": None, "tool_calls": [call]}]))
 
 
 @pytest.mark.parametrize(

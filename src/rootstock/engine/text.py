@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,16 @@ Tool = Mapping[str, Any]
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
 _CONTEXT_TOKENS = 16
 _WINDOW_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """A text, its tokens, and which character each of them begins at, as far as the tokenizer tells."""
+
+    text: str
+    tokens: Tokens
+    token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
+    char_at: Callable[[int], int | None]  # where in the text the token of an index begins
 
 
 class TextCodec(Protocol):
@@ -44,6 +54,10 @@ class TextCodec(Protocol):
 
     def encode_chat(self, rendered: str) -> Tokens:
         """A rendered conversation, which holds all of its special tokens already."""
+        ...
+
+    def place_chat(self, rendered: str) -> PlacedTokens:
+        """As `encode_chat`, with the places of the tokens."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -243,6 +257,18 @@ class HFTextCodec:
             return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
         return np.array(self._fast.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
 
+    def place_chat(self, rendered: str) -> PlacedTokens:
+        if self._fast is None:
+            return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
+        encoding = self._fast.encode(rendered, add_special_tokens=False)
+
+        def char_at(token: int) -> int | None:
+            span = encoding.token_to_chars(token)
+            return None if span is None else int(span[0])
+
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at)
+
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         if not self._tokenizer.chat_template:
             raise ChatTemplateMissing
@@ -311,6 +337,9 @@ class ByteTextCodec:
         special = {name: np.array([256 + index], dtype=np.int32) for index, name in enumerate(self.SPECIAL)}
         return np.concatenate([special[part] if part in special else self.encode(part) for part in parts])
 
+    def place_chat(self, rendered: str) -> PlacedTokens:
+        return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
+
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         lines = ["<|begin|>"]
         if tools:
@@ -333,6 +362,10 @@ class ByteTextCodec:
         if token < 256:
             return bytes([token])
         return self.SPECIAL[token - 256].encode() if token < self.vocab_size else b""
+
+
+def _not_told(_: int) -> None:
+    return None
 
 
 def _byte_of_char() -> dict[str, int]:

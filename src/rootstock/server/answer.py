@@ -18,7 +18,8 @@ from rootstock.errors import RootstockError, StepFailed
 from rootstock.server.errors import ClientGone, error_body
 from rootstock.server.generation import Bridge, Generation, total_usage
 from rootstock.server.metrics import Metrics
-from rootstock.server.openai import DONE, Call, ChunkWriter, error_event, usage_body
+from rootstock.server.openai import Call
+from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage_body
 
 log = logging.getLogger(__name__)
 

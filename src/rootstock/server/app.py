@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock._version import __version__
 from rootstock.cache.explain import Explanation
+from rootstock.cache.families import FullAttention
 from rootstock.cache.plan import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
@@ -25,13 +26,8 @@ from rootstock.server.answer import Answerer
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.errors import error_response, install_error_handlers
 from rootstock.server.metrics import Metrics
-from rootstock.server.openai import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ExplainRequest,
-    ServedModel,
-    salt_of,
-)
+from rootstock.server.openai import ServedModel, salt_of
+from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest, ExplainRequest
 
 MAX_BODY_BYTES = 64 * 1024**2
 _CONTEXT_CHARACTERS = 80
@@ -49,7 +45,13 @@ def create_app(
 ) -> FastAPI:
     """The application over an engine that its caller starts and stops."""
     config = config or ServerConfig()
-    model = ServedModel(description.name, description.vocab_size, codec, defaults or SamplingDefaults())
+    model = ServedModel(
+        description.name,
+        description.vocab_size,
+        codec,
+        defaults or SamplingDefaults(),
+        wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
+    )
     metrics = Metrics(engine)
     app = FastAPI(title="Rootstock", version=__version__, strict_content_type=False, redoc_url=None)
     app.add_middleware(Guard, api_key=config.api_key, max_body_bytes=MAX_BODY_BYTES)

@@ -3,30 +3,79 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.text import Message, TextCodec, Tool
+from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
 from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
 
 # OpenAI's newer name for the role, which few templates know.
 _ROLES = {"developer": "system"}
+_BETWEEN_PARTS = "\n"
 
 
-def chat_tokens(
-    codec: TextCodec,
+MARK = "cache_control"  # Anthropic's; other servers take it in OpenAI's format, too
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place that the client says later requests will share: the end of the tools, or within a message."""
+
+    message: int | None  # None: the tools
+    chars: int = 0  # of the message's content
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[Mark, ...] = ()
+
+    def render(self, codec: TextCodec) -> str:
+        """Raises ChatTemplateMissing and ChatTemplateFailed."""
+        return codec.render_chat(self.messages, self.tools, **self.options)
+
+
+def conversation_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
-) -> Tokens:
-    """The prompt of a conversation. Slow for long ones: not for an event loop.
+) -> Conversation:
+    """From what clients send. Raises InvalidParameter, MissingParameter and Unsupported."""
+    taken = template_messages(messages)
+    marks = [mark for i, message in enumerate(messages) for mark in _marks_of(message, i, taken[i])]
+    if any(tool.get(MARK) for tool in tools):
+        marks.insert(0, Mark(None))
+    unmarked = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
+    return Conversation(taken, unmarked, options or {}, tuple(dict.fromkeys(marks)))
 
-    Raises InvalidParameter, Unsupported, ChatTemplateMissing, ChatTemplateFailed and EmptyPrompt.
+
+def chat_tokens(codec: TextCodec, conversation: Conversation) -> Tokens:
+    """The prompt. Slow for long conversations: not for an event loop.
+
+    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed and EmptyPrompt.
     """
-    rendered = codec.render_chat(template_messages(messages), tools, **(options or {}))
+    return _some(codec.encode_chat(_checked(conversation.render(codec))))
+
+
+def placed_chat(codec: TextCodec, conversation: Conversation) -> PlacedTokens:
+    """As `chat_tokens`, with the places of the tokens."""
+    placed = codec.place_chat(_checked(conversation.render(codec)))
+    _some(placed.tokens)
+    return placed
+
+
+def _checked(rendered: str) -> str:
     refuse_surrogates(rendered, "messages")
-    tokens = codec.encode_chat(rendered)
+    return rendered
+
+
+def _some(tokens: Tokens) -> Tokens:
     if len(tokens) == 0:
         raise EmptyPrompt("messages")
     return tokens
@@ -52,12 +101,25 @@ def _template_message(message: Mapping[str, Any], path: str) -> Message:
     if content is None and not calls and role != "assistant":
         raise MissingParameter(f"{path}.content")
     # What templates know beyond role and content (name, tool_call_id, reasoning_content, …) goes through.
-    result = {name: value for name, value in message.items() if value is not None}
+    result = {name: value for name, value in message.items() if value is not None and name != MARK}
     result["role"] = _ROLES.get(role, role)
     result["content"] = _text_of(content, f"{path}.content")
     if calls:
         result["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
     return result
+
+
+def _marks_of(message: Mapping[str, Any], index: int, taken: Message) -> Iterator[Mark]:
+    content = message.get("content")
+    if isinstance(content, list):
+        chars = 0
+        for part in content:
+            chars += len(part[part["type"]])
+            if part.get(MARK):
+                yield Mark(index, chars)
+            chars += len(_BETWEEN_PARTS)
+    if message.get(MARK):
+        yield Mark(index, len(taken["content"]))
 
 
 def _text_of(content: Any, path: str) -> str:
@@ -67,7 +129,7 @@ def _text_of(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidParameter(path, content, "a string or a list of parts")
-    return "\n".join(_text_of_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+    return _BETWEEN_PARTS.join(_text_of_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def _text_of_part(part: Any, path: str) -> str:

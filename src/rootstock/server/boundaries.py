@@ -1,0 +1,225 @@
+"""Template boundaries: the positions of a chat's prompt at which later requests can go another way.
+
+They are found by rendering. What may come next is rendered as the template would render it then: another
+conversation under the same system prompt, the next turn after an answer with reasoning, a tool's result. Where such
+a rendering leaves the prompt, a later request will. So a template that drops reasoning from history shows by itself
+where, no template is parsed, and no model is named. A rendering that the template refuses says nothing.
+
+A long history is left out of these renderings, and most of its tools. Where they part from the prompt is then found
+again in the whole prompt by the text around it; if that text is not there, or is there twice, the whole conversation
+is rendered. A position that is wrong after all would cost a checkpoint, never an answer: what is shared is decided
+by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
+from rootstock.errors import ChatTemplateFailed
+from rootstock.server.alignment import common_chars, common_tokens
+from rootstock.server.chat import Conversation
+
+_WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
+_CONTEXT_CHARS = 64  # that must be alike around a place for it to be the same
+_NEAR_TOKENS = 4  # two places as near as that need one checkpoint: the first serves both
+_SENTINEL = "\ue000"  # private use: no text has it
+
+_CALL_ID = "call00000"  # nine characters, which is what the strictest templates want
+
+
+def boundaries_of(codec: TextCodec, conversation: Conversation, placed: PlacedTokens) -> tuple[Boundary, ...]:
+    """In order of their positions, each of which is there once. `placed` is the conversation's prompt."""
+    finder = _Finder(codec, conversation, placed)
+    found: dict[int, CheckpointKind] = {}
+    system = finder.system()
+    for position in finder.marks(system):
+        found.setdefault(position, CheckpointKind.MARK)
+    found.setdefault(system, CheckpointKind.SYSTEM)
+    for position, kind in finder.turns():
+        found.setdefault(position, kind)
+    return tuple(Boundary(position, found[position]) for position in sorted(found) if position > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Abridged:
+    """The conversation without what does not matter to how it goes on, and its rendering."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    text: str
+
+
+class _Finder:
+    def __init__(self, codec: TextCodec, conversation: Conversation, placed: PlacedTokens) -> None:
+        self._codec = codec
+        self._conversation = conversation
+        self._placed = placed
+        options = dict(conversation.options)
+        options.pop("continue_final_message", None)  # which every rendering of something later would refuse
+        self._options = options
+        self._abridged = self._abridge()
+        self._positions: dict[tuple[int, str], int] = {}
+
+    def system(self) -> int:
+        """Where other conversations branch off: under the same system prompt and tools another user speaks."""
+        messages = self._conversation.messages
+        lead = list(takewhile(lambda message: message["role"] == "system", messages))
+        if len(lead) == len(messages):
+            return 0
+        spoken = messages[len(lead)]["content"].lstrip()
+        other = {"role": "user", "content": "Yes?" if spoken[:1] != "Y" else "No?"}
+        try:
+            rendered = self._render([*lead, other], self._conversation.tools)
+        except ChatTemplateFailed:
+            return 0
+        return common_tokens(self._codec, self._placed, rendered)
+
+    def turns(self) -> Iterator[tuple[int, CheckpointKind]]:
+        """Where the next turn and the next step of this one leave the prompt, or its end if they do not."""
+        after_answers, after_calls = self._continuations()
+        next_turn = self._positions_of(after_answers)
+        next_step = self._positions_of(after_calls)
+        of_tool = self._conversation.messages[-1]["role"] == "tool"
+        last = -_NEAR_TOKENS
+        for position in sorted(next_turn | next_step):
+            if position >= last + _NEAR_TOKENS:
+                last = position
+                within_turn = of_tool and any(position > step - _NEAR_TOKENS for step in next_step)
+                yield position, CheckpointKind.TOOL if within_turn else CheckpointKind.USER
+
+    def marks(self, system: int) -> Iterator[int]:
+        """Where the client set marks."""
+        marks = self._conversation.marks
+        if any(mark.message is None for mark in marks):
+            yield system
+        inside = sorted({(mark.message, mark.chars) for mark in marks if mark.message is not None})
+        text = self._placed.text
+        if not inside or _SENTINEL in text:
+            return
+        messages = [dict(message) for message in self._conversation.messages]
+        for index, chars in reversed(inside):
+            content = messages[index]["content"]
+            end = len(content[:chars].rstrip())  # templates trim
+            messages[index]["content"] = content[:end] + _SENTINEL + content[end:]
+        try:
+            rendered = self._codec.render_chat(
+                messages, self._conversation.tools, **self._conversation.options
+            )
+        except ChatTemplateFailed:
+            return
+        pieces = rendered.split(_SENTINEL)
+        if "".join(pieces) != text:  # the template does more with a text than to write it down once
+            return
+        chars = 0
+        for piece in pieces[:-1]:
+            chars += len(piece)
+            yield common_tokens(self._codec, self._placed, text[:chars] + " Q")
+
+    # ------------------------------------------------------------------------------------------ renderings
+
+    def _continuations(self) -> tuple[list[list[Message]], list[list[Message]]]:
+        """What may be appended: an answer and a next question, and a call and its result. Reasoning comes as a
+        field of its own, in the content, or not at all: clients and templates differ."""
+        user = {"role": "user", "content": "Go on."}
+        if self._conversation.messages[-1]["role"] == "assistant":
+            return [[user]], []
+        answers: list[Message] = [
+            {"role": "assistant", "content": "Done."},
+            {"role": "assistant", "content": "Done.", "reasoning_content": "Well."},
+            {"role": "assistant", "content": "<think>\nWell.\n</think>\n\nDone."},
+        ]
+        next_turns: list[list[Message]] = [[answer, user] for answer in answers]
+        name = _name_of_a_tool(self._conversation)
+        if name is None:
+            return next_turns, []
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": _CALL_ID, "name": name, "content": "Done."}
+        return next_turns, [[calling, result], [{**calling, "reasoning_content": "Well."}, result]]
+
+    def _positions_of(self, continuations: Sequence[Sequence[Message]]) -> set[int]:
+        return {
+            position
+            for continuation in continuations
+            if (position := self._position_of(continuation)) is not None
+        }
+
+    def _position_of(self, continuation: Sequence[Message]) -> int | None:
+        """Where the rendering of what follows leaves the prompt; None if the template refuses it."""
+        text = self._placed.text
+        try:
+            rendered = self._render([*self._abridged.messages, *continuation], self._abridged.tools)
+            chars = common_chars(self._abridged.text, rendered)
+            place = _place_of(self._abridged.text, chars, text)
+            if place is None:
+                whole = self._conversation
+                rendered = self._render([*whole.messages, *continuation], whole.tools)
+                chars = place = common_chars(text, rendered)
+        except ChatTemplateFailed:
+            return None
+        following = rendered[chars : chars + 2 * _CONTEXT_CHARS]
+        if (place, following) not in self._positions:
+            position = common_tokens(self._codec, self._placed, text[:place] + following)
+            self._positions[place, following] = position
+        return self._positions[place, following]
+
+    def _abridge(self) -> _Abridged:
+        whole = self._conversation
+        messages, tools = _abridged_messages(whole.messages), whole.tools[:1]
+        if len(messages) == len(whole.messages) and len(tools) == len(whole.tools):
+            return _Abridged(messages, tools, self._placed.text)
+        try:
+            rendered = self._codec.render_chat(messages, tools, **whole.options)
+        except ChatTemplateFailed:
+            return _Abridged(whole.messages, whole.tools, self._placed.text)
+        return _Abridged(messages, tools, rendered)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._codec.render_chat(messages, tools, **self._options)
+
+
+def _abridged_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """The system prompt, the first question, the answer before the last question, the last question, and of what
+    followed it the first and the last step: all that templates look at to decide how to write what comes next."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if len(messages) <= _WHOLE_UP_TO or not users:
+        return messages
+    first, last = users[0], users[-1]
+    kept = list(takewhile(lambda message: message["role"] == "system", messages))
+    if first < last:
+        answers = [message for message in messages[first:last] if message["role"] == "assistant"]
+        kept += [messages[first], *map(_without_calls, answers[-1:])]
+    steps = [i for i in range(last + 1, len(messages)) if messages[i]["role"] == "assistant"]
+    if len(steps) > 2:
+        return [*kept, *messages[last : steps[1]], *messages[steps[-1] :]]
+    return [*kept, *messages[last:]]
+
+
+def _without_calls(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+def _name_of_a_tool(conversation: Conversation) -> str | None:
+    """None if nothing can be called."""
+    for tool in conversation.tools:
+        return str(tool.get("function", tool).get("name", "tool"))
+    called = any(message.get("tool_calls") for message in conversation.messages)
+    return "tool" if called else None
+
+
+def _place_of(base: str, chars: int, text: str) -> int | None:
+    """The place in `text` that is like the one after `chars` of `base`: the end of both, or the only one of its
+    kind. None if there is no such place."""
+    if text.endswith(base[max(0, chars - _CONTEXT_CHARS) :]):
+        return len(text) - (len(base) - chars)
+    after = base[chars : chars + _CONTEXT_CHARS]
+    for before in (4 * _CONTEXT_CHARS, _CONTEXT_CHARS):
+        context = base[max(0, chars - before) : chars]
+        at = text.find(context + after)
+        if at >= 0 and text.find(context + after, at + 1) < 0:
+            return at + len(context)
+    return None

@@ -1,0 +1,55 @@
+"""Codecs with chat templates of the kinds that models come with, and with tokenizers of two kinds."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rootstock.engine.text import HFTextCodec
+
+TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+# As many newer ones: the prompt itself opens the reasoning.
+TEMPLATES["qwen3_thinking"] = TEMPLATES["qwen3"].replace(
+    "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+)
+WITHOUT_TOOLS = ("gemma", "strict")
+
+_SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>",
+    "<|bos|>", "<|eos|>", "<|User|>", "<|Assistant|>", "<|call|>", "<|output|>",
+]  # fmt: skip
+_TEXT = (
+    "You are a helpful assistant of a small library. The reader asks, the tool answers, and then you say what it "
+    "means. Done. Well. Go on. Yes? No? system user assistant tool function name arguments look up word count"
+)
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """'bytes': byte-level BPE after a splitting into words. 'pieces': SentencePiece's way, with a space before
+    every text and merges across words."""
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "bytes":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+        alphabet = [*map(chr, range(32, 127)), "\n", "\u2581", "é", "\ue000"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([_TEXT, _TEXT.replace(" ", "\n"), *_TEXT.split(" ")], trainer)
+    return tokenizer
+
+
+@functools.cache
+def codec_of(template: str, kind: str = "bytes") -> HFTextCodec:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(kind), eos_token="<|im_end|>")
+    return HFTextCodec(wrapped, TEMPLATES[template])
