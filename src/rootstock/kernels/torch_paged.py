@@ -121,7 +121,7 @@ class PagedAttention:
             case SlidingWindow(window=window):
                 moves = max(span.past, window)  # before it, all rows see from 0 on
                 least, most = self._tuning.band_rows
-                # As many rows as the window is wide: with more, most of the edge is hidden from most of them.
+                # About as many rows as the window is wide: with more, most of the edge is hidden from most of them.
                 cuts = range(moves, span.end, max(least, min(window, most)))
                 return [cut for cut in cuts if cut > span.past]
             case _:
@@ -350,7 +350,7 @@ class _PagedStep:
         if band.causal:
             yield _flash(query, key, value, 0.0, True, scale=context.scores.scale)
         if band.edge is not None:
-            yield context.attend(band.edge.part, query, band.edge.mask)
+            yield context.attend_edge(band.edge, query)
         if band.common:
             # Without a mask, all heads of a group and all rows are alike: one problem per KV head.
             kv_heads, head_dim = key.shape[1], key.shape[-1]
@@ -368,13 +368,16 @@ class _Context:
     scores: Scores
     stage: Stage
 
-    def attend(self, part: Slice, query: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """query [1, heads, rows, head_dim] → the same shape, and its log-sum-exp [1, heads, rows] float32
-
-        mask [rows, part.tokens], added to the scores
-        """
+    def attend(self, part: Slice, query: Tensor) -> tuple[Tensor, Tensor]:
+        """query [1, kv_heads, rows, head_dim] → the same shape, and its log-sum-exp [1, kv_heads, rows] float32"""
         keys, values = self.stage(self.keys, self.values, part)
-        out, lse = _flash(query, keys, values, attn_mask=mask, scale=self.scores.scale)
+        out, lse = _flash(query, keys, values, scale=self.scores.scale)
+        return out, lse
+
+    def attend_edge(self, edge: _Edge, query: Tensor) -> tuple[Tensor, Tensor]:
+        """query [1, q_heads, rows of the band, head_dim] → so as well"""
+        keys, values = self.stage(self.keys, self.values, edge.part)
+        out, lse = _flash(query, keys, values, attn_mask=edge.mask, scale=self.scores.scale)
         return out, lse
 
 
