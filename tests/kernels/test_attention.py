@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
-from rootstock.kernels import reference
+from rootstock.kernels import reference, torch_gather
 from rootstock.kernels.scores import Attention
+from rootstock.kernels.spans import EVERYTHING
 from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.kernels.torch_paged import PagedAttention, Scratch, Tuning
 
 SLICED = Tuning(slice_bytes=7, chunk_slice_bytes=20, share_from=1)  # for positions of one byte
 
@@ -98,6 +101,33 @@ def test_one_scratch_serves_steps_of_any_size() -> None:
     for past in (50, 10, 120, 0, 64):
         batch = make_batch([(past, 1), (past, 5)], seed=past)
         assert_equals_reference(run(kernel, batch), batch)
+
+
+@pytest.mark.parametrize("past", [60, 2000])
+def test_scratch_is_of_the_size_of_a_slice_however_long_the_context(past: int) -> None:
+    scratch = Scratch()
+    kernel = PagedAttention(
+        4, 1, Tuning(slice_bytes=30, chunk_slice_bytes=60, band_rows=(8, 16)), scratch.stage
+    )
+    for family in (EVERYTHING, SlidingWindow(1, 1, 500), SlidingWindow(1, 1, 4)):
+        run(kernel, make_batch([(past, 1), (past, 20)], family=family))
+    assert [len(keys) for keys, _ in scratch._scratch.values()] <= [60 * 3 // 2]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gathering_never_holds_more_scores_than_it_may(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    for name in ("attend_dense", "_attend_plainly"):
+        attend = getattr(torch_gather, name)
+
+        def counted(query: Tensor, key: Tensor, *rest: Any, attend: Any = attend) -> Tensor:
+            held.append(query.shape[0] * query.shape[1] * key.shape[1])
+            return attend(query, key, *rest)
+
+        monkeypatch.setattr(torch_gather, name, counted)
+    batch = make_batch([(50, 30), (0, 40), (400, 1)], sinks=sinks, value_dim=12)
+    assert_equals_reference(run(GatherAttention(4, torch.device("cpu"), 2000), batch), batch)
+    assert max(held) <= 2000
 
 
 def test_decodes_between_chunks_keep_their_rows() -> None:

@@ -37,13 +37,11 @@ class Tuning:
     slice_bytes: int = 1 << 20  # of K, for a few rows; half and twice as much are within 10 %
     chunk_slice_bytes: int = 16 << 20  # for many rows, which use what they read more than once
     many_rows: int = 16  # new positions from which a chunk counts as that
-    share_from: int = (
-        192  # positions not read again; to save fewer, each decode reads a common prefix for itself
-    )
-    band_rows: tuple[int, int] = (
-        64,
-        512,
-    )  # least and most rows of a chunk that a moving window cuts together
+    # Positions not read again; to save fewer, each decode reads a common prefix for itself.
+    share_from: int = 192
+    # Least and most rows of a band of a sliding window. Between them, as many as the window is wide: with more, most
+    # of the edge is hidden from most of them.
+    band_rows: tuple[int, int] = (64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,6 @@ class PagedAttention:
             case SlidingWindow(window=window):
                 moves = max(span.past, window)  # before it, all rows see from 0 on
                 least, most = self._tuning.band_rows
-                # About as many rows as the window is wide: with more, most of the edge is hidden from most of them.
                 cuts = range(moves, span.end, max(least, min(window, most)))
                 return [cut for cut in cuts if cut > span.past]
             case _:
@@ -129,23 +126,25 @@ class PagedAttention:
 
     def _band(self, span: Span, family: TokenFamily, begin: int, end: int) -> _Band:
         """The rows of the positions begin … end - 1."""
-        first, last_first = family.tail_start(begin), family.tail_start(end - 1)  # what the end rows see from
+        first, last_first = family.tail_start(begin), family.tail_start(end - 1)
         rows = slice(span.row + begin - span.past, span.row + end - span.past)
         few = end - begin < self._tuning.many_rows
         tokens = self._slice_tokens if few else self._chunk_slice_tokens
         if last_first == first:
             return _Band(rows, tuple(self._slices((), span, first, begin, tokens)), None, True)
-        # The first position that all rows see goes with those that only some see, so that none sees nothing there.
-        separate = last_first < begin
-        until = last_first + 1 if separate else end
-        part = _slice((), slots_of(span.blocks, first, until, self._block_size))
-        own = torch.arange(begin, end)[:, None]
-        starts = torch.tensor([family.tail_start(position) for position in range(begin, end)])[:, None]
-        positions = torch.arange(first, until)
-        hidden = (positions < starts) | (positions > own)
-        edge = _Edge(part, torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")))
-        common = self._slices((), span, until, begin, tokens) if separate else []
-        return _Band(rows, tuple(common), edge, separate)
+        if last_first >= begin:  # a window narrower than the band: nothing before the band is common
+            return _Band(rows, (), self._edge(span, family, range(begin, end), end), False)
+        # The first position that all rows see is in the edge, so that none sees nothing there.
+        edge = self._edge(span, family, range(begin, end), last_first + 1)
+        return _Band(rows, tuple(self._slices((), span, last_first + 1, begin, tokens)), edge, True)
+
+    def _edge(self, span: Span, family: TokenFamily, rows: range, until: int) -> _Edge:
+        """What the rows of these positions see before `until`."""
+        starts = [family.tail_start(position) for position in rows]
+        seen = torch.arange(starts[0], until)
+        hidden = (seen < torch.tensor(starts)[:, None]) | (seen > torch.tensor(rows)[:, None])
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        return _Edge(_slice((), slots_of(span.blocks, starts[0], until, self._block_size)), mask)
 
     def _slices(self, rows: tuple[int, ...], span: Span, first: int, end: int, tokens: int) -> list[Slice]:
         """The positions first … end - 1 in equal slices of about so many."""
@@ -155,12 +154,9 @@ class PagedAttention:
         return [_slice(rows, part) for part in np.array_split(slots, max(1, round(len(slots) / tokens)))]
 
     def _levels(self, decodes: Sequence[Span], family: TokenFamily = EVERYTHING) -> list[_Level]:
-        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
-        tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
         depth = [0] * len(decodes)  # slices of each decode so far
         levels: list[list[Slice]] = []
-
-        def emit(rows: list[int], first: int, end: int) -> None:
+        for rows, first, end in self._readings(decodes, family):
             for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
                 level = depth[rows[0]]
                 if level == len(levels):
@@ -168,38 +164,40 @@ class PagedAttention:
                 levels[level].append(part)
                 for row in rows:
                     depth[row] = level + 1
+        return [_level(tuple(slices), len(decodes)) for slices in levels]
 
-        # Decodes whose blocks at index `at` are the same one, and, of those before it, all that hold positions from
-        # `begin` on; they have read what they see before `begin`. Last in, first out: the tree, depth first.
+    def _readings(self, decodes: Sequence[Span], family: TokenFamily) -> Iterator[tuple[list[int], int, int]]:
+        """Which decodes together read which positions, first … end - 1; in order for each of them."""
+        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
+        tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
+        # Groups that have read what they see before `begin` and have the blocks before `at` in common from there on,
+        # and the one at `at`. Last in, first out: a walk of the tree that they make, which may be deep.
         pending: list[tuple[list[int], int, int]] = []
 
-        def branch(rows: list[int], begin: int, at: int) -> None:
-            """These decodes have all blocks before `at` in common: part them by the block at `at`."""
-            together: dict[int, list[int]] = {}
+        def part(rows: list[int], begin: int, at: int) -> None:
+            groups: dict[int, list[int]] = {}
             for row in rows:
                 block = int(tables[row][at]) if at < len(tables[row]) else -1 - row
-                together.setdefault(block, []).append(row)
-            pending.extend((group, begin, at) for group in reversed(together.values()))
+                groups.setdefault(block, []).append(row)
+            pending.extend((group, begin, at) for group in reversed(groups.values()))
 
-        first_seen: dict[
-            int, list[int]
-        ] = {}  # decodes can share what they read if it begins where they see from
+        # What is read together begins at one position, so only decodes that see from the same one on can share.
+        alike: dict[int, list[int]] = {}
         for row, span in enumerate(decodes):
-            first_seen.setdefault(family.tail_start(span.past), []).append(row)
-        for first, rows in reversed(first_seen.items()):
-            branch(rows, first, first // self._block_size)
+            alike.setdefault(family.tail_start(span.past), []).append(row)
+        for first, rows in reversed(alike.items()):
+            part(rows, first, first // self._block_size)
         while pending:
             group, begin, at = pending.pop()
             if len(group) == 1:
-                emit(group, begin, decodes[group[0]].end)
+                yield group, begin, decodes[group[0]].end
                 continue
-            blocks = at + common_blocks([tables[row] for row in group], at)
-            until = blocks * self._block_size
-            if (len(group) - 1) * (until - begin) >= self._tuning.share_from:
-                emit(group, begin, until)
-                begin = until
-            branch(group, begin, blocks)
-        return [_level(tuple(slices), len(decodes)) for slices in levels]
+            at += common_blocks([tables[row] for row in group], at)
+            end = at * self._block_size
+            if (len(group) - 1) * (end - begin) >= self._tuning.share_from:
+                yield group, begin, end
+                begin = end
+            part(group, begin, at)
 
 
 def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:
@@ -215,7 +213,7 @@ def _level(slices: tuple[Slice, ...], decodes: int) -> _Level:
 
 
 class Scratch:
-    """Memory that slices are staged in, of the longest slice for each shape of layers."""
+    """Memory that slices are staged in: for each shape of layers, as much as the longest slice so far."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
