@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.assemble import Assembly, assemble
 from rootstock.engine.text import ByteTextCodec, TextCodec
@@ -56,7 +57,8 @@ class Served:
 
     def chat_prompt(self, text: str) -> list[int]:
         codec = self.assembly.codec
-        return codec.encode_chat(codec.render_chat(user(text), [])).tolist()
+        tokens: list[int] = codec.encode_chat(codec.render_chat(user(text), [])).tolist()
+        return tokens
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """What the oracle's tokens must be, by the tokens alone; ends before an end of sequence."""
@@ -102,7 +104,7 @@ def served_by_oracle(
     runtime = FakeRuntime(
         ByteTextCodec.vocab_size, context_limit, eos_token_ids=(ByteTextCodec.END,), fault=fault
     )
-    block_bytes = 8 * runtime.description.families[0].bytes_per_token
+    block_bytes = sum(row_bytes(family, 8) for family in runtime.description.families)
     made = assemble(
         runtime,
         codec or ByteTextCodec(),

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rootstock.cache.checkpoints import CheckpointKind
+from rootstock.engine.text import ByteTextCodec, HFTextCodec, Message
+from rootstock.server.alignment import common_chars, common_tokens, shared
+from rootstock.server.boundaries import boundaries_of
+from rootstock.server.chat import Conversation, conversation_of, placed_chat
+from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
+
+Json = dict[str, Any]
+SYSTEM, USER, TOOL, MARK = (
+    CheckpointKind.SYSTEM,
+    CheckpointKind.USER,
+    CheckpointKind.TOOL,
+    CheckpointKind.MARK,
+)
+TOOLS: list[Json] = [
+    {"type": "function", "function": {"name": name, "description": f"{name} a word.", "parameters": {}}}
+    for name in ("look_up", "count")
+]
+RULES = {"role": "system", "content": "You are a helpful assistant of a small library."}
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, reasoning: str | None = None) -> Json:
+    more = {} if reasoning is None else {"reasoning_content": reasoning}
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(number: int, reasoning: str | None = None) -> Json:
+    function = {"name": "look_up", "arguments": f'{{"word": "w{number}"}}'}
+    calls = [{"id": f"call{number:05}", "type": "function", "function": function}]
+    return {**answer("", reasoning), "tool_calls": calls}
+
+
+def result(number: int) -> Json:
+    return {"role": "tool", "tool_call_id": f"call{number:05}", "content": f"w{number} is a plant."}
+
+
+def found(
+    template: str, messages: list[Json], tools: list[Json] | None = None, kind: str = "bytes", **options: Any
+) -> dict[CheckpointKind, list[str]]:
+    """What the prompt says up to each boundary, by its last 80 characters."""
+    codec = codec_of(template, kind)
+    conversation = conversation_of(messages, tools or [], options)
+    placed = placed_chat(codec, conversation)
+    told: dict[CheckpointKind, list[str]] = {}
+    for boundary in boundaries_of(codec, conversation, placed):
+        end = placed.char_at(boundary.position) if boundary.position < len(placed.tokens) else None
+        told.setdefault(boundary.kind, []).append(placed.text[:end][-80:])
+    return told
+
+
+# ---- what the kinds of templates do
+
+
+def test_where_nothing_is_dropped_the_next_turn_leaves_at_the_end_of_the_prompt() -> None:
+    told = found("chatml", [RULES, user("What is a tree?")], TOOLS)
+    assert [text[-17:] for text in told.pop(SYSTEM)] == ["<|im_start|>user\n"]
+    [end] = told.pop(USER)
+    assert end.endswith("tree?<|im_end|>\n<|im_start|>assistant\n")
+    assert told == {}
+
+
+@pytest.mark.behaviour(24)
+def test_before_the_reasoning_of_the_last_user_turn_and_after_the_tools_result_within_it() -> None:
+    turn = [user("What is a tree?"), call(1, "I look."), result(1), call(2, "Again."), result(2)]
+    told = found("qwen3", [RULES, user("Hi."), answer("Hello."), *turn], TOOLS)
+    assert [text[-17:] for text in told[SYSTEM]] == ["<|im_start|>user\n"]
+    assert [text[-22:] for text in told[USER]] == ["<|im_start|>assistant\n"]
+    assert "What is a tree?" in told[USER][0]
+    assert [text.endswith("<|im_end|>\n<|im_start|>assistant\n") for text in told[TOOL]] == [True]
+    assert "</tool_response>" in told[TOOL][0]
+
+
+@pytest.mark.behaviour(24)
+@pytest.mark.parametrize("template", ["qwen3_thinking", "deepseek"])
+def test_where_the_prompt_opens_the_reasoning_the_boundary_is_before_it(template: str) -> None:
+    told = found(template, [RULES, user("What is a tree?")], TOOLS)
+    [end] = told[USER]
+    assert "tree?" in end
+    assert "<think>" not in end
+    turn = [user("What is a tree?"), call(1, "I look."), result(1)]
+    [end] = found(template, [RULES, *turn], TOOLS)[TOOL]
+    assert "is a plant." in end
+    assert "<think>" not in end
+
+
+def test_reasoning_that_clients_keep_in_the_content_is_dropped_alike() -> None:
+    thought = "<think>\nI look.\n</think>\n\n"
+    calling = {**call(1), "content": thought}
+    told = found("qwen3", [RULES, user("What is a tree?"), calling, result(1)], TOOLS)
+    assert [text.endswith("tree?<|im_end|>\n<|im_start|>assistant\n") for text in told[USER]] == [True]
+
+
+def test_tools_in_the_first_user_message_belong_to_what_conversations_share() -> None:
+    told = found("llama_3", [RULES, user("What is a tree?")], TOOLS)
+    assert told[SYSTEM][0].endswith('"parameters": {}\n    }\n}\n\n')
+
+
+def test_a_system_prompt_that_moves_to_the_last_user_message_is_left_behind_before_it() -> None:
+    told = found("mistral", [RULES, user("What is a tree?"), answer("A plant."), user("And a bush?")], TOOLS)
+    assert any(text.endswith("[INST] What is a tree?[/INST] A plant.</s>[") for text in told[USER])
+
+
+@pytest.mark.parametrize("template", WITHOUT_TOOLS)
+def test_what_a_template_refuses_says_nothing_and_fails_nothing(template: str) -> None:
+    tools: list[Json] = TOOLS if template == "strict" else []
+    told = found(template, [RULES, user("What is a tree?")], tools)
+    assert set(told) == {SYSTEM, USER}
+    only_user = (
+        """{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"""
+    )
+    codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
+    conversation = conversation_of([user("What?")])
+    assert boundaries_of(codec, conversation, placed_chat(codec, conversation)) == ()
+
+
+def test_system_messages_in_the_middle_are_part_of_the_history() -> None:
+    middle = {"role": "system", "content": "Be brief from now on."}
+    told = found("chatml", [RULES, RULES, user("Hi."), answer("Hello."), middle, user("What is a tree?")])
+    assert len(told[SYSTEM]) == len(told[USER]) == 1
+    assert told[USER][0].endswith("tree?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_answer_that_is_to_be_continued_and_prompts_without_a_user_have_boundaries_too() -> None:
+    begun = [RULES, user("What is a tree?"), answer("A tree is")]
+    told = found("qwen3", begun, add_generation_prompt=False, continue_final_message=True)
+    assert told[USER][0].endswith("tree?<|im_end|>\n<|im_start|>assistant\n")
+    assert found("chatml", [RULES])[USER] == [found("chatml", [RULES])[USER][0]]
+
+
+# ---- exactness
+
+
+def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[Json]]]:
+    """A conversation as it grows, and its tools: every prompt that an agent would send."""
+    rng = random.Random(seed)
+    tools = [] if template in WITHOUT_TOOLS else TOOLS
+    words = ["tree", "bush", "é", "plant", "w1", "<b>", "Done.", "{}", "Go", "17", "\n\n", "", "of"]
+
+    def text(most: int) -> str:
+        """Not beginning with what some tokenizers merge with the end of the prompt."""
+        return " ".join(["It", *(rng.choice(words) for _ in range(rng.randint(1, most)))])
+
+    messages: list[Json] = [{"role": "system", "content": text(30)}]
+    for turn in range(4):
+        messages.append(user(text(20)))
+        yield list(messages), tools
+        for step in range(rng.randint(0, 4) if tools else 0):
+            messages += [call(10 * turn + step, text(9)), result(step)]
+            yield list(messages), tools
+        messages.append(answer(text(12), text(12)))
+
+
+def by_the_whole_rendering(
+    codec: HFTextCodec, conversation: Conversation, following: list[Message]
+) -> int | None:
+    try:
+        rendered = codec.render_chat([*conversation.messages, *following], conversation.tools)
+    except Exception:
+        return None
+    prompt = codec.encode_chat(conversation.render(codec))
+    return shared(prompt, codec.encode_chat(rendered))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_the_boundaries_are_where_whole_renderings_leave_the_prompt(template: str, kind: str) -> None:
+    codec = codec_of(template, kind)
+    next_turn: list[Message] = [answer("Done.", "Well."), user("Go on.")]
+    called = [{"id": "call00000", "function": {"name": "look_up", "arguments": {}}}]
+    next_step: list[Message] = [
+        {**answer(""), "tool_calls": called},
+        {"role": "tool", "tool_call_id": "call00000", "content": "Done."},
+    ]
+    for seed in range(3):
+        for messages, tools in conversations(template, seed):
+            conversation = conversation_of(messages, tools)
+            placed = placed_chat(codec, conversation)
+            boundaries = boundaries_of(codec, conversation, placed)
+            positions = [boundary.position for boundary in boundaries]
+            assert positions == sorted(set(positions))
+            assert all(0 < position <= len(placed.tokens) for position in positions)
+            for following in (next_turn, next_step) if tools else (next_turn,):
+                expected = by_the_whole_rendering(codec, conversation, following)
+                assert expected is not None
+                # One that lies a few tokens behind another is left out.
+                assert any(0 <= expected - position < 4 for position in [0, *positions]), (
+                    expected,
+                    positions,
+                )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("template", sorted(set(TEMPLATES) - {"mistral", "gemma", "strict"}))
+def test_every_request_of_an_agent_leaves_the_ones_before_at_a_boundary_or_goes_on(
+    template: str, kind: str
+) -> None:
+    """What is generated is what is sent back; reasoning is a part of it until a template drops it."""
+    codec = codec_of(template, kind)
+    for seed in range(3):
+        known: list[tuple[np.ndarray[Any, Any], set[int]]] = []
+        for messages, tools in conversations(template, seed):
+            conversation = conversation_of(messages, tools)
+            placed = placed_chat(codec, conversation)
+            if known:
+                longest, at = max((shared(tokens, placed.tokens), at) for at, (tokens, _) in enumerate(known))
+                tokens, positions = known[at]
+                near = max((position for position in positions if position <= longest), default=0)
+                goes_on = longest >= len(tokens)
+                assert goes_on or longest - near < 4, (longest, sorted(positions), len(tokens))
+            known.append((placed.tokens, {b.position for b in boundaries_of(codec, conversation, placed)}))
+
+
+def test_tokens_that_merge_across_the_place_where_texts_part_do_not_count() -> None:
+    codec = codec_of("chatml")
+    one, other = "tree assistant of", "tree assistance"
+    placed = codec.place_chat(one)
+    assert common_tokens(codec, placed, other) == shared(codec.encode_chat(one), codec.encode_chat(other))
+    assert common_chars(one, other) == len("tree assistan")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_a_window_finds_what_whole_tokenising_finds(kind: str) -> None:
+    codec, rng = codec_of("chatml", kind), random.Random(3)
+    pieces = ["assistant", " of", "\n", "  ", "é", "tool", "<|im_end|>", "aaaa", "."]
+    for _ in range(300):
+        one = "".join(rng.choices(pieces, k=rng.randint(0, 300)))
+        cut = rng.randint(0, len(one))
+        other = one[:cut] + "".join(rng.choices(pieces, k=rng.randint(0, 30)))
+        placed = codec.place_chat(one)
+        assert common_tokens(codec, placed, other) == shared(placed.tokens, codec.encode_chat(other))
+
+
+def test_a_codec_that_tells_no_places_is_served_by_tokenising_whole() -> None:
+    codec = ByteTextCodec()
+    conversation = conversation_of([RULES, user("What is a tree?")])
+    placed = placed_chat(codec, conversation)
+    system, turn = boundaries_of(codec, conversation, placed)
+    assert system.kind is SYSTEM
+    assert placed.tokens[system.position - 1] == 256 + ByteTextCodec.SPECIAL.index("<|user|>")
+    assert turn.position == len(placed.tokens)
+
+
+# ---- marks
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_a_clients_marks_are_boundaries_and_do_not_reach_the_template(template: str) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    document = {"type": "text", "text": "A long document.", **mark}
+    question = {"type": "text", "text": "What does it say?"}
+    messages: list[Json] = [RULES, {"role": "user", "content": [document, question]}]
+    marked = found(template, messages)
+    [end] = marked[MARK]
+    assert end.endswith("A long document.")
+    plain = [RULES, user("A long document.\nWhat does it say?")]
+    codec = codec_of(template)
+    assert conversation_of(messages).render(codec) == conversation_of(plain).render(codec)
+
+
+def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked_tools = [TOOLS[0], {**TOOLS[1], **mark}]
+    messages = [{**RULES, **mark}, user("Hi."), {**answer("Hello."), **mark}, user("What is a tree?")]
+    told = found("qwen3", messages, marked_tools)
+    assert [text[-20:] for text in told[MARK]] == [
+        RULES["content"][-20:],
+        found("qwen3", [RULES, user("Hi.")], TOOLS)[SYSTEM][0][-20:],
+        told[MARK][2][-20:],
+    ]
+    assert told[MARK][2].endswith("assistant\nHello.")
+    conversation = conversation_of(messages, marked_tools)
+    assert conversation.tools == TOOLS
+    assert "cache_control" not in conversation.render(codec_of("qwen3"))
+
+
+def test_marks_in_texts_that_a_template_rewrites_are_passed_over() -> None:
+    marked = {**answer("<think>\nWell.\n</think>\n\nDone."), "cache_control": {"type": "ephemeral"}}
+    messages = [RULES, user("Hi."), marked, user("What is a tree?")]
+    assert len(found("qwen3", messages)[MARK]) == 1  # its end is still written down as it is
+    inside = {"type": "text", "text": "<think>\nWell.", "cache_control": {"type": "ephemeral"}}
+    rest = {"type": "text", "text": "</think>\n\nDone."}
+    messages = [RULES, user("Hi."), {"role": "assistant", "content": [inside, rest]}, user("What?")]
+    assert MARK not in found("qwen3", messages)
+
+
+# ---- cost
+
+
+@pytest.mark.parametrize("shape", ["chat", "loop"])
+def test_a_long_conversation_costs_no_more_than_a_few_renderings(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figure itself is bench's; here only that nothing grows with the length of the history."""
+    codec = codec_of("qwen3_thinking")
+    long = "The reader asks, the tool answers, and then you say what it means. " * 8
+    if shape == "chat":
+        messages = [RULES, *[m for _ in range(49) for m in (user(long), answer(long, long))], user(long)]
+    else:
+        messages = [RULES, user(long), *[m for i in range(49) for m in (call(i, long), result(i))]]
+    conversation = conversation_of(messages, TOOLS)
+    placed = placed_chat(codec, conversation)
+
+    rendered = [0]
+    render = codec.render_chat
+
+    def counted(messages: list[Message], *rest: Any, **options: Any) -> Any:
+        rendered[0] += len(messages)
+        return render(messages, *rest, **options)
+
+    monkeypatch.setattr(codec, "render_chat", counted)
+    boundaries_of(codec, conversation, placed)
+    monkeypatch.undo()
+    assert rendered[0] <= len(messages)
+
+    def median_s(work: Callable[[], object]) -> float:
+        def once() -> float:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+
+        return statistics.median(once() for _ in range(7))
+
+    prompt_s = median_s(lambda: placed_chat(codec, conversation))
+    assert median_s(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_s
