@@ -1,8 +1,13 @@
-"""The self-check: it passes what is right in every dtype, and refuses each mistake that is made here on purpose."""
+"""The self-check: it passes what is right in every dtype, and catches each mistake that is made here on purpose.
+
+A mistake in the packed path alone makes the model step down the ladder; one that no rung is free of refuses it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +17,21 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from rootstock.cache.families import SlidingWindow, TokenFamily
+from rootstock.cache.plan import Plan
 from rootstock.errors import SelfCheckFailed
 from rootstock.kernels import torch_gather, torch_paged
 from rootstock.kernels.scores import Scores
-from rootstock.kernels.spans import Span
-from rootstock.runtime import torch_check, torch_hooks, torch_model, torch_pool
+from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.runtime import (
+    torch_check,
+    torch_hooks,
+    torch_masks,
+    torch_model,
+    torch_pool,
+    torch_states,
+    torch_step,
+)
 from twins.checkpoints import SERVED, save
 from twins.driving import load
 
@@ -36,6 +51,12 @@ def assert_refused(directory: Path, dtype: str) -> None:
     assert f"{refusal.value.figure:.3g}" in str(refusal.value)
 
 
+def assert_steps_down(directory: Path, dtype: str) -> None:
+    described = load(directory, dtype).description
+    assert described.rung == "one sequence per forward"
+    assert re.search(r"(difference|error) of .* is \S+, at most \S+ is allowed", described.rung_reason)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", SERVED)
 def test_rounding_is_not_mistaken_for_a_mistake(tmp_path: Path, model_type: str, dtype: str) -> None:
@@ -50,7 +71,7 @@ def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dropped_scale(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
-    assert_refused(llama, dtype)
+    assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,25 +94,27 @@ def test_a_chunk_that_does_not_see_all_of_its_past(
 ) -> None:
     prepare = torch_paged.PagedAttention.prepare
 
-    def less(self: torch_paged.PagedAttention, spans: Sequence[Span]) -> Any:
+    def less(self: torch_paged.PagedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
         return prepare(
             self,
             [Span(s.row, s.new, max(0, s.past - missing) if s.new > 1 else s.past, s.blocks) for s in spans],
+            family,
         )
 
     monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
-    assert_refused(llama, dtype)
+    assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = torch_paged.PagedAttention.prepare
 
-    def less(self: torch_paged.PagedAttention, spans: Sequence[Span]) -> Any:
-        return prepare(self, [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans])
+    def less(self: torch_paged.PagedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
+        seen = [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans]
+        return prepare(self, seen, family)
 
     monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
-    assert_refused(llama, dtype)
+    assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,7 +125,7 @@ def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: 
         "_flash",
         lambda q, k, v, dropout=0.0, causal=False, *, scale: flash(q, k, v, dropout, False, scale=scale),
     )
-    assert_refused(llama, dtype)
+    assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,24 +175,92 @@ def test_a_dropped_feature(
 
     kernel = torch_gather._GatherStep if dropped == "softcap" else torch_paged._PagedStep
     monkeypatch.setattr(kernel, "__call__", without)
+    assert_steps_down(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "llama4_text"])
+def test_a_dropped_window_or_chunk(
+    tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers are taken for full attention, and so are their pools."""
+    save(tmp_path, model_type)
+    assert load(tmp_path, dtype).description.rung == "packed"
+    monkeypatch.setattr(torch_masks.MaskPattern, "rule", lambda self: EVERYTHING)
+    assert_steps_down(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_window_that_is_off_by_one(
+    tmp_path: Path, off: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "mistral")
+    rule = torch_masks.MaskPattern.rule
+
+    def other(self: torch_masks.MaskPattern) -> TokenFamily:
+        family = rule(self)
+        assert isinstance(family, SlidingWindow)
+        return replace(family, window=family.window + off)
+
+    monkeypatch.setattr(torch_masks.MaskPattern, "rule", other)
+    assert_steps_down(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_without_their_offsets(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 scales queries by the logarithm of positions that it counts from the cache's length. Over a few dozen
+    positions that is less than what bfloat16 rounds."""
+    save(tmp_path, "llama4_text")
+    monkeypatch.setattr(torch_step.PackedCache, "get_seq_length", lambda self, layer_idx=None: 0)
+    assert_steps_down(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "lfm2"])
+def test_a_state_that_is_not_restored(
+    tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, model_type)
+    apply = torch_model.TorchRuntime.apply
+    monkeypatch.setattr(
+        torch_model.TorchRuntime, "apply", lambda self, plan: apply(self, Plan(copies=plan.copies))
+    )
     assert_refused(tmp_path, dtype)
+
+
+def test_a_state_that_another_sequence_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "qwen3_next")
+    made = torch_states.StateCache.__init__
+
+    def continuing(self: Any, pool: Any, slots: Tensor, *, continues: bool) -> None:
+        made(self, pool, slots, continues=pool is not None)
+
+    monkeypatch.setattr(torch_states.StateCache, "__init__", continuing)
+    assert_refused(tmp_path, "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
-    assert_refused(llama, dtype)
+    assert_steps_down(llama, dtype)
 
 
 def test_the_model_is_left_on_our_attention_whatever_happens(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load(llama)._model
+    runtime = load(llama)
+    model, described = runtime._model, runtime.description
     assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
-    described = load(llama).description
     monkeypatch.setattr(torch_check, "dense_logits", lambda model, tokens: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        torch_check.self_check(model, described, lambda tuning: pytest.fail("comes later"), lambda done: None)
+        torch_check.self_check(
+            model,
+            runtime._layout.calling,
+            described,
+            lambda tuning: pytest.fail("comes later"),
+            lambda done: None,
+        )
     assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
 
 

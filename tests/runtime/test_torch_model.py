@@ -20,10 +20,11 @@ from rootstock.errors import (
     ModelPathNotFound,
     ModelUnsupported,
     ModelWeightsMissing,
+    SelfCheckFailed,
 )
 from rootstock.runtime.base import Batch, Segment
+from rootstock.runtime.torch_config import context_limit
 from rootstock.runtime.torch_model import load_model, resolve_device, resolve_dtype
-from rootstock.runtime.torch_probe import context_limit
 from twins.checkpoints import VOCAB, save, tiny_model
 from twins.driving import BLOCK_SIZE, BLOCKS, Dense, load, packed_logits, random_tokens
 
@@ -214,61 +215,26 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.behaviour(22)
 @pytest.mark.parametrize(
-    ("model_type", "fields", "says"),
+    ("model_type", "says"),
     [
-        ("mistral", {"sliding_window": 7}, r"layer 0 \(MistralDecoderLayer\).*'sliding_attention'"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-            r"layer 1 \(Qwen2DecoderLayer\).*'sliding_attention'",
-        ),
-        ("gemma3_text", {}, r"\(Gemma3DecoderLayer\).*'sliding_attention'"),
-        (
-            "qwen3_next",
-            {
-                "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 48,
-                "shared_expert_intermediate_size": 48,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-            },
-            r"layer 0 \(Qwen3NextDecoderLayer\).*'linear_attention'",
-        ),
-        (
-            "deepseek_v3",
-            {
-                "num_key_value_heads": 4,
-                "head_dim": 8,
-                "kv_lora_rank": 24,
-                "q_lora_rank": 32,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 20,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "moe_intermediate_size": 48,
-            },
-            r"DeepseekV3Attention changes K or V",
-        ),
-        ("diffllama", {}, r"DiffLlama\w* changes K or V"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, r"AttentionInterface"),
-        ("mamba", {"state_size": 16}, r"Mamba.*past_key_values|linear_attention|MambaBlock|state"),
+        ("recurrent_gemma", r"layer 0 \(RecurrentGemmaDecoderLayer\).*outside the cache"),
+        ("rwkv", r"RwkvBlock.*takes no cache"),
+        ("xlstm", r"xLSTMBlock.*cannot use a cache from outside"),
+        ("deepseek_v4", r"layer 0 \(DeepseekV4DecoderLayer\).*'heavily_compressed_attention'"),
     ],
-    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_a_layer_kind_that_is_not_served_is_refused_with_the_layers_class(
-    tmp_path: Path, model_type: str, fields: dict[str, Any], says: str
+def test_memory_that_the_cache_cannot_keep_is_refused_with_the_layers_class(
+    tmp_path: Path, model_type: str, says: str
 ) -> None:
-    save(tmp_path, model_type, **fields)
+    save(tmp_path, model_type)
     with pytest.raises(ModelUnsupported, match=says):
         load(tmp_path)
+
+
+@pytest.mark.behaviour(22)
+def test_a_model_whose_chunks_do_not_give_what_one_pass_gives_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SelfCheckFailed, match="a later chunk"):
+        load(save(tmp_path, "hrm_text"))
 
 
 @pytest.mark.behaviour(22)

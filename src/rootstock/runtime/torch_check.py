@@ -51,7 +51,7 @@ _LONG, _SHORT = 45, 22  # tokens of the two sequences
 _FLOAT32_TOLERANCE = 1e-3
 _NOISE_FACTOR = 2.0
 _NOISE_SAMPLES = 3
-_SEQUENCES = 4
+_SEQUENCES = 5
 
 
 class Disagreement(Exception):
@@ -241,7 +241,10 @@ class _Trial:
         self._keep_state()
         self._step((long, second, "a later chunk"), (short, 20, "a decode"))
         self._keep_state()
-        self._step((long, 33, "a later chunk"))
+        again = self._sequence("short", short.tokens, np.arange(self._size))
+        if self._stateful:  # whoever starts in a slot must not see what another left there
+            self._runtime.apply(Plan(states=(StateCopy(long.state, again.state),)))
+        self._step((long, 33, "a later chunk"), (again, 7, "a first chunk"))
         whole = self._fork(first)
         inside = self._fork(second)
         self._step(

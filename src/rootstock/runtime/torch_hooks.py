@@ -85,17 +85,33 @@ class Unexpanded:
     """In place of a module's `expand_kv`: latents that carry our marks stay as they are, all others are expanded."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv  # type: ignore[assignment]
+        self.expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv  # type: ignore[assignment]
 
     def __call__(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim]: no heads yet"""
         if marked(latent, rotary) is None:
-            return self._expand(latent, rotary)
+            return self.expand(latent, rotary)
         return latent, rotary
 
 
 def keeps_latents(module: nn.Module) -> bool:
     return isinstance(vars(module).get("expand_kv"), Unexpanded)
+
+
+def expansion(module: nn.Module) -> Tensor:
+    """[q_heads, nope_dim + value_dim, rank] the weight that expands latents, by head: of each its part of the keys,
+    then its values. Raises LayerUnsupported for a module that expands them in another way."""
+    linear = getattr(module, "kv_b_proj", None)
+    nope_dim, value_dim = getattr(module, "qk_nope_head_dim", None), getattr(module, "v_head_dim", None)
+    if (
+        not isinstance(linear, nn.Linear)
+        or getattr(linear, "bias", None) is not None
+        or not nope_dim
+        or not value_dim
+    ):
+        raise LayerUnsupported("expands latents in a way of its own", module=type(module).__name__)
+    weight: Tensor = linear.weight.view(-1, nope_dim + value_dim, linear.in_features)
+    return weight
 
 
 class RunsAlone(Protocol):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
 from rootstock.cache.plan import BlockCopy, Plan
-from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
+from rootstock.kernels.torch_latent import LatentAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
 from rootstock.runtime.torch_memory import lazy_zeros
 from rootstock.runtime.torch_states import StatePool, StateShape
@@ -23,6 +23,8 @@ Kind = Literal[
     "latent",  # of all heads together (MLA): attended with absorbed weights
     "alone",  # its module is run one sequence at a time, on dense K and V
 ]
+
+Kernel = Literal["paged", "gather", "latent"]  # which attends a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +54,31 @@ class LayerShape:
 class LayerMemory:
     """One layer's rows of its family's pool, by slot.
 
-    keys     [blocks · block_size, kv_heads, key_dim]; of latents: [… , 1, rank + rotary_dim]
-    values   [blocks · block_size, kv_heads, value_dim]; of latents the first `rank` of the keys, no memory of its own
+    keys     [blocks · block_size, kv_heads, key_dim]; of latents the latents themselves, [… , 1, rank]
+    values   [blocks · block_size, kv_heads, value_dim]; of latents the rotary keys, [… , 1, rotary_dim]
     indexer  [blocks · block_size, indexer_dim] or nothing
     """
 
-    __slots__ = ("family", "indexer", "kernel", "keys", "kind", "values")
+    __slots__ = ("family", "indexer", "kernel", "keys", "values")
 
-    def __init__(self, shape: LayerShape, kernel: int, slots: int, device: torch.device) -> None:
-        self.kind = shape.kind
+    def __init__(self, shape: LayerShape, kernel: Kernel, slots: int, device: torch.device) -> None:
         self.family = shape.family
-        self.kernel = kernel  # which of the pool's kernels attends it
-        if shape.kind == "latent":
-            self.keys = lazy_zeros((slots, 1, shape.key_dim + shape.value_dim), shape.dtype, device)
-            self.values = self.keys[..., : shape.key_dim]
-        else:
-            self.keys = lazy_zeros((slots, shape.kv_heads, shape.key_dim), shape.dtype, device)
-            self.values = lazy_zeros((slots, shape.kv_heads, shape.value_dim), shape.dtype, device)
+        self.kernel: Kernel = kernel
+        self.keys = lazy_zeros((slots, shape.kv_heads, shape.key_dim), shape.dtype, device)
+        self.values = lazy_zeros((slots, shape.kv_heads, shape.value_dim), shape.dtype, device)
         self.indexer: Tensor | None = None
         if shape.indexer_dim:
             self.indexer = lazy_zeros((slots, shape.indexer_dim), shape.indexer_dtype, device)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that have memory of their own."""
-        own = [self.keys] if self.kind == "latent" else [self.keys, self.values]
-        return own if self.indexer is None else [*own, self.indexer]
+        kept = [self.keys, self.values]
+        return kept if self.indexer is None else [*kept, self.indexer]
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """slots [tokens] int64, key and value [tokens, kv_heads, …] as `keys` and `values` have them"""
+        """slots [tokens] int64, key and value [tokens, kv_heads, …]"""
         self.keys.index_copy_(0, slots, key)
-        if self.kind != "latent":
-            self.values.index_copy_(0, slots, value)
+        self.values.index_copy_(0, slots, value)
 
 
 class TorchPool:
@@ -107,21 +102,27 @@ class TorchPool:
         self.block_size = block_size
         self.device = device
         self.families: tuple[TokenFamily, ...] = token_families(families)
-        self.kernels: list[Attention] = []
         blocks = [
             n for n, family in zip(rows, families, strict=True) if not isinstance(family, RecurrentState)
         ]
-        paged = [device.type == "cpu" and _fits_flash(shape) for shape in layers]
-        if any(paged):
+        self.gather = GatherAttention(block_size, device)
+        self.paged: PagedAttention | None = None
+        self.latent: LatentAttention | None = None
+        kernels = [_kernel(shape, device) for shape in layers]
+        # The widest layer tells how many positions make a slice.
+        if "paged" in kernels:
             position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in layers)
-            self.kernels.append(PagedAttention(block_size, position_bytes, tuning))
-        if not all(paged):
-            self.kernels.append(GatherAttention(block_size, device))
-        self.layers = {
-            shape.index: LayerMemory(
-                shape, 0 if fits else len(self.kernels) - 1, blocks[shape.family] * block_size, device
+            self.paged = PagedAttention(block_size, position_bytes, tuning)
+        if "latent" in kernels:
+            position_bytes = max(
+                shape.bytes_per_token
+                for shape, kernel in zip(layers, kernels, strict=True)
+                if kernel == "latent"
             )
-            for shape, fits in zip(layers, paged, strict=True)
+            self.latent = LatentAttention(block_size, device, position_bytes, tuning)
+        self.layers = {
+            shape.index: LayerMemory(shape, kernel, blocks[shape.family] * block_size, device)
+            for shape, kernel in zip(layers, kernels, strict=True)
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
         self.states = StatePool(states, slots[0], device) if slots else None
@@ -159,6 +160,9 @@ class TorchPool:
                     memory.index_copy_(0, targets, memory.index_select(0, sources))
 
 
-def _fits_flash(shape: LayerShape) -> bool:
-    """Whether torch's flash attention for CPUs can do this layer."""
-    return shape.kind == "plain" and shape.key_dim == shape.value_dim and not shape.softcap
+def _kernel(shape: LayerShape, device: torch.device) -> Kernel:
+    if shape.kind == "latent":
+        return "latent"
+    # What torch's flash attention for CPUs can do.
+    fits_flash = shape.key_dim == shape.value_dim and not shape.softcap and device.type == "cpu"
+    return "paged" if shape.kind == "plain" and fits_flash else "gather"

@@ -25,6 +25,7 @@ from rootstock.runtime.torch_config import NO_MEMORY, declared_kinds, layer_clas
 from rootstock.runtime.torch_hooks import (
     LayerUnsupported,
     Unexpanded,
+    expansion,
     keeps_latents,
     mark,
     refuse_unknown,
@@ -34,7 +35,6 @@ from rootstock.runtime.torch_masks import MaskPattern
 from rootstock.runtime.torch_parts import Part, PartByPart, StepCache
 from rootstock.runtime.torch_pool import Kind, LayerShape
 from rootstock.runtime.torch_states import StateCache, StateShape, shapes_of
-from rootstock.runtime.torch_step import attend_latents
 
 _PROBE_TOKENS = 3
 
@@ -404,26 +404,18 @@ class _ProbedLayer:
         extra: dict[str, Any],
     ) -> Tensor:
         refuse_unknown(module, extra)
-        seen = self._how(module, query, key, value, mask, scores)
+        seen = self._how(module, query, key, mask, scores)
         if self.seen is not None and self.seen.family != seen.family:
             raise self._refusal(module, "is attended to with two different masks")
         self.seen = seen
         if seen.kind == "latent":
-            expansion = getattr(module, "kv_b_proj", None)
-            if not isinstance(expansion, nn.Linear) or getattr(expansion, "bias", None) is not None:
-                raise self._refusal(module, "expands latents in a way of its own")
-            joined = torch.cat([key, value], -1)[0]  # [1, tokens, rank + rotary_dim]
-
-            def attend(rows: Tensor) -> Tensor:
-                out = attend_dense(rows.transpose(0, 1), joined, joined[..., : key.shape[-1]], 0, scores)
-                return out.transpose(0, 1)
-
-            return attend_latents(module, query[0], attend)[None]
+            if seen.softcap:
+                raise self._refusal(module, "caps the scores of latents")
+            expansion(module)  # or a refusal
+            key, value = vars(module)["expand_kv"].expand(key, value)
         return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None].contiguous()
 
-    def _how(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, scores: Scores
-    ) -> _Seen:
+    def _how(self, module: nn.Module, query: Tensor, key: Tensor, mask: object, scores: Scores) -> _Seen:
         if not isinstance(mask, MaskPattern):
             raise self._refusal(module, f"attends with a mask of its own ({type(mask).__name__})")
         family = mask.rule()
@@ -432,8 +424,8 @@ class _ProbedLayer:
             raise self._refusal(
                 module, f"attends with the pattern {name!r} over {mask.local_size or 'all'} positions"
             )
-        if not query.dtype == key.dtype == value.dtype:
-            raise self._refusal(module, f"mixes {query.dtype}, {key.dtype} and {value.dtype} in attention")
+        if query.dtype != key.dtype:
+            raise self._refusal(module, f"mixes {query.dtype} and {key.dtype} in attention")
         softcap = scores.softcap is not None or (self.seen is not None and self.seen.softcap)
         if keeps_latents(module):
             return _Seen("latent", family, softcap)

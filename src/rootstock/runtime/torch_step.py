@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from rootstock.cache.families import FullAttention
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import Span, slots_of
+from rootstock.kernels.torch_latent import LatentStepAttention
 from rootstock.runtime.base import Segment
-from rootstock.runtime.torch_hooks import keeps_latents, mark
+from rootstock.runtime.torch_hooks import expansion, mark
 from rootstock.runtime.torch_masks import MaskPattern
 from rootstock.runtime.torch_parts import Part, StepCache
-from rootstock.runtime.torch_pool import LayerMemory, TorchPool
+from rootstock.runtime.torch_pool import Kernel, LayerMemory, TorchPool
 from rootstock.runtime.torch_states import StateCache
 
 
@@ -39,7 +40,7 @@ class PackedCache(StepCache):
             )
             for family in range(len(pool.families))
         ]
-        self._attention: dict[tuple[int, int], StepAttention] = {}
+        self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
         self._offsets: Tensor | None = None
 
     def update(
@@ -81,12 +82,12 @@ class PackedCache(StepCache):
             rows = self._tensor(np.arange(span.row, span.row + span.new))[None]
             yield Part(rows, SequenceCache(self._pool, segment), span.past)
 
-    def _prepared(self, memory: LayerMemory) -> StepAttention:
+    def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
         """Made by the first layer that needs it, for all that are like it."""
         alike = memory.kernel, memory.family
         prepared = self._attention.get(alike)
         if prepared is None:
-            kernel = self._pool.kernels[memory.kernel]
+            kernel = getattr(self._pool, memory.kernel)
             prepared = kernel.prepare(self._spans[memory.family], self._pool.families[memory.family])
             self._attention[alike] = prepared
         return prepared
@@ -109,15 +110,13 @@ def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
 class _PagedLayer:
     __slots__ = ("attention", "key", "memory", "value")
 
-    def __init__(self, memory: LayerMemory, attention: StepAttention, key: Tensor, value: Tensor) -> None:
+    def __init__(
+        self, memory: LayerMemory, attention: StepAttention | LatentStepAttention, key: Tensor, value: Tensor
+    ) -> None:
         self.memory = memory
         self.attention = attention
-        if memory.kind == "latent":
-            self.key = torch.cat([key, value], -1)[0].transpose(0, 1)  # [tokens, 1, rank + rotary_dim]
-            self.value = self.key[..., : key.shape[-1]]  # [tokens, 1, rank]
-        else:
-            self.key = key[0].transpose(0, 1)  # [tokens, kv_heads, key_dim]
-            self.value = value[0].transpose(0, 1)
+        self.key = key[0].transpose(0, 1)  # [tokens, kv_heads, key_dim]
+        self.value = value[0].transpose(0, 1)
 
     def attend(
         self,
@@ -131,31 +130,11 @@ class _PagedLayer:
     ) -> Tensor:
         assert isinstance(mask, MaskPattern), f"{type(module).__name__} has a mask that the probe did not see"
         memory = self.memory
-        if memory.kind == "latent":
-            out = attend_latents(module, query[0], lambda rows: self._attend(rows, scores))
-        else:
-            out = self._attend(query[0].transpose(0, 1), scores)
+        rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
+        # Latents are attended with the weight that would have expanded them.
+        up = {"up": expansion(module)} if memory.kernel == "latent" else {}
+        out = self.attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
         return out.unsqueeze(0)
-
-    def _attend(self, rows: Tensor, scores: Scores) -> Tensor:
-        """rows [tokens, q_heads, head_dim] → [tokens, q_heads, value_dim]"""
-        return self.attention(rows, self.key, self.value, self.memory.keys, self.memory.values, scores)
-
-
-def attend_latents(module: nn.Module, query: Tensor, attend: Any) -> Tensor:
-    """Attention straight on latents: the expansion into K goes into the query, that into V into the result.
-
-    query [q_heads, tokens, nope_dim + rotary_dim] → [tokens, q_heads, value_dim]; `attend` takes
-    [tokens, q_heads, rank + rotary_dim] and gives [tokens, q_heads, rank].
-    """
-    assert keeps_latents(module)
-    expansion: Tensor = module.kv_b_proj.weight  # type: ignore[union-attr, assignment]
-    q_heads, nope_dim = len(query), int(module.qk_nope_head_dim)  # type: ignore[arg-type]
-    weight = expansion.view(q_heads, -1, expansion.shape[-1])  # [q_heads, nope_dim + value_dim, rank]
-    absorbed = torch.cat([query[..., :nope_dim] @ weight[:, :nope_dim], query[..., nope_dim:]], -1)
-    seen = attend(absorbed.transpose(0, 1)).transpose(0, 1)  # [q_heads, tokens, rank]
-    out: Tensor = (seen @ weight[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
-    return out
 
 
 class SequenceCache(StateCache):
