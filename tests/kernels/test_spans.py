@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.batches import make_batch
-from rootstock.kernels.spans import Span, common_blocks, slots_of
+from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
+from rootstock.kernels.spans import EVERYTHING, Span, common_blocks, slots_of
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
 
 tables = st.lists(st.integers(0, 12), min_size=1, max_size=12, unique=True).map(
@@ -61,6 +62,29 @@ def test_a_prefix_that_decodes_share_is_read_once() -> None:
     assert [part.rows for part in levels[0].slices] == [(0, 1, 2), (3,)]
     assert [part.rows for part in levels[1].slices] == [(0,), (1,), (2,)]
     assert [part.tokens for level in levels for part in level.slices] == [64, 5, 7, 18, 14]
+
+
+def test_a_chunk_is_cut_where_its_rows_begin_to_see_from_elsewhere() -> None:
+    kernel = PagedAttention(4, 1, Tuning(band_rows=(2, 6)))
+    table = np.arange(20, dtype=np.int32)
+    span = Span(3, 30, 21, table)  # positions 21 … 50
+
+    def bands(family: TokenFamily) -> list[tuple[int, int, bool]]:
+        """First row of each band, what it reads from the pool, and whether part of that is under a mask."""
+        found = []
+        for band in kernel._bands(span, family):
+            parts = band.common if band.edge is None else (*band.common, band.edge.part)
+            found.append((band.rows.start, sum(part.tokens for part in parts), band.edge is not None))
+        assert band.rows.stop == 3 + 30
+        return found
+
+    assert bands(EVERYTHING) == [(3, 21, False)]
+    assert bands(ChunkedAttention(1, 1, 16)) == [(3, 5, False), (14, 0, False), (30, 0, False)]
+    assert bands(ChunkedAttention(1, 1, 100)) == [(3, 21, False)]
+    # Until position 40, all rows see from 0 on; then each band reads the 40 positions before it, less its first row.
+    assert bands(SlidingWindow(1, 1, 40)) == [(3, 21, False), (22, 39, True), (28, 39, True)]
+    # A window narrower than a band: what is read holds the band's own positions too.
+    assert bands(SlidingWindow(1, 1, 1))[:2] == [(3, 2, True), (5, 2, True)]
 
 
 def test_sharing_follows_the_tree() -> None:

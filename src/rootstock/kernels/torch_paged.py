@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
+from rootstock.cache.plan import NO_BLOCK
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Slots, Span, common_blocks, slots_of
 
@@ -177,8 +178,8 @@ class PagedAttention:
         def part(rows: list[int], begin: int, at: int) -> None:
             groups: dict[int, list[int]] = {}
             for row in rows:
-                block = int(tables[row][at]) if at < len(tables[row]) else -1 - row
-                groups.setdefault(block, []).append(row)
+                ended = NO_BLOCK - 1 - row  # no block's id, and nobody else's
+                groups.setdefault(int(tables[row][at]) if at < len(tables[row]) else ended, []).append(row)
             pending.extend((group, begin, at) for group in reversed(groups.values()))
 
         # What is read together begins at one position, so only decodes that see from the same one on can share.
