@@ -186,7 +186,7 @@ def test_a_dropped_window_or_chunk(
     """The layers are taken for full attention, and so are their pools."""
     save(tmp_path, model_type)
     assert load(tmp_path, dtype).description.rung == "packed"
-    monkeypatch.setattr(torch_masks.MaskPattern, "rule", lambda self: EVERYTHING)
+    monkeypatch.setattr(torch_masks.MaskPattern, "rule", lambda self, device: EVERYTHING)
     assert_steps_down(tmp_path, dtype)
 
 
@@ -198,8 +198,8 @@ def test_a_window_that_is_off_by_one(
     save(tmp_path, "mistral")
     rule = torch_masks.MaskPattern.rule
 
-    def other(self: torch_masks.MaskPattern) -> TokenFamily:
-        family = rule(self)
+    def other(self: torch_masks.MaskPattern, device: torch.device) -> TokenFamily:
+        family = rule(self, device)
         assert isinstance(family, SlidingWindow)
         return replace(family, window=family.window + off)
 

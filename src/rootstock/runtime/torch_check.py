@@ -51,6 +51,7 @@ _LONG, _SHORT = 45, 22  # tokens of the two sequences
 _FLOAT32_TOLERANCE = 1e-3
 _NOISE_FACTOR = 2.0
 _NOISE_SAMPLES = 3
+_MOST_ALLOWED = 1.0  # logits that have nothing to do with each other differ by 1.4
 _SEQUENCES = 5
 
 
@@ -87,9 +88,10 @@ def self_check(
     with own_attention(model):
         expected = {name: dense_logits(model, sequence[None])[0] for name, sequence in tokens.items()}
         progress(0.3)
-        allowed = (
-            _FLOAT32_TOLERANCE if exact else _NOISE_FACTOR * noise(model, tokens["long"], description.dtype)
-        )
+        if exact:
+            allowed = _FLOAT32_TOLERANCE
+        else:
+            allowed = min(_MOST_ALLOWED, _NOISE_FACTOR * noise(model, tokens["long"], description.dtype))
     progress(0.5)
     trial = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"])
     measure = largest_difference if exact else relative_error
@@ -104,7 +106,7 @@ def self_check(
                     [_decoded(model, calling, tokens[row.sequence], row) for row in rows]
                 )
             figures[kind] = measure(ours, decoded)
-            remarks.append(f"the model's own {kind} differs from its prefill by {measure(decoded, own):.2g}")
+            remarks.append(f"{kind} by the model itself differs from one pass by {measure(decoded, own):.2g}")
         if not figures[kind] <= allowed:
             said = "largest difference of a logit" if exact else "relative error"
             raise Disagreement(min(figure, figures[kind]), allowed, f"the {said} of {kind}")

@@ -30,19 +30,19 @@ class MaskPattern:
     function: Callable[..., Any]
     local_size: int | None  # of a window or chunk
 
-    def rule(self) -> TokenFamily | None:
+    def rule(self, device: torch.device) -> TokenFamily | None:
         """The family whose layers see exactly this; its counts of layers and bytes mean nothing. None: no family."""
         if self.local_size is None:
             candidates: tuple[TokenFamily, ...] = (EVERYTHING,)
         else:
             candidates = (SlidingWindow(1, 1, self.local_size), ChunkedAttention(1, 1, self.local_size))
-        positions = torch.tensor(_telling_positions(self.local_size))
+        positions = torch.tensor(_telling_positions(self.local_size), device=device)
         try:
             seen = self._at(positions, positions)
         except Exception:  # a function that needs more than positions is no rule over positions
             return None
         for family in candidates:
-            starts = torch.tensor([family.tail_start(position) for position in positions.tolist()])
+            starts = positions.new_tensor([family.tail_start(position) for position in positions.tolist()])
             expected = (positions >= starts[:, None]) & (positions <= positions[:, None])
             if torch.equal(seen, expected):
                 return family

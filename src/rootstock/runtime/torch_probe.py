@@ -79,7 +79,9 @@ class Surveyed:
     indexer: dict[int, Tensor] = field(default_factory=dict)  # [1, tokens, indexer_dim], an example
     states: list[StateShape] = field(default_factory=list)
     attention: dict[int, nn.Module] = field(default_factory=dict)  # the innermost module that gives K and V
-    mixers: dict[int, nn.Module] = field(default_factory=dict)  # the innermost modules that ask for states
+    mixers: dict[int, list[nn.Module]] = field(
+        default_factory=dict
+    )  # the innermost modules that ask for states
 
     def shape(self, index: int, kind: Kind, family: int, softcap: bool) -> LayerShape:
         key, value, indexer = self.keys[index], self.values[index], self.indexer.get(index)
@@ -173,7 +175,7 @@ def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, contex
         if callable(getattr(module, "expand_kv", None)):
             module.expand_kv = Unexpanded(module)  # type: ignore[assignment]
     attention = set(found.attention.values())
-    for module in set(found.mixers.values()):
+    for module in {mixer for mixers in found.mixers.values() for mixer in mixers}:
         _run_by_parts(module, alone=module in attention)
     while True:
         cache = _ProbeCache(device)
@@ -314,7 +316,7 @@ class _SurveyCache(_Watch, StateCache):
         self._values: dict[int, Tensor] = {}
         self._indexer: dict[int, Tensor] = {}
         self._attention: dict[int, nn.Module] = {}
-        self._mixers: dict[int, nn.Module] = {}
+        self._mixers: dict[int, list[nn.Module]] = {}
 
     def found(self, calling: Calling, vocab_size: int) -> Surveyed:
         states = [
@@ -328,7 +330,7 @@ class _SurveyCache(_Watch, StateCache):
             self._indexer,
             states,
             self._attention,
-            {index: module for index, module in self._mixers.items() if index in self.layers_touched},
+            self._mixers,
         )
 
     def update(
@@ -353,7 +355,9 @@ class _SurveyCache(_Watch, StateCache):
         return indexer_key_states
 
     def _touch(self, layer_idx: int) -> Any:
-        self._mixers.setdefault(layer_idx, self.running[-1])
+        mixers = self._mixers.setdefault(layer_idx, [])
+        if self.running[-1] not in mixers:
+            mixers.append(self.running[-1])
         return super()._touch(layer_idx)
 
 
@@ -418,7 +422,7 @@ class _ProbedLayer:
     def _how(self, module: nn.Module, query: Tensor, key: Tensor, mask: object, scores: Scores) -> _Seen:
         if not isinstance(mask, MaskPattern):
             raise self._refusal(module, f"attends with a mask of its own ({type(mask).__name__})")
-        family = mask.rule()
+        family = mask.rule(query.device)
         if family is None:
             name = getattr(mask.function, "__qualname__", mask.function)
             raise self._refusal(

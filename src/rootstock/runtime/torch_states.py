@@ -99,8 +99,8 @@ class StateCache(PartCache):
         for index, scratch in self.layers_touched.items():
             for shape in self._pool.of_layer.get(index, ()):
                 state = getattr(scratch, shape.key.kind)[shape.key.place]
-                assert state is not None, f"{shape.key} was not computed"
-                self._pool.write(shape, self._state_slots, state)
+                if state is not None:  # a layer's states may belong to several modules
+                    self._pool.write(shape, self._state_slots, state)
         self.layers_touched.clear()
 
     def _touch(self, layer_idx: int) -> LinearAttentionLayer:

@@ -143,10 +143,9 @@ class SequenceCache(StateCache):
     What it gives carries no marks, so that nobody takes it for a packed step's.
     """
 
-    def __init__(self, pool: TorchPool, segment: Segment, *, offset: int = 0, new: int | None = None) -> None:
-        """Of the segment's tokens the `new` ones after the first `offset`; all, if nothing is said."""
-        self._past = segment.past + offset
-        self._end = self._past + (len(segment.tokens) - offset if new is None else new)
+    def __init__(self, pool: TorchPool, segment: Segment) -> None:
+        self._past = segment.past
+        self._end = segment.past + len(segment.tokens)
         slots = torch.tensor([segment.state], device=pool.device)
         super().__init__(pool.states, slots, continues=self._past > 0)
         self._pages = pool
