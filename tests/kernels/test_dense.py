@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rootstock.kernels import torch_gather
 from rootstock.kernels.scores import Scores
 from rootstock.kernels.torch_gather import attend_dense
 
@@ -34,13 +35,20 @@ def defined(
     return torch.where(total > 0, weights @ v / total, 0.0)
 
 
+@pytest.mark.parametrize("most_scores", [1, 100, 1 << 24])  # a row at a time, two, all
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("mask_heads", [None, 0, 4])  # causal, of all heads alike, of each head
 @pytest.mark.parametrize("bias_heads", [None, 1, 4])
 def test_dense_attention_equals_its_definition(
-    softcap: float | None, with_sinks: bool, mask_heads: int | None, bias_heads: int | None
+    softcap: float | None,
+    with_sinks: bool,
+    mask_heads: int | None,
+    bias_heads: int | None,
+    most_scores: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch_gather, "_MOST_SCORES", most_scores)
     query, key, value = drawn(4, NEW, 8), drawn(2, END, 8, seed=1), drawn(2, END, 6, seed=2)
     scores = Scores(0.7, softcap, drawn(4, seed=3) if with_sinks else None)
     mask = None

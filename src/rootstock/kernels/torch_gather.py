@@ -13,6 +13,8 @@ from rootstock.cache.families import TokenFamily
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 
+_MOST_SCORES = 1 << 24  # 64 MiB in float32
+
 Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -28,7 +30,7 @@ class GatherAttention:
         self,
         block_size: int,
         device: torch.device,
-        most_scores: int = 1 << 24,  # 64 MiB in float32
+        most_scores: int = _MOST_SCORES,
         gather: Gather = gather,
     ) -> None:
         self._block_size = block_size
@@ -125,29 +127,50 @@ def attend_dense(
 ) -> Tensor:
     """Every kind of score, on one sequence's dense K and V; weights are computed in float32 or better.
 
+    It goes by some rows at a time, so that the scores of a long chunk over a long context need no more memory.
+
+
     query [q_heads, new, head_dim], key [kv_heads, end, head_dim], value [kv_heads, end, value_dim]
     mask  [new, end] or [q_heads, new, end] bool, true where a row sees a position; None: row i sees 0 … past + i.
           A row that sees nothing gets zeros.
     bias  [q_heads or 1, new, end], added to the scores after the softcap
     → [q_heads, new, value_dim] in the query's dtype
     """
+    q_heads, new, _ = query.shape
+    end = key.shape[1]
+    at_once = max(1, _MOST_SCORES // (q_heads * end))
+    key, value = (t.to(torch.promote_types(query.dtype, torch.float32)) for t in (key, value))
+    out = []
+    for begin in range(0, new, at_once):
+        rows = slice(begin, min(begin + at_once, new))
+        if mask is None:
+            causal = torch.ones(rows.stop - begin, end, dtype=torch.bool, device=query.device)
+            seen = causal.tril(diagonal=past + begin)
+        else:
+            seen = mask[..., rows, :]
+        more = None if bias is None else bias[..., rows, :]
+        out.append(_attend_rows(query[:, rows], key, value, scores, seen, more))
+    return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor, bias: Tensor | None
+) -> Tensor:
+    """All of `attend_dense` but the memory; key and value are as precise as the weights shall be."""
     q_heads, new, head_dim = query.shape
     kv_heads, end, _ = key.shape
-    precise = torch.promote_types(query.dtype, torch.float32)
-    q = query.to(precise).reshape(kv_heads, q_heads // kv_heads * new, head_dim)
-    score = (q @ key.to(precise).transpose(1, 2)).view(q_heads, new, end) * scores.scale
+    q = query.to(key.dtype).reshape(kv_heads, q_heads // kv_heads * new, head_dim)
+    score = (q @ key.transpose(1, 2)).view(q_heads, new, end) * scores.scale
     if scores.softcap is not None:
         score = scores.softcap * torch.tanh(score / scores.softcap)
     if bias is not None:
         score = score + bias
-    if mask is None:
-        mask = torch.ones(new, end, dtype=torch.bool, device=query.device).tril(diagonal=past)
     score = score.masked_fill(~mask, float("-inf"))
     if scores.sinks is not None:
-        sinks = scores.sinks.to(precise).view(q_heads, 1, 1).expand(q_heads, new, 1)
+        sinks = scores.sinks.to(key.dtype).view(q_heads, 1, 1).expand(q_heads, new, 1)
         weights = torch.softmax(torch.cat([score, sinks], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(score, -1)
         weights = weights.masked_fill(~mask, 0.0)  # softmax of nothing at all is NaN
-    out = weights.reshape(kv_heads, -1, end) @ value.to(precise)
+    out = weights.reshape(kv_heads, -1, end) @ value
     return out.view(q_heads, new, -1).to(query.dtype)
