@@ -220,13 +220,13 @@ class EngineFault(EngineError):
 class OutOfBlocks(EngineError):
     code = "out_of_blocks"
 
-    def __init__(self, needed_blocks: int, pool_blocks: int) -> None:
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
-            f"The request needs {needed_blocks:,} more KV blocks and the pool of {pool_blocks:,} has none left "
+            f"The request needs {needed_bytes:,} more bytes of KV cache, and nothing of the {budget_bytes:,} is left "
             "to free. Serve with a larger --kv-budget."
         )
-        self.needed_blocks = needed_blocks
-        self.pool_blocks = pool_blocks
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
 
 
 class SamplingFailed(EngineError):
@@ -276,14 +276,16 @@ class AddressUnavailable(StartupError):
 class BudgetTooSmall(StartupError):
     code = "budget_too_small"
 
-    def __init__(self, budget_bytes: int, needed_bytes: int, block_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, needed_bytes: int, block_bytes: int, state_bytes: int = 0) -> None:
+        and_state = f" and a recurrent state {state_bytes:,}" if state_bytes else ""
         super().__init__(
             f"--kv-budget is {budget_bytes:,} bytes, but {needed_bytes:,} are needed at least: one block takes "
-            f"{block_bytes:,} bytes. Raise --kv-budget or lower --block-size."
+            f"{block_bytes:,} bytes{and_state}. Raise --kv-budget or lower --block-size."
         )
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.block_bytes = block_bytes
+        self.state_bytes = state_bytes
 
 
 class ModelError(StartupError):

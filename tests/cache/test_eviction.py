@@ -8,7 +8,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.eviction import EvictionQueue, NodeUse
+from rootstock.cache.eviction import EvictionQueue, Use
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -72,7 +72,7 @@ def test_a_request_that_fits_only_by_evicting_its_own_hit_is_deferred() -> None:
     other, _ = admit(cache, ints(range(100, 108)))
     before = state(cache)
     answer = refused(cache, ints(range(16), range(50, 62)))  # 4 hit + 3 fresh, 2 free
-    assert (answer.needed_blocks, answer.available_blocks) == (3, 2)
+    assert (answer.needed_bytes, answer.available_bytes) == (12, 8)
     assert state(cache) == before
     cache.abort(other)
 
@@ -88,7 +88,7 @@ def test_what_a_running_request_uses_is_never_evicted() -> None:
 
 
 def test_a_policy_is_a_pure_function_and_can_be_replaced() -> None:
-    def shortest_first(node: NodeUse) -> float:
+    def shortest_first(node: Use) -> float:
         return float(node.end)
 
     cache = make_cache(blocks=10, block_size=4, policy=shortest_first)

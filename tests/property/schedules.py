@@ -1,8 +1,9 @@
 """Random schedules of a whole engine on the oracle runtime, from a seed.
 
-Requests share, diverge, repeat, go on from each other's answers, are scored, cancelled and preempted, under a pool
-that is far too small, while forwards fail now and then. Whatever happens: every request ends exactly once, what
-it was given is what it would have been given alone, and at the end every block is accounted for.
+The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge, repeat,
+go on from each other's answers, are scored, cancelled and preempted, under a pool that is far too small, while forwards
+fail now and then. Whatever happens: every request ends exactly once, what it was given is what it would have been
+given alone, and at the end every row of every pool is accounted for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rootstock.cache import KVCache
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
@@ -30,7 +33,7 @@ from rootstock.engine.request import (
 from rootstock.engine.sampling import Sampler
 from rootstock.errors import RootstockError, StepFailed
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.runtime.fake import FULL, STATE, FakeRuntime, chunked, window
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
@@ -55,6 +58,10 @@ class Outcome:
     duplicate_blocks: int = 0
     waited_for_prefix: int = 0
     refused: int = 0
+    checkpoints_taken: int = 0
+    checkpoints_hit: int = 0
+    checkpoints_evicted: int = 0
+    checkpoints_skipped: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -83,22 +90,24 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
         if fail_rate and rng.random() < fail_rate:
             raise Injected
 
-    runtime = FakeRuntime(VOCAB, eos_token_ids=(EOS,), fault=fault)
+    families = _families(rng)
+    runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
-    runtime.allocate((blocks,), block_size)
     ticks = iter(range(10**9))
     cache = KVCache(
-        runtime.description.families,
-        blocks * block_size * runtime.description.families[0].bytes_per_token,
+        families,
+        blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
         clock=lambda: float(next(ticks)),
         reuse=bool(rng.random() < 0.95),
     )
+    runtime.allocate(cache.rows, block_size)
     config = EngineConfig(
         max_batch=int(rng.integers(1, 9)),
         chunk_tokens=int(rng.integers(1, 40)),
         max_queue=int(rng.integers(4, 20)),
+        context_limit=max(2, blocks * block_size),  # also for models that could go on for ever
         seed=seed,
     )
     engine = Engine(runtime, cache, config)
@@ -126,7 +135,7 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
             cache.check()
             engine._scheduler.check()
     for client in clients:
-        _judge(client, runtime, outcome)
+        _judge(client, runtime, outcome, engine.context_limit)
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -136,10 +145,35 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
     outcome.copied_blocks += stats.copied_blocks
     outcome.evicted_blocks += stats.evicted_blocks
     outcome.duplicate_blocks += stats.duplicate_blocks
+    outcome.checkpoints_taken += stats.checkpoints_taken
+    outcome.checkpoints_hit += stats.checkpoints_hit
+    outcome.checkpoints_evicted += stats.checkpoints_evicted
+    outcome.checkpoints_skipped += stats.checkpoints_skipped
+    assert stats.checkpoints_refused == 0
+    assert all(family.live_rows == 0 for family in stats.families)
     cache.clear()
     cache.check()
-    assert cache.pool.free_blocks == blocks, "blocks were lost"
+    assert cache.pools.owned_bytes == 0, "rows were lost"
+    assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     return outcome
+
+
+def _families(rng: np.random.Generator) -> tuple[Family, ...]:
+    """Full attention alone in a third of the schedules, else anything that models are made of."""
+    kind = rng.random()
+    if kind < 0.34:
+        return (FULL,)
+    families: list[Family] = [FULL] if rng.random() < 0.75 else []
+    if rng.random() < 0.6:
+        families.append(window(int(rng.choice([1, 2, 5, 7, 16, 40]))))
+    if rng.random() < 0.2:
+        families.append(window(3))
+    if rng.random() < 0.3 and families:
+        families.append(chunked(int(rng.choice([2, 8, 12]))))
+    remembers = FULL in families or any(isinstance(f, SlidingWindow) and f.window > 1 for f in families)
+    if rng.random() < 0.6 or not remembers:  # the oracle needs one that has the position before
+        families.append(STATE)
+    return tuple(dict.fromkeys(families))
 
 
 def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Request:
@@ -171,6 +205,10 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
             ignore_eos=bool(rng.random() < 0.7),
         ),
         salt=str(rng.choice(["", "", "", "tenant"])),
+        boundaries=tuple(
+            Boundary(int(at), CheckpointKind(str(rng.choice(["system", "user", "tool"]))))
+            for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))
+        ),
         prompt_logprobs=1 if rng.random() < 0.08 else None,
     )
 
@@ -193,12 +231,11 @@ def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[li
     return given, "length"
 
 
-def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome) -> None:
+def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome, limit: int) -> None:
     request, events = client.request, client.events
     outcome.requests += 1
     assert client.ended, f"{request.id} has no terminal event"
     assert sum(isinstance(event, Finished | Failed | Aborted) for event in events) == 1
-    limit = runtime._tokens.size
     alone, reason = answer_alone(request, runtime, limit)
     assert client.tokens == alone[: len(client.tokens)], f"{request.id} was given other tokens than alone"
     match events[-1]:

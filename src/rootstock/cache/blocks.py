@@ -1,11 +1,14 @@
 """The block pool: who owns each block, and which are free.
 
-A block has owners of two kinds. Tree nodes *hold* it: its content can be found. Leases *use* it: a running
-request reads or writes it. Its refcount is the sum. At every instant each block is in exactly one state:
+A block has owners of two kinds. The tree's nodes and checkpoints *hold* it: its content can be found. Leases *use*
+it: a running request reads or writes it. Its refcount is the sum. At every instant a block is in exactly one state:
 
     free     no owner
     cached   held, not used: may be evicted
     live     used, held or not
+
+A *reference* names a block without owning it, together with how often the block had been freed by then. It is void
+from the moment the block becomes free, however often the id is given out again.
 
 Every operation takes an array of distinct ids and costs a handful of NumPy calls, whatever its length. All of
 an operation's assertions run before its first write, so an operation that fails has changed nothing.
@@ -17,11 +20,17 @@ import heapq
 import itertools
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rootstock.cache.plan import BlockIds
+from rootstock.cache.plan import NO_BLOCK, BlockIds
 
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NO_BLOCKS.flags.writeable = False
+
+References = NDArray[np.int64]  # [blocks] block id + 2^32 · how often it had been freed; or -1
+NO_REFERENCES: References = np.empty(0, np.int64)
+NO_REFERENCES.flags.writeable = False
+_ID = np.int64(2**32 - 1)
 
 
 class BlockPool:
@@ -30,6 +39,7 @@ class BlockPool:
         self.total_blocks = blocks
         self._held = np.zeros(blocks, np.int32)
         self._used = np.zeros(blocks, np.int32)
+        self._freed = np.zeros(blocks, np.int64)  # how often each became free
         self._cached_blocks = 0
         self._free = FreeExtents(blocks)
 
@@ -91,7 +101,7 @@ class BlockPool:
             kept = int(np.count_nonzero(held))
             self._cached_blocks += kept
             if kept < len(idle):
-                self._free.give(idle[~held])
+                self._give(idle[~held])
 
     def hold(self, ids: BlockIds) -> None:
         """One more tree node owns each of these."""
@@ -110,7 +120,24 @@ class BlockPool:
             unowned = gone[self._used[gone] == 0]
             self._cached_blocks -= len(unowned)
             if len(unowned):
-                self._free.give(unowned)
+                self._give(unowned)
+
+    def _give(self, ids: BlockIds) -> None:
+        self._freed[ids] += 1
+        self._free.give(ids)
+
+    def references(self, ids: BlockIds) -> References:
+        """References to these blocks, which have owners now; NO_BLOCK gives -1."""
+        found: References = np.where(ids == NO_BLOCK, np.int64(-1), ids + (self._freed[ids] << 32))
+        return found
+
+    def resolve(self, references: References) -> BlockIds:
+        """The ids of those that still stand, NO_BLOCK for the others."""
+        ids = references & _ID  # of -1: not a block, and void by the comparison
+        stands = references >= 0
+        ids = np.where(stands, ids, 0)
+        stands &= self._freed[ids] == references >> 32
+        return np.where(stands, ids, NO_BLOCK).astype(np.int32)
 
     def check(self) -> None:
         """Recounts everything. For tests and idle time: O(blocks)."""

@@ -1,14 +1,15 @@
-"""The cache's façade: one radix tree and one block pool, and who owns what while requests run.
+"""The cache's façade: one radix tree, a pool for each family, and who owns what while requests run.
 
 The cycle of a request is `match` → `admit` → (`extend` → a forward → `commit`)* → `finish`. `preempt` and
 `abort` end it early; what was computed stays findable in all three cases.
 
 Invariant on which eviction and admission rest: *a lease uses every block of every node on its path*. Unpinned
-nodes therefore form whole subtrees whose unused blocks can all be evicted, leaves first, so that
+nodes therefore form whole subtrees whose unused blocks can all be evicted, leaves first. Blocks of windows and states
+are held by checkpoints alone, any of which can be dropped. So
 
-    blocks that can be had = free blocks + cached blocks
+    what can be had = what is free + what is cached
 
-exactly, known without looking at the tree. `check()` recounts it.
+exactly, in rows of each pool and in bytes, known without looking at the tree. `check()` recounts it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,40 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rootstock.cache.blocks import NO_BLOCKS, BlockPool
-from rootstock.cache.eviction import EvictionPolicy, least_recently_used
+from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind, TailBlocks
+from rootstock.cache.eviction import EvictionPolicy, most_valuable_last
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Namespace
-from rootstock.cache.lease import Admitted, Deferred, Extended, Lease, LeaseId, Match
-from rootstock.cache.plan import NOTHING, BlockCopy, BlockId, Plan, Tokens
-from rootstock.cache.radix import (
-    block_table,
-    replaced_blocks,
-    walk,
+from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.lease import Admitted, BlockTable, Deferred, Extended, Lease, LeaseId, Match
+from rootstock.cache.plan import (
+    NO_BLOCK,
+    NO_SLOT,
+    NOTHING,
+    BlockCopy,
+    BlockId,
+    BlockIds,
+    Plan,
+    SlotId,
+    StateCopy,
+    Tokens,
 )
-from rootstock.cache.stats import CacheStats, Counters
+from rootstock.cache.pools import Pools, Rows
+from rootstock.cache.radix import Node, block_table, replaced_blocks, walk
+from rootstock.cache.resume import needed_tail, resume_point
+from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tree import PrefixTree, Want
-from rootstock.errors import BudgetTooSmall
+
+# A checkpoint at the end of a prompt that has another so few tokens before it goes when the answer has left its own.
+CLOSE_TOKENS = 32
 
 
 class KVCache:
     """Framework-free and single-threaded: the engine's thread owns it.
 
-    `families` say what a token costs; `budget_bytes` pays for whole blocks of `block_size` positions in all of
-    them. With `reuse=False` nothing is ever published or found: the same engine without a prefix cache.
+    `families` say what must be kept and what it costs; `budget_bytes` pays for all of it. `rows` divides the budget
+    among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
+    nothing is ever published or found: the same engine without a prefix cache. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -48,31 +62,69 @@ class KVCache:
         budget_bytes: int,
         block_size: int = 32,
         *,
-        policy: EvictionPolicy = least_recently_used,
+        policy: EvictionPolicy = most_valuable_last,
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
+        rows: Sequence[int] | None = None,
     ) -> None:
         self.block_size = block_size
-        self.block_bytes = block_size * sum(f.bytes_per_token for f in families)
-        blocks = budget_bytes // self.block_bytes
-        if blocks < 2:  # one to compute into and one to copy a shared tail from
-            raise BudgetTooSmall(budget_bytes, 2 * self.block_bytes, self.block_bytes)
         self.families = tuple(families)
+        self.budget_bytes = budget_bytes
         self.reuse = reuse
         self.counters = Counters()
         self._policy = policy
         self._clock = clock
+        self._fixed_rows = rows
         self._next_lease = 0
-        self._start_empty(blocks)
+        self._start_empty()
 
-    def _start_empty(self, blocks: int) -> None:
-        self.pool = BlockPool(blocks)
-        self.tree = PrefixTree(self.pool, self.block_size, self._policy, self._clock, self.counters)
+    def _start_empty(self) -> None:
+        self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
+        self.tree = PrefixTree(self.pools, self._policy, self._clock, self.counters)
         self._leases: dict[LeaseId, Lease] = {}
+        order = {tail.table: i for i, tail in enumerate(self.pools.tails)}
+        self._order = tuple(order.get(table, -1) for table in range(self.pools.tables))
+
+    @property
+    def pool(self) -> BlockPool:
+        """The full family's."""
+        return self.pools.full.pool
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block in every family that has blocks: what the newest block_size positions of a request take."""
+        return self.pools.full.row_bytes + sum(tail.row_bytes for tail in self.pools.tails)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of each family's pool, in the model's order: what a runtime allocates."""
+        return self.pools.rows
+
+    @property
+    def resume_anywhere(self) -> bool:
+        """Whether a prefix can be resumed wherever it was found, so that checkpoints have no use."""
+        return self.pools.resume_anywhere
 
     @property
     def capacity_tokens(self) -> int:
-        return self.pool.total_blocks * self.block_size
+        """Positions that one request can have when it is alone."""
+        fits, too_many = 0, self.pool.total_blocks + 1
+        while too_many - fits > 1:
+            blocks = (fits + too_many) // 2
+            if self.pools.cost(self._rows_alone(blocks)) <= self.pools.budget_bytes:
+                fits = blocks
+            else:
+                too_many = blocks
+        return fits * self.block_size
+
+    def _rows_alone(self, blocks: int) -> Rows:
+        """Rows of each pool that a request of so many blocks uses, computed in small steps."""
+        tails = (min(blocks, self._most_tail_rows(i)) for i in range(len(self.pools.tails)))
+        return [blocks, *tails, *(() if self.pools.states is None else (1,))]
+
+    def _most_tail_rows(self, i: int) -> int:
+        """Blocks that hold the longest tail of a family wherever it begins, and one to copy a shared one from."""
+        return -(-(self.pools.tails[i].family.longest_tail + 1) // self.block_size) + 2
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -88,10 +140,23 @@ class KVCache:
         limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
         reached = self.tree.find(tokens, namespace)
         if reached is None:
-            return Match(tokens, namespace, 0, 0, None, None, self.tree.version)
+            return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
-        pending = self.tree.pending(node, found, tokens) if self._leases else None
-        return Match(tokens, namespace, max(min(found, limit), 0), found, node, pending, self.tree.version)
+        pending = self.tree.pending(node, found, tokens, limit) if self._leases else None
+        resume = resume_point(node, max(min(found, limit), 0), self.pools)
+        return Match(
+            tokens,
+            namespace,
+            resume.position,
+            found,
+            node,
+            pending,
+            self.tree.version,
+            max(limit, 0),
+            resume.capped_by,
+            resume.checkpoint,
+            resume.tails,
+        )
 
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
         """Why a request with these tokens hits what it hits, and what stopped it there. Changes nothing."""
@@ -99,23 +164,24 @@ class KVCache:
 
     # --------------------------------------------------------------------------- the cycle of a request
 
-    def admit(self, match: Match, headroom_blocks: int = 0) -> Admitted | Deferred:
-        """Reserves blocks for the whole prompt and pins what it hits, or changes nothing at all.
+    def admit(
+        self, match: Match, headroom_blocks: int = 0, boundaries: Sequence[Boundary] = ()
+    ) -> Admitted | Deferred:
+        """Reserves what the prompt needs and pins what it hits, or changes nothing at all.
 
-        `headroom_blocks` must remain available afterwards, for requests that are running already. The plan copies
-        the shared part of a block that the prompt diverges in.
+        `headroom_blocks` of every family must remain available afterwards, for requests that are running already.
+        Checkpoints will be left at the `boundaries` and where the prompt parts from what is cached. The plan copies
+        the shared part of a block that the prompt diverges in, and restores the state.
         """
         assert len(match.tokens) > 0
         if match.version != self.tree.version:
-            match = self.match(match.tokens, match.namespace, match.length)
-        size, pool = self.block_size, self.pool
+            match = self.match(match.tokens, match.namespace, match.limit)
+        match = self._verified(match)
+        size, pool, pools = self.block_size, self.pool, self.pools
         hit, node = match.length, match.node
         while node is not None and hit <= node.start and not node.is_root:
             node = node.parent  # the cap moved the position to an ancestor's end
         shared_blocks = hit // size
-        fresh_blocks = self.blocks_for(len(match.tokens)) - shared_blocks
-        needed = fresh_blocks + headroom_blocks
-
         path_table = block_table(node, hit, size) if node is not None and hit else NO_BLOCKS
         shared = path_table[:shared_blocks]
         replaced = replaced_blocks(node, shared, size) if node is not None and hit else []
@@ -125,20 +191,25 @@ class KVCache:
             if hit % size:
                 replaced = list(dict.fromkeys([*replaced, int(path_table[-1])]))
         owned = np.concatenate((shared, np.array(replaced, np.int32))) if replaced else shared
-        available = pool.free_blocks + pool.cached_blocks - pool.unused_among(owned)
-        attached = node if hit else None
-        if needed > available and replaced:
-            # Without pinning the path, its replaced tails can go; without copying, so can the shared tail.
-            attached, replaced, owned, hit = None, [], shared, shared_blocks * size
-            available = pool.free_blocks + pool.cached_blocks - pool.unused_among(owned)
-        if needed > available:
-            return Deferred(needed, available)
+        attached, tails, resumed_from = node if hit else None, match.tails, match.checkpoint if hit else None
+        rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
+        kept = self._cached_rows_of(owned, tails, resumed_from)
+        if not pools.can_have(rows, kept) and (replaced or kept[1:]):
+            # Without pinning the path its replaced tails can go; without copying, so can the shared tail. What can
+            # be resumed at one position only is given up.
+            if pools.resume_anywhere:
+                hit = shared_blocks * size
+            else:
+                hit, shared, tails, resumed_from = 0, NO_BLOCKS, (), None
+            attached, replaced, owned = None, [], shared
+            rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
+            kept = self._cached_rows_of(owned, tails, resumed_from)
+        if not pools.can_have(rows, kept):
+            return Deferred(pools.cost(rows), pools.available_bytes - pools.cost(kept))
 
         # Nothing can fail from here on. The hit is pinned before room is made for the rest.
         pool.use(owned)
-        lease = Lease(LeaseId(self._next_lease), match.namespace, match.tokens, hit, shared)
-        self._next_lease += 1
-        self._leases[lease.id] = lease
+        lease = self._lease(match, hit, shared, tails, resumed_from)
         if attached is not None:
             if hit < attached.end:
                 attached = self.tree.split(attached, hit)
@@ -146,48 +217,290 @@ class KVCache:
             self.tree.attach(lease, attached)
         elif self.reuse and hit == 0:
             self.tree.attach(lease, self.tree.root_of(match.namespace))
-        self.tree.make_room(fresh_blocks)
-        fresh = pool.allocate(fresh_blocks, lease.last_block)
-        lease._grow_table(fresh)
+        fresh_blocks = self.blocks_for(len(match.tokens)) - hit // size
+        copies = [i for i, source in enumerate(lease.sources) if source is not None]
+        self.tree.make_room(
+            [
+                fresh_blocks,
+                *(int(i in copies) for i in range(len(pools.tails))),
+                *(() if pools.states is None else (1,)),
+            ]
+        )
+        plan = self._first_plan(lease, path_table, fresh_blocks)
+        self._plan_cuts(lease, match, boundaries)
         self.counters.admitted(len(match.tokens), hit)
-        if hit % size == 0:
-            return Admitted(lease, NOTHING)
-        copy = BlockCopy(BlockId(int(path_table[-1])), BlockId(int(fresh[0])), hit % size)
-        self.counters.copied_blocks += 1
-        return Admitted(lease, Plan((copy,)))
+        return Admitted(lease, plan)
+
+    def _verified(self, match: Match) -> Match:
+        """Refuses a checkpoint that is not of exactly this prefix. It cannot happen; if it does, it is a miss."""
+        while (checkpoint := match.checkpoint) is not None:
+            prefix = match.tokens[: checkpoint.position]
+            right = checkpoint.position == match.length
+            if right and checkpoint.digest == prefix_digest(match.namespace, prefix):
+                break
+            self.counters.checkpoints_refused += 1
+            self.tree.drop(checkpoint)
+            match = self.match(match.tokens, match.namespace, match.limit)
+        return match
+
+    def _rows_to_admit(
+        self, tokens: Tokens, hit: int, tails: Sequence[TailBlocks], headroom_blocks: int
+    ) -> Rows:
+        """Rows of each pool that must be had: the prompt's, those of its first chunk's tails, a working state."""
+        rows = [self.blocks_for(len(tokens)) - hit // self.block_size + headroom_blocks]
+        for i in range(len(self.pools.tails)):
+            shared = _whole(tails[i], hit, self.block_size) if tails else NO_BLOCKS
+            needed = self.blocks_for(len(tokens)) - hit // self.block_size
+            rows.append(max(0, min(needed, self._most_tail_rows(i) - len(shared))) + headroom_blocks)
+        if self.pools.states is not None:
+            rows.append(1)
+        return rows
+
+    def _cached_rows_of(
+        self, owned: BlockIds, tails: Sequence[TailBlocks], checkpoint: Checkpoint | None
+    ) -> Rows:
+        """Rows that nobody uses yet and that the hit would use: they cannot be evicted for it."""
+        kept = [self.pool.unused_among(owned)]
+        for i, tail in enumerate(self.pools.tails):
+            kept.append(tail.pool.unused_among(tails[i].ids) if tails else 0)
+        if self.pools.states is not None:
+            slot = NO_BLOCKS if checkpoint is None else np.array([checkpoint.slot], np.int32)
+            kept.append(self.pools.states.pool.unused_among(slot))
+        return kept
+
+    def _lease(
+        self,
+        match: Match,
+        hit: int,
+        shared: BlockIds,
+        tails: Sequence[TailBlocks],
+        resumed_from: Checkpoint | None,
+    ) -> Lease:
+        """Uses the tail blocks and the state that the hit reads."""
+        tables = []
+        sources: list[TailBlocks | None] = []
+        for i, tail in enumerate(self.pools.tails):
+            whole = _whole(tails[i], hit, self.block_size) if tails else NO_BLOCKS
+            ids = np.full(hit // self.block_size, NO_BLOCK, np.int32)
+            ids[len(ids) - len(whole) :] = whole
+            tables.append(BlockTable(ids, len(ids) - len(whole)))
+            partly = tails[i].ids[len(whole) :] if tails else NO_BLOCKS  # at most one, filled in part
+            sources.append(TailBlocks(hit // self.block_size, partly) if len(partly) else None)
+            tail.pool.use(tails[i].ids if tails else NO_BLOCKS)
+        lease = Lease(
+            LeaseId(self._next_lease),
+            match.namespace,
+            match.tokens,
+            hit,
+            BlockTable(shared),
+            tables,
+            self._order,
+        )
+        lease.sources = sources
+        self._next_lease += 1
+        self._leases[lease.id] = lease
+        if resumed_from is not None:
+            lease.resumed_from = resumed_from
+            self.tree.pin(resumed_from)
+            if resumed_from.slot != NO_SLOT:
+                assert self.pools.states is not None
+                self.pools.states.pool.use(np.array([resumed_from.slot], np.int32))
+        return lease
+
+    def _first_plan(self, lease: Lease, path_table: BlockIds, fresh_blocks: int) -> Plan:
+        """Gives the lease its prompt's blocks and its working state; copies what it shares in part."""
+        size, hit = self.block_size, lease.hit_tokens
+        fresh = self.pool.allocate(fresh_blocks, lease._full.last)
+        lease._full.grow(fresh)
+        copies = []
+        if hit % size and self.pools.full.table >= 0:
+            source, target = BlockId(int(path_table[-1])), BlockId(int(fresh[0]))
+            copies.append(BlockCopy(source, target, hit % size, self.pools.full.table))
+        for tail, table, partly in zip(self.pools.tails, lease._tails, lease.sources, strict=True):
+            if partly is not None:
+                target_ids = tail.pool.allocate(1, table.last)
+                table.grow(target_ids)
+                source, target = BlockId(int(partly.ids[0])), BlockId(int(target_ids[0]))
+                copies.append(BlockCopy(source, target, hit % size, tail.table))
+        self.counters.copied_blocks += len(copies)
+        states: tuple[StateCopy, ...] = ()
+        if self.pools.states is not None:
+            lease.slot = SlotId(int(self.pools.states.pool.allocate(1)[0]))
+            if lease.resumed_from is not None:
+                states = (StateCopy(lease.resumed_from.slot, lease.slot),)
+        return Plan(tuple(copies), states) if copies or states else NOTHING
+
+    def _plan_cuts(self, lease: Lease, match: Match, boundaries: Sequence[Boundary]) -> None:
+        """Where the prefill is cut to leave a checkpoint: at the prompt's end, at its boundaries, and where it parts
+        from what is cached already, since that is where others were seen to part."""
+        if self.pools.resume_anywhere or lease.tip is None:
+            return
+        lease.cuts[lease.known] = CheckpointKind.PROMPT
+        parts_at = min(match.found, match.limit)
+        if parts_at > lease.hit_tokens:
+            lease.cuts[parts_at] = CheckpointKind.DIVERGENCE
+        for boundary in boundaries:
+            if lease.hit_tokens < boundary.position <= lease.known:
+                lease.cuts[boundary.position] = boundary.kind
+
+    def ask_for_checkpoint(self, lease: Lease, position: int) -> None:
+        """Another request waits for this one and will part from it at `position`, which is not computed yet."""
+        if not self.pools.resume_anywhere and lease.computed < position <= lease.known:
+            lease.cuts.setdefault(position, CheckpointKind.DIVERGENCE)
 
     def extend(self, lease: Lease, new_tokens: int) -> Extended | Deferred:
-        """Reserves blocks for the next `new_tokens` positions, before the forward that computes them."""
-        missing = self.blocks_for(lease.computed + new_tokens) - lease.table_blocks
-        if missing <= 0:
+        """Reserves what the next `new_tokens` positions need, before the forward that computes them.
+
+        Blocks behind the windows are released first, for good, also if the answer is Deferred.
+        """
+        self._release_behind(lease)
+        blocks = self.blocks_for(lease.computed + new_tokens)
+        missing = [max(0, blocks - lease.table_blocks), *(max(0, blocks - t.length) for t in lease._tails)]
+        if not any(missing):
             return _EXTENDED
-        pool = self.pool
-        available = pool.free_blocks + pool.cached_blocks
-        if missing > available:
+        pools = self.pools
+        rows = [*missing, *(() if pools.states is None else (0,))]
+        if not pools.can_have(rows):
             # Without its path's pins, the replaced tails that only this lease uses can be evicted, too.
-            replaced = np.array(lease.replaced, np.int32)
-            if lease.tip is None or missing > available + pool.used_once_among(replaced):
-                return Deferred(missing, available)
+            gained = pools.full.pool.used_once_among(np.array(lease.replaced, np.int32))
+            besides = [-gained, *([0] * (len(rows) - 1))]
+            if lease.tip is None or not gained or not pools.can_have(rows, besides):
+                return Deferred(pools.cost(rows), pools.available_bytes)
             self.tree.detach(lease)
-        self.tree.make_room(missing)
-        lease._grow_table(pool.allocate(missing, lease.last_block))
+        self.tree.make_room(rows)
+        if missing[0]:
+            lease._full.grow(self.pool.allocate(missing[0], lease._full.last))
+        for tail, table, count in zip(pools.tails, lease._tails, missing[1:], strict=True):
+            if count:
+                table.grow(tail.pool.allocate(count, table.last))
         return _EXTENDED
 
+    def _release_behind(self, lease: Lease) -> None:
+        for tail, table in zip(self.pools.tails, lease._tails, strict=True):
+            released = table.release_before(tail.family.tail_start(lease.computed) // self.block_size)
+            if len(released):
+                tail.pool.unuse(released)
+                self.tree.version += 1
+
     def commit(self, lease: Lease, tokens: Tokens) -> Plan:
-        """The K/V of `tokens`, which follow what was computed, are in the pool now.
+        """What is kept of `tokens`, which follow what was computed, is in the pools now.
 
         Prompt chunks can be found at once, generated tokens a block at a time. Where another request has
-        published the same prefix meanwhile, its blocks replace ours and ours are released.
+        published the same prefix meanwhile, its blocks replace ours and ours are released. The plan keeps the state
+        as a checkpoint where one is due; execute it before the next forward.
         """
         assert not lease.ended
         assert self.blocks_for(lease.computed + len(tokens)) <= lease.table_blocks, "computed without blocks"
         lease._append(tokens)
+        self._release_sources(lease)
+        kind = lease.cuts.pop(lease.computed, None)
+        if lease.cuts and lease.next_cut is not None and lease.next_cut < lease.computed:
+            lease.cuts = {at: k for at, k in lease.cuts.items() if at > lease.computed}
         if lease.tip is not None and (
-            lease.computed <= lease.prompt_tokens
+            kind is not None
+            or lease.computed <= lease.prompt_tokens
             or lease.computed // self.block_size > lease.published // self.block_size
         ):
             self.tree.publish(lease)
+            if kind is not None:
+                return self._leave_copy(lease, kind)
         return NOTHING
+
+    def _release_sources(self, lease: Lease) -> None:
+        """What the first plan read is not needed any more."""
+        for tail, source in zip(self.pools.tails, lease.sources, strict=True):
+            if source is not None:
+                tail.pool.unuse(source.ids)
+        lease.sources = [None] * len(lease.sources)
+        if lease.resumed_from is not None:
+            if lease.resumed_from.slot != NO_SLOT:
+                assert self.pools.states is not None
+                self.pools.states.pool.unuse(np.array([lease.resumed_from.slot], np.int32))
+            self.tree.unpin(lease.resumed_from)
+            lease.resumed_from = None
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def _leave_copy(self, lease: Lease, kind: CheckpointKind) -> Plan:
+        """A checkpoint where the lease is now, if that does not cost anything that is worth more."""
+        if self._there_already(lease, kind):
+            return NOTHING
+        states = self.pools.states
+        if states is None:
+            self._keep(lease, kind, NO_SLOT)
+            return NOTHING
+        checkpoint = self._checkpoint(lease, kind, NO_SLOT)
+        rows = [0] * (len(self.pools.every) - 1) + [1]
+        # A new checkpoint is not wanted by anybody yet, but whoever waits for it must not wait in vain.
+        rank = (kind is CheckpointKind.DIVERGENCE, self._policy(checkpoint))
+        if not self.pools.can_have(rows) or not self.tree.make_room_below(rows, rank):
+            self.counters.checkpoints_skipped += 1
+            return NOTHING
+        ids = states.pool.allocate(1)
+        checkpoint.slot = SlotId(int(ids[0]))
+        self.tree.keep(checkpoint)
+        states.pool.unuse(ids)
+        lease.left.append(checkpoint)
+        return Plan(states=(StateCopy(lease.slot, checkpoint.slot),))
+
+    def _leave_own(self, lease: Lease) -> None:
+        """The lease ends: its working state becomes a checkpoint as it is."""
+        kind = CheckpointKind.PROMPT if lease.computed <= lease.prompt_tokens else CheckpointKind.ANSWER
+        if not self._there_already(lease, kind):
+            self._keep(lease, kind, lease.slot)
+        for earlier in lease.left:
+            # Superseded: the answer's end is where the conversation goes on, and a closer one is near enough.
+            if (
+                earlier.node is not None
+                and earlier.kind is CheckpointKind.PROMPT
+                and earlier.position < lease.computed
+                and not (earlier.hits or earlier.pins or earlier.wants)
+                and earlier.start
+                and earlier.position - earlier.start < CLOSE_TOKENS
+            ):
+                self.tree.drop(earlier)
+
+    def _there_already(self, lease: Lease, kind: CheckpointKind) -> bool:
+        assert lease.tip is not None
+        assert lease.tip.end == lease.computed
+        there = lease.tip.checkpoints.get(lease.computed)
+        if there is None:
+            return False
+        there.last_used = self._clock()
+        return True
+
+    def _keep(self, lease: Lease, kind: CheckpointKind, slot: SlotId) -> None:
+        checkpoint = self._checkpoint(lease, kind, slot)
+        self.tree.keep(checkpoint)
+        lease.left.append(checkpoint)
+
+    def _checkpoint(self, lease: Lease, kind: CheckpointKind, slot: SlotId) -> Checkpoint:
+        assert lease.tip is not None
+        position, size = lease.computed, self.block_size
+        tails = tuple(
+            needed_tail(tail.family, table.ids, position, size)
+            for tail, table in zip(self.pools.tails, lease._tails, strict=True)
+        )
+        assert all((held.ids != NO_BLOCK).all() for held in tails), (
+            "a window lost a block that it still needs"
+        )
+        size_bytes = sum(
+            len(held.ids) * tail.row_bytes for held, tail in zip(tails, self.pools.tails, strict=True)
+        )
+        size_bytes += 0 if self.pools.states is None else self.pools.states.row_bytes
+        token_bytes = max(1, self.pools.full.row_bytes // size)
+        return Checkpoint(
+            lease.tip,
+            position,
+            prefix_digest(lease.namespace, lease.tokens[:position]),
+            kind,
+            tails,
+            slot,
+            max(size_bytes, 1) / token_bytes,
+            self._clock(),
+        )
+
+    # ------------------------------------------------------------------------------------------- ends
 
     def finish(self, lease: Lease) -> None:
         """The request is complete: what it computed stays findable, what it owned is released."""
@@ -205,15 +518,23 @@ class KVCache:
         """
         tip = lease.tip
         lease.computed = lease.published
-        self._end(lease)
+        self._end(lease, state_is_right=False)
+        for checkpoint in lease.left:
+            if checkpoint.node is not None:
+                self.tree.drop(checkpoint)
         self.tree.retract(tip, lease.hit_tokens)
 
     def abort(self, lease: Lease) -> None:
-        """The request is not wanted any more, or failed before its blocks were written: commit comes first."""
+        """The request is not wanted any more. What it has computed is as good as any."""
         self._end(lease)
 
-    def _end(self, lease: Lease) -> None:
+    def fail(self, lease: Lease) -> None:
+        """Its forward raised: what was computed before stays, the working state may be half advanced and goes."""
+        self._end(lease, state_is_right=False)
+
+    def _end(self, lease: Lease, state_is_right: bool = True) -> None:
         assert not lease.ended, "a lease was ended twice"
+        pools = self.pools
         if self.reuse and lease.tip is None and lease.computed > lease.published:
             # It let go of its path to get blocks; its table still holds every position from 0 on.
             lease.published = 0
@@ -221,8 +542,15 @@ class KVCache:
         if lease.tip is not None:
             if lease.published < lease.computed:
                 self.tree.publish(lease)
+            if state_is_right and lease.computed > lease.hit_tokens and not pools.resume_anywhere:
+                self._leave_own(lease)
             self.tree.detach(lease)
-        self.pool.unuse(lease.table)
+        self._release_sources(lease)
+        pools.full.pool.unuse(lease.table)
+        for tail, table in zip(pools.tails, lease._tails, strict=True):
+            tail.pool.unuse(table.owned)
+        if pools.states is not None:
+            pools.states.pool.unuse(np.array([lease.slot], np.int32))
         lease.ended = True
         del self._leases[lease.id]
 
@@ -252,19 +580,42 @@ class KVCache:
         for lease in self._leases.values():
             lease.ended = True
         version = self.tree.version
-        self._start_empty(self.pool.total_blocks)
+        self._start_empty()
         self.tree.version = version + 1  # no match of before stands
 
     def stats(self) -> CacheStats:
         """Recounted from the structures at each call: O(nodes)."""
         nodes = list(self.tree.nodes())
+        checkpoints = [checkpoint for node in nodes for checkpoint in node.checkpoints.values()]
+        pools = self.pools
+        state_bytes = 0 if pools.states is None else pools.states.row_bytes
+        tail_blocks = [
+            len({int(b) for checkpoint in checkpoints for b in checkpoint.tails[i].ids}) * tail.row_bytes
+            for i, tail in enumerate(pools.tails)
+        ]
         return CacheStats(
             block_size=self.block_size,
             block_bytes=self.block_bytes,
+            budget_bytes=pools.budget_bytes,
+            used_bytes=pools.owned_bytes,
             total_blocks=self.pool.total_blocks,
             free_blocks=self.pool.free_blocks,
             cached_blocks=self.pool.cached_blocks,
             live_blocks=self.pool.live_blocks,
+            families=tuple(
+                FamilyStats(
+                    pool.family.name,
+                    pool.row_bytes,
+                    pool.pool.total_blocks,
+                    pool.pool.free_blocks,
+                    pool.pool.cached_blocks,
+                    pool.pool.live_blocks,
+                )
+                for pool in pools.every
+                if pool.family is not None
+            ),
+            checkpoints=len(checkpoints),
+            checkpoint_bytes=len(checkpoints) * state_bytes + sum(tail_blocks),
             nodes=len(nodes),
             namespaces=len(self.tree.roots),
             cached_tokens=sum(node.end - node.start for node in nodes),
@@ -274,27 +625,59 @@ class KVCache:
 
     def check(self) -> None:
         """Asserts every invariant by recounting: O(blocks + nodes + leases). For tests and idle time."""
-        self.pool.check()
+        self.pools.check()
         self.tree.check()
-        held = np.zeros(self.pool.total_blocks, np.int32)
-        used = np.zeros(self.pool.total_blocks, np.int32)
+        held = [np.zeros(pool.pool.total_blocks, np.int32) for pool in self.pools.every]
+        used = [np.zeros(pool.pool.total_blocks, np.int32) for pool in self.pools.every]
+        tails = range(len(self.pools.tails))
         for root in self.tree.roots.values():
             tips = [lease.tip for lease in self._leases.values() if lease.tip is not None]
             assert root.pins == sum(list(tip.path())[-1] is root for tip in tips)
             for node in walk(root):
-                held[node.blocks] += 1
+                held[0][node.blocks] += 1
+                for checkpoint in node.checkpoints.values():
+                    self._check_checkpoint(checkpoint, node, root.namespace)
+                    for i in tails:
+                        held[1 + i][checkpoint.tails[i].ids] += 1
+                    if self.pools.states is not None:
+                        held[-1][checkpoint.slot] += 1
         for lease in self._leases.values():
             owned = [*lease.table.tolist(), *lease.replaced]
             assert len(set(owned)) == len(owned), "a lease owns a block twice"
-            used[owned] += 1
+            used[0][owned] += 1
+            for i in tails:
+                used[1 + i][lease._tails[i].owned] += 1
+                source = lease.sources[i]
+                if source is not None:
+                    used[1 + i][source.ids] += 1
+            if self.pools.states is not None:
+                used[-1][lease.slot] += 1
+                if lease.resumed_from is not None:
+                    used[-1][lease.resumed_from.slot] += 1
             if lease.tip is not None:
                 assert lease.tip.end == lease.published
                 assert lease in lease.tip.tips
                 needed = {int(b) for node in lease.tip.path() for b in node.blocks}
                 assert needed <= set(owned), "a lease does not own a block of a node that it pins"
-        pool_held, pool_used = self.pool.owners()
-        assert (held == pool_held).all(), "blocks held do not match the tree"
-        assert (used == pool_used).all(), "blocks used do not match the leases"
+        for i, pool in enumerate(self.pools.every):
+            pool_held, pool_used = pool.pool.owners()
+            name = "full" if pool.family is None else pool.family.name
+            assert (held[i] == pool_held).all(), f"{name}: rows held do not match the tree"
+            assert (used[i] == pool_used).all(), f"{name}: rows used do not match the leases"
+
+    def _check_checkpoint(self, checkpoint: Checkpoint, node: Node, namespace: Namespace) -> None:
+        tokens = np.concatenate([step.tokens for step in reversed(list(node.path()))])
+        assert checkpoint.digest == prefix_digest(namespace, tokens[: checkpoint.position])
+        for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
+            start = tail.family.tail_start(checkpoint.position)
+            if start < checkpoint.position:
+                assert held.first == start // self.block_size
+                assert held.first + len(held.ids) == self.blocks_for(checkpoint.position)
+
+
+def _whole(tail: TailBlocks, position: int, block_size: int) -> BlockIds:
+    """Those of the tail's blocks that are full up to `position`, and therefore shared rather than copied."""
+    return tail.ids[: max(0, position // block_size - tail.first)]
 
 
 _EXTENDED = Extended()

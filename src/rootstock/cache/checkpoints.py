@@ -1,9 +1,20 @@
-"""Checkpoints: what lets every family of a model resume at exactly one position of exactly one prefix."""
+"""Checkpoints: what lets every family of a model resume at exactly one position of exactly one prefix.
+
+A checkpoint hangs on the node that holds its position. It holds the blocks of windows and chunks that a resumption
+there reads, and a copy of the recurrent state. Nothing writes to it: whoever resumes gets a copy of the state and of
+a block that is filled in part. It carries its position and its prefix's digest, and is refused where they differ.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from rootstock.cache.plan import BlockIds, SlotId
+
+if TYPE_CHECKING:
+    from rootstock.cache.radix import Node
 
 
 class CheckpointKind(StrEnum):
@@ -18,9 +29,98 @@ class CheckpointKind(StrEnum):
     MARK = "mark"  # asked for by the client
 
 
+# How much likelier than the end of a tool's turn each kind is to be resumed, other things being equal. A turn of a
+# tool is followed up at once or never; users come back, and every new conversation comes by the system prompt's end.
+CHANCE = {
+    CheckpointKind.SYSTEM: 8.0,
+    CheckpointKind.MARK: 8.0,
+    CheckpointKind.USER: 4.0,
+    CheckpointKind.DIVERGENCE: 4.0,
+    CheckpointKind.ANSWER: 2.0,
+    CheckpointKind.TOOL: 1.0,
+    CheckpointKind.PROMPT: 1.0,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A position of a prompt at which a later request can diverge: 0 < position <= prompt tokens."""
 
     position: int
     kind: CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class TailBlocks:
+    """One tail family's blocks up to a position: of block indices `first` … `first` + len(ids) - 1."""
+
+    first: int
+    ids: BlockIds
+
+
+class Checkpoint:
+    __slots__ = (
+        "cost_tokens",
+        "digest",
+        "hits",
+        "kind",
+        "last_used",
+        "node",
+        "pins",
+        "position",
+        "queue_ticket",
+        "slot",
+        "tails",
+        "wants",
+    )
+
+    def __init__(
+        self,
+        node: Node,
+        position: int,
+        digest: bytes,
+        kind: CheckpointKind,
+        tails: tuple[TailBlocks, ...],
+        slot: SlotId,
+        cost_tokens: float,
+        now: float,
+    ) -> None:
+        self.node: Node | None = node  # None: it is gone
+        self.position = position
+        self.digest = digest  # of tokens 0 … position-1 and their namespace
+        self.kind = kind
+        self.tails = tails  # one for each tail family
+        self.slot = slot  # NO_SLOT if the model has no recurrent states
+        self.cost_tokens = cost_tokens  # how many tokens of full attention its bytes would pay for
+        self.last_used = now
+        self.hits = 0
+        self.pins = 0  # requests that resume from it and have not computed anything yet
+        self.wants: dict[object, None] = {}  # queued requests that would resume from it
+        self.queue_ticket = 0
+
+    @property
+    def start(self) -> int:
+        """Where a request would resume without it."""
+        assert self.node is not None
+        for node in self.node.path():
+            shallower = [p for p in node.checkpoints if p < self.position]
+            if shallower:
+                return max(shallower)
+        return 0
+
+    @property
+    def end(self) -> int:
+        return self.position
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.wants)
+
+    @property
+    def worth(self) -> float:
+        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes."""
+        chance = CHANCE[self.kind] * (1 + min(self.hits, 7))
+        return chance * (self.position - self.start) / self.cost_tokens
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"

@@ -12,6 +12,7 @@ Cap = Literal[
     "cache_off",
     "nothing_cached",  # this namespace holds nothing that begins like this
     "diverged",  # the prompt goes another way than everything cached
+    "no_checkpoint",  # K/V are cached further than some family can resume
     "evicted",  # more of it was cached once
     "end_of_cached",  # everything cached on this path agrees; the rest was never seen
     "last_token",  # all of it is cached; the last token is always computed
@@ -30,6 +31,8 @@ class Explanation:
     cached_tokens_there: tuple[int, ...]  # the tokens with which cached prefixes go on there
     evicted_tokens: int  # how many of the following tokens were cached once
     pending_tokens: int  # how many of the following tokens a running request is computing now
+    found_tokens: int  # of the prompt, that are cached in the sense that their K/V need not be computed
+    capped_by: str | None  # the family that cannot resume as far as that
     message: str
 
 
@@ -49,6 +52,8 @@ def explain_match(match: Match, reuse: bool) -> Explanation:
     cap: Cap
     if not reuse:
         cap = "cache_off"
+    elif match.capped_by is not None:
+        cap = "no_checkpoint"
     elif all_cached and len(tokens):
         cap = "last_token"
     elif evicted:
@@ -67,7 +72,9 @@ def explain_match(match: Match, reuse: bool) -> Explanation:
         asked_token=None if all_cached else int(tokens[found]),
         cached_tokens_there=alternatives,
         evicted_tokens=evicted,
-        pending_tokens=0 if match.pending is None else match.pending.until - found,
+        pending_tokens=0 if match.pending is None else max(0, match.pending.until - found),
+        found_tokens=found,
+        capped_by=match.capped_by,
         message=_message(cap, match, alternatives, evicted),
     )
 
@@ -77,6 +84,12 @@ def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int
     match cap:
         case "cache_off":
             return "The prefix cache is switched off."
+        case "no_checkpoint":
+            found, length = min(match.found, match.limit), match.length
+            return (
+                f"KV to {found:,}, {match.capped_by} only to {length:,}: {found - length:,} tokens recomputed "
+                "because no checkpoint was left at the divergence point."
+            )
         case "last_token":
             return f"{of}; the last token is always computed."
         case "evicted":

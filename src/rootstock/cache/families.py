@@ -51,6 +51,11 @@ class SlidingWindow:
     def name(self) -> str:
         return f"window({self.window})"
 
+    @property
+    def longest_tail(self) -> int:
+        """The most positions that a resumption ever needs."""
+        return self.window - 1
+
     def tail_start(self, position: int) -> int:
         """The first position whose memory is needed to resume at `position`."""
         return max(0, position - self.window + 1)
@@ -72,6 +77,11 @@ class ChunkedAttention:
     @property
     def name(self) -> str:
         return f"chunked({self.chunk})"
+
+    @property
+    def longest_tail(self) -> int:
+        """The most positions that a resumption ever needs."""
+        return self.chunk - 1
 
     def tail_start(self, position: int) -> int:
         """The first position whose memory is needed to resume at `position`."""

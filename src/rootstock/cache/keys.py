@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from rootstock.cache.plan import Tokens
@@ -29,6 +30,13 @@ class Namespace:
             h.update(len(raw).to_bytes(8, "little"))
             h.update(raw)
         return h.digest()
+
+
+def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:
+    """16 bytes that name exactly these tokens from position 0 on, in exactly this namespace."""
+    h = xxhash.xxh3_128(namespace.digest())
+    h.update(np.ascontiguousarray(prefix, "<i4").data)
+    return h.digest()
 
 
 def block_keys(namespace: Namespace, tokens: Tokens, block_tokens: int) -> Iterator[bytes]:

@@ -2,44 +2,102 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
 
+from rootstock.cache.blocks import NO_BLOCKS
+from rootstock.cache.checkpoints import Checkpoint, CheckpointKind, TailBlocks
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import NOTHING, BlockIds, Plan, Tokens
+from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Plan, SlotId, Tokens
 from rootstock.cache.radix import Node
 
 LeaseId = NewType("LeaseId", int)
 
 
+class BlockTable:
+    """A growing table. Blocks before `first` were released: their entries are NO_BLOCK."""
+
+    __slots__ = ("_ids", "first", "length")
+
+    def __init__(self, ids: BlockIds, first: int = 0) -> None:
+        self._ids = ids  # [≥ length]; copied before it grows
+        self.first = first
+        self.length = len(ids)
+
+    @property
+    def ids(self) -> BlockIds:
+        """[length] a view, valid until the table grows."""
+        return self._ids[: self.length]
+
+    @property
+    def owned(self) -> BlockIds:
+        return self._ids[self.first : self.length]
+
+    @property
+    def last(self) -> int | None:
+        return int(self._ids[self.length - 1]) if self.length > self.first else None
+
+    def grow(self, ids: BlockIds) -> None:
+        needed = self.length + len(ids)
+        if needed > len(self._ids):
+            grown = np.empty(max(needed, 2 * len(self._ids), 8), np.int32)
+            grown[: self.length] = self.ids
+            self._ids = grown
+        self._ids[self.length : needed] = ids
+        self.length = needed
+
+    def release_before(self, index: int) -> BlockIds:
+        """Takes blocks out of the front; returns them."""
+        index = min(index, self.length)
+        if index <= self.first:
+            return NO_BLOCKS
+        released = self._ids[self.first : index].copy()
+        self._ids[self.first : index] = NO_BLOCK
+        self.first = index
+        return released
+
+
 class Lease:
-    """One sequence's block table and its place in the tree. Made by `KVCache.admit`, ended by `finish`,
-    `preempt` or `abort`; only the cache writes to it.
+    """One sequence's block tables, its working state, and its place in the tree. Made by `KVCache.admit`, ended by
+    `finish`, `preempt` or `abort`; only the cache writes to it.
 
     Positions 0 … published-1 can be found by others, published … computed-1 are computed and not found yet,
     computed … known-1 are tokens that are known and will be computed.
     """
 
     __slots__ = (
-        "_table",
+        "_full",
+        "_order",
+        "_tails",
         "_tokens",
         "computed",
+        "cuts",
         "ended",
         "hit_tokens",
         "id",
         "known",
+        "left",
         "namespace",
         "prompt_tokens",
         "published",
         "replaced",
-        "table_blocks",
+        "resumed_from",
+        "slot",
+        "sources",
         "tip",
     )
 
     def __init__(
-        self, id: LeaseId, namespace: Namespace, prompt: Tokens, hit_tokens: int, table: BlockIds
+        self,
+        id: LeaseId,
+        namespace: Namespace,
+        prompt: Tokens,
+        hit_tokens: int,
+        full: BlockTable,
+        tails: list[BlockTable],
+        order: tuple[int, ...],
     ) -> None:
         self.id = id
         self.namespace = namespace
@@ -50,33 +108,42 @@ class Lease:
         self.published = hit_tokens
         self.tip: Node | None = None  # the node that ends at `published`; None: not attached to the tree
         self.replaced: list[int] = []  # blocks of pinned nodes that the table replaces by others
-        self.table_blocks = len(table)
+        self.slot: SlotId = NO_SLOT  # the working state; nobody else reads or writes it
+        self.cuts: dict[int, CheckpointKind] = {}  # where a checkpoint is to be left, all beyond `computed`
+        self.left: list[Checkpoint] = []  # that it has left
+        self.resumed_from: Checkpoint | None = None  # pinned until something is computed
+        self.sources: list[
+            TailBlocks | None
+        ] = []  # tail blocks copied from, owned until something is computed
         self.ended = False
         self._tokens = prompt  # [≥ known]; copied before it is written beyond the prompt
-        self._table = table  # [≥ table_blocks]
+        self._full = full
+        self._tails = tails
+        self._order = order  # for each of the model's token families: -1 for full, else which tail
 
     @property
     def table(self) -> BlockIds:
-        """[table_blocks] the block of each block index; a view, valid until the next call to the cache."""
-        return self._table[: self.table_blocks]
+        """[blocks] the full family's block of each block index; a view, valid until the next call to the cache."""
+        return self._full.ids
+
+    @property
+    def tables(self) -> tuple[BlockIds, ...]:
+        """Of each of the model's token families, in order: what a segment takes. Views, as `table`."""
+        return tuple(self._full.ids if i < 0 else self._tails[i].ids for i in self._order)
+
+    @property
+    def table_blocks(self) -> int:
+        return self._full.length
+
+    @property
+    def next_cut(self) -> int | None:
+        """The position at which the next prefill chunk must end, if it gets there."""
+        return min(self.cuts, default=None)
 
     @property
     def tokens(self) -> Tokens:
         """[known] prompt and generated tokens; a view."""
         return self._tokens[: self.known]
-
-    @property
-    def last_block(self) -> int | None:
-        return int(self._table[self.table_blocks - 1]) if self.table_blocks else None
-
-    def _grow_table(self, ids: BlockIds) -> None:
-        needed = self.table_blocks + len(ids)
-        if needed > len(self._table):
-            grown = np.empty(max(needed, 2 * len(self._table), 8), np.int32)
-            grown[: self.table_blocks] = self.table
-            self._table = grown
-        self._table[self.table_blocks : needed] = ids
-        self.table_blocks = needed
 
     def _append(self, tokens: Tokens) -> None:
         """Takes tokens at positions computed …; beyond what is known they are new."""
@@ -101,7 +168,7 @@ class Pending:
     """A running request is computing more of what was asked for."""
 
     producer: Lease
-    until: int  # position up to which its tokens agree
+    until: int  # position up to which its tokens agree, and at which the request will be able to resume
 
 
 @dataclass(slots=True)
@@ -115,6 +182,12 @@ class Match:
     node: Node | None  # the deepest node that agrees; None: this namespace holds nothing
     pending: Pending | None
     version: int  # of the tree it was read from
+    limit: int = 0  # what `length` could be at most, whatever is cached
+    capped_by: str | None = None  # the family that cannot resume as far as the prefix was found
+    checkpoint: Checkpoint | None = None  # from which to resume
+    tails: tuple[TailBlocks, ...] = field(
+        default=()
+    )  # for each tail family, the blocks that a resumption reads
 
     @property
     def waiting_gain(self) -> int:
@@ -137,9 +210,9 @@ class Extended:
 class Deferred:
     """Nothing was changed. Try again when blocks were released."""
 
-    needed_blocks: int
-    available_blocks: int  # free, or evictable without touching what the request would hit
+    needed_bytes: int
+    available_bytes: int  # free, or evictable without touching what the request would hit
 
     @property
     def reason(self) -> str:
-        return f"{self.needed_blocks} blocks needed, {self.available_blocks} can be had"
+        return f"{self.needed_bytes:,} bytes needed, {self.available_bytes:,} can be had"

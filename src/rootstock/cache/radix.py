@@ -5,6 +5,9 @@ lie on absolute block boundaries, so a node that starts inside a block owns a bl
 parent's: either the very block of the parent (after a split) or a copy of it (after copy-on-write). Reading a
 path from the root, a deeper node's block therefore replaces its ancestor's block of the same index.
 
+Blocks of windows and chunks (`tails`) are only referred to: checkpoints and running requests own them, and when the
+last owner lets go the reference is void by itself.
+
 Walking compares NumPy arrays at memory speed and costs O(tokens), never O(what is cached).
 """
 
@@ -15,11 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.blocks import NO_BLOCKS, BlockPool, References
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import BlockIds, Tokens
 
 if TYPE_CHECKING:
+    from rootstock.cache.checkpoints import Checkpoint
     from rootstock.cache.evicted import EvictedRun
     from rootstock.cache.lease import Lease
 
@@ -30,6 +34,7 @@ NO_TOKENS.flags.writeable = False
 class Node:
     __slots__ = (
         "blocks",
+        "checkpoints",
         "children",
         "end",
         "evicted",
@@ -39,18 +44,29 @@ class Node:
         "pins",
         "queue_ticket",
         "start",
+        "tails",
         "tips",
         "tokens",
         "wants",
         "writer",
     )
 
-    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: BlockIds, now: float) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        start: int,
+        tokens: Tokens,
+        blocks: BlockIds,
+        tails: list[References],
+        now: float,
+    ) -> None:
         self.parent = parent
         self.start = start
         self.end = start + len(tokens)
         self.tokens = tokens  # [end - start], owned
         self.blocks = blocks  # of block indices start // block_size … ceil(end / block_size) - 1
+        self.tails = tails  # for each tail family, references to its blocks of the same block indices
+        self.checkpoints: dict[int, Checkpoint] = {}  # by position, in (start, end]
         self.children: dict[int, Node] = {}  # by first token
         self.tips: dict[Lease, None] = {}  # leases whose published prefix ends exactly at `end`
         self.pins = 0  # leases whose tip is here or below: > 0 means not evictable
@@ -69,6 +85,17 @@ class Node:
     def is_root(self) -> bool:
         return self.parent is None
 
+    @property
+    def deepest_checkpoint(self) -> Checkpoint | None:
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+    @property
+    def worth(self) -> float:
+        """For eviction policies: what its last block saves per byte, 1 for plain blocks. A tail that carries a
+        checkpoint is worth at least as much as that."""
+        last = self.deepest_checkpoint
+        return 1.0 if last is None or last.position != self.end else max(1.0, last.worth)
+
     def path(self) -> Iterator[Node]:
         """From this node up to the root, both included."""
         node: Node | None = self
@@ -86,7 +113,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace, now: float) -> None:
-        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, now)
+        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, [], now)
         self.namespace = namespace
 
 
@@ -121,19 +148,24 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     """Cuts an edge at a position inside it; returns the new upper half.
 
     `node` stays the lower half, with its children, its tips and its writer. A block that the cut goes through
-    belongs to both halves: both hold it.
+    belongs to both halves: both hold it. A checkpoint stays with the half that has its position.
     """
     assert node.parent is not None
     assert node.start < position < node.end
     cut = position - node.start
     first = node.start // block_size
+    upper_blocks = -(-position // block_size) - first
     upper = Node(
         node.parent,
         node.start,
         node.tokens[:cut].copy(),
-        node.blocks[: -(-position // block_size) - first].copy(),
+        node.blocks[:upper_blocks].copy(),
+        [references[:upper_blocks].copy() for references in node.tails],
         node.last_used,
     )
+    for at in [at for at in node.checkpoints if at <= position]:
+        checkpoint = upper.checkpoints[at] = node.checkpoints.pop(at)
+        checkpoint.node = upper
     upper.hits = node.hits
     upper.pins = node.pins
     for want in node.wants:
@@ -144,6 +176,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     node.start = position
     node.tokens = node.tokens[cut:].copy()
     node.blocks = node.blocks[position // block_size - first :].copy()
+    node.tails = [references[position // block_size - first :].copy() for references in node.tails]
     if position % block_size:
         pool.hold(node.blocks[:1])
     return upper
@@ -159,6 +192,19 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
             table[first:filled_from] = step.blocks[: filled_from - first]
             filled_from = first
     return table
+
+
+def tail_blocks(node: Node, position: int, family: int, pool: BlockPool, block_size: int) -> BlockIds:
+    """For one tail family, the blocks of positions 0 … position-1 along the path to `node` that still stand,
+    NO_BLOCK for the others. `position` <= node.end."""
+    references = np.full(-(-position // block_size), -1, np.int64)
+    filled_from = len(references)
+    for step in node.path():
+        first = step.start // block_size
+        if first < filled_from and not step.is_root:
+            references[first:filled_from] = step.tails[family][: filled_from - first]
+            filled_from = first
+    return pool.resolve(references)
 
 
 def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:

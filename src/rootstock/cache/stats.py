@@ -16,6 +16,13 @@ class Counters:
     evicted_blocks: int = 0  # owners let go by eviction
     evicted_tokens: int = 0
     preemptions: int = 0
+    checkpoints_taken: int = 0
+    checkpoints_hit: int = 0  # admissions that resumed from one
+    checkpoints_evicted: int = 0
+    checkpoints_skipped: int = 0  # due, but only to be had at the expense of what is worth more
+    checkpoints_refused: int = (
+        0  # found where they do not belong: a bug, and a miss rather than a wrong answer
+    )
 
     def admitted(self, prompt_tokens: int, hit_tokens: int) -> None:
         self.admissions += 1
@@ -28,13 +35,30 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class FamilyStats:
+    """One family's pool; total = free + cached + live rows. Free rows can be had as far as the budget goes."""
+
+    name: str
+    row_bytes: int
+    total_rows: int
+    free_rows: int
+    cached_rows: int  # held by checkpoints or nodes, and used by nobody
+    live_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     block_size: int  # tokens
-    block_bytes: int
-    total_blocks: int  # = free + cached + live
+    block_bytes: int  # of a block in every family
+    budget_bytes: int  # for all families together
+    used_bytes: int  # of rows that are not free, in all pools
+    total_blocks: int  # of the full family's pool; = free + cached + live
     free_blocks: int
     cached_blocks: int  # findable and used by nobody
     live_blocks: int  # used by running requests
+    families: tuple[FamilyStats, ...]
+    checkpoints: int
+    checkpoint_bytes: int  # their states, and the blocks of windows and chunks that they hold
     nodes: int
     namespaces: int
     cached_tokens: int  # findable
@@ -48,10 +72,15 @@ class CacheStats:
     evicted_blocks: int
     evicted_tokens: int
     preemptions: int
+    checkpoints_taken: int
+    checkpoints_hit: int
+    checkpoints_evicted: int
+    checkpoints_skipped: int
+    checkpoints_refused: int
 
     @property
     def resident_bytes(self) -> int:
-        return (self.total_blocks - self.free_blocks) * self.block_bytes
+        return self.used_bytes
 
     @property
     def hit_rate(self) -> float:

@@ -1,7 +1,7 @@
 """The tree as running requests see it: what is cached, who pins it, and what goes first.
 
-`PrefixTree` owns the nodes and the order of eviction, and takes and gives blocks of the pool. Leases hang on it as
-*tips*, each on the node at which what it has published ends.
+`PrefixTree` owns the nodes, their checkpoints and the order of eviction, and takes and gives rows of the pools.
+Leases hang on it as *tips*, each on the node at which what it has published ends.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.blocks import NO_BLOCKS, BlockPool, References
+from rootstock.cache.checkpoints import Checkpoint
 from rootstock.cache.evicted import EvictedRuns, joined
-from rootstock.cache.eviction import EvictionPolicy, EvictionQueue
+from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
-from rootstock.cache.plan import BlockIds, Tokens
+from rootstock.cache.plan import NO_SLOT, BlockIds, Tokens
+from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, split, walk
 from rootstock.cache.stats import Counters
 
@@ -23,28 +25,30 @@ from rootstock.cache.stats import Counters
 class Want:
     """A queued request's claim on the prefix it would hit: evicted after everything nobody waits for."""
 
-    __slots__ = ("nodes", "version")
+    __slots__ = ("checkpoint", "nodes", "version")
 
     def __init__(self, version: int) -> None:
         self.nodes: list[Node] = []
+        self.checkpoint: Checkpoint | None = None
         self.version = version  # of the tree it was made from
 
 
 class PrefixTree:
     def __init__(
         self,
-        pool: BlockPool,
-        block_size: int,
+        pools: Pools,
         policy: EvictionPolicy,
         clock: Callable[[], float],
         counters: Counters,
     ) -> None:
-        self.pool = pool
-        self.block_size = block_size
+        self.pools = pools
+        self.pool: BlockPool = pools.full.pool
+        self.block_size = pools.block_size
         self.counters = counters
         self.version = 0  # changes with the tree: a match stands as long as it does not
         self.roots: dict[Namespace, Root] = {}
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
+        self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictedRuns()
         self._clock = clock
 
@@ -58,8 +62,13 @@ class PrefixTree:
         root = self.roots.get(namespace)
         return None if root is None else descend(root, tokens)
 
-    def pending(self, node: Node, found: int, tokens: Tokens) -> Pending | None:
-        """The running request that will have computed the most of `tokens` beyond what is found."""
+    def pending(self, node: Node, found: int, tokens: Tokens, limit: int) -> Pending | None:
+        """The running request that will have computed the most of `tokens` beyond what is found.
+
+        Unless every position can be resumed at, only one that has yet to get to where the two part: it is asked
+        for a checkpoint there, and `limit` is the deepest that is of use.
+        """
+        anywhere = self.pools.resume_anywhere
         best: Pending | None = None
         for step in node.path():
             if step.end > found:
@@ -69,6 +78,10 @@ class PrefixTree:
                     continue
                 rest = slice(lease.published, None)
                 until = lease.published + common_prefix(lease.tokens[rest], tokens[rest])
+                if not anywhere:
+                    until = min(until, limit)
+                    if until <= lease.computed:
+                        continue
                 # One that is behind what is cached already (its prompt is scored, say) must first catch up.
                 behind = max(0, found - lease.computed)
                 if until - found > behind and (best is None or until > best.until):
@@ -95,6 +108,10 @@ class PrefixTree:
             node.last_used = now
             if node.queue_ticket:
                 self.queue.drop(node)
+        if lease.resumed_from is not None:
+            lease.resumed_from.hits += 1
+            lease.resumed_from.last_used = now
+            self.counters.checkpoints_hit += 1
 
     def detach(self, lease: Lease) -> None:
         """The lease lets go of its path, and of the blocks that its table replaces; not of its table."""
@@ -164,13 +181,13 @@ class PrefixTree:
         size = self.block_size
         first = node.start // size
         whole = node.end // size - first  # blocks of the node that are full up to its end
-        own = lease._table[first : first + whole]
+        own = lease.table[first : first + whole]
         theirs = node.blocks[:whole]
         differs = own != theirs
         if differs.any():
             duplicates = own[differs].copy()
             self.pool.use(theirs[differs])
-            lease._table[first : first + whole] = theirs
+            own[:] = theirs  # a view of the lease's table
             if int(theirs[0]) in lease.replaced:  # the other half of a split block was the parent's tail
                 lease.replaced.remove(int(theirs[0]))
                 self.pool.unuse(theirs[:1])
@@ -184,11 +201,34 @@ class PrefixTree:
             self.counters.duplicate_blocks += len(duplicates)
         if whole < len(node.blocks):
             tail = int(node.blocks[-1])
-            if tail != int(lease._table[first + whole]) and tail not in lease.replaced:
+            if tail != int(lease.table[first + whole]) and tail not in lease.replaced:
                 self.pool.use(node.blocks[-1:])
                 lease.replaced.append(tail)
+        ours = self._references(lease, node.start, node.end)
+        for of_family, of_node, of_lease in zip(self.pools.tails, node.tails, ours, strict=True):
+            gone = of_family.pool.resolve(of_node) < 0  # where nobody has them any more, ours will do
+            of_node[gone] = of_lease[gone]
         node.pins += 1
         self.queue.drop(node)
+
+    def _references(self, lease: Lease, start: int, end: int) -> list[References]:
+        """To the lease's tail blocks of the positions start … end-1."""
+        size = self.block_size
+        part = slice(start // size, -(-end // size))
+        return [
+            tail.pool.references(table.ids[part])
+            for tail, table in zip(self.pools.tails, lease._tails, strict=True)
+        ]
+
+    def _refer(self, lease: Lease, node: Node, end: int) -> None:
+        """The lease's own edge is about to grow to `end`: references for the new block indices, too. A block that
+        was filled in part is the same block still."""
+        if self.pools.tails:
+            known = len(node.blocks)
+            grown = self._references(lease, node.start, end)
+            node.tails = [
+                np.concatenate((old, new[known:])) for old, new in zip(node.tails, grown, strict=True)
+            ]
 
     def _add(self, lease: Lease, node: Node, position: int, tokens: Tokens) -> Node:
         """Positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
@@ -196,7 +236,8 @@ class PrefixTree:
         now = self._clock()
         if node.writer is lease and node.pins == 1 and not node.children:
             first_new = node.start // size + len(node.blocks)
-            fresh = lease._table[first_new : -(-end // size)]
+            fresh = lease.table[first_new : -(-end // size)]
+            self._refer(lease, node, end)
             if len(fresh):
                 self.pool.hold(fresh)
                 node.blocks = np.concatenate((node.blocks, fresh))
@@ -205,9 +246,11 @@ class PrefixTree:
             node.end = end
             node.last_used = now
             return node
-        blocks = lease._table[position // size : -(-end // size)].copy()
+        blocks = lease.table[position // size : -(-end // size)].copy()
         self.pool.hold(blocks)
-        leaf = Node(node, position, tokens[position:].copy(), blocks, now)
+        leaf = Node(
+            node, position, tokens[position:].copy(), blocks, self._references(lease, position, end), now
+        )
         leaf.writer = lease
         leaf.pins = 1
         self.evicted.returned(node, int(tokens[position]))
@@ -266,6 +309,9 @@ class PrefixTree:
                 if not node.is_root:
                     node.wants[want] = None
                     want.nodes.append(node)
+        if match.checkpoint is not None:
+            match.checkpoint.wants[want] = None
+            want.checkpoint = match.checkpoint
         return want
 
     def is_current(self, want: Want | None) -> bool:
@@ -278,20 +324,112 @@ class PrefixTree:
             if node.queue_ticket:
                 self.queue.put(node)  # its rank has fallen
         want.nodes.clear()
+        if want.checkpoint is not None:
+            want.checkpoint.wants.pop(want, None)
+            if want.checkpoint.queue_ticket:
+                self.checkpoints.put(want.checkpoint)
+            want.checkpoint = None
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """A new checkpoint, whose rows are the caller's until now, is found from here on."""
+        self.version += 1
+        node = checkpoint.node
+        assert node is not None
+        assert node.start < checkpoint.position <= node.end
+        assert checkpoint.position not in node.checkpoints
+        for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
+            if len(held.ids):
+                tail.pool.hold(held.ids)
+        if checkpoint.slot != NO_SLOT:
+            assert self.pools.states is not None
+            self.pools.states.pool.hold(np.array([checkpoint.slot], np.int32))
+        node.checkpoints[checkpoint.position] = checkpoint
+        self.checkpoints.put(checkpoint)
+        self.counters.checkpoints_taken += 1
+        if node.queue_ticket:
+            self.queue.put(node)  # it may be worth more now
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """The K/V before it stay; what it alone held is free."""
+        self.version += 1
+        node = checkpoint.node
+        assert node is not None
+        self.checkpoints.drop(checkpoint)
+        del node.checkpoints[checkpoint.position]
+        for want in checkpoint.wants:
+            assert isinstance(want, Want)
+            want.checkpoint = None
+        checkpoint.wants.clear()
+        checkpoint.node = None
+        for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
+            if len(held.ids):
+                tail.pool.unhold(held.ids)
+        if checkpoint.slot != NO_SLOT:
+            assert self.pools.states is not None
+            self.pools.states.pool.unhold(np.array([checkpoint.slot], np.int32))
+        if node.queue_ticket:
+            self.queue.put(node)  # its rank may have fallen
+
+    def pin(self, checkpoint: Checkpoint) -> None:
+        """A request resumes from it: it stays until that has computed something."""
+        checkpoint.pins += 1
+        self.checkpoints.drop(checkpoint)
+
+    def unpin(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins -= 1
+        if checkpoint.node is not None and not checkpoint.pins:
+            self.checkpoints.put(checkpoint)
 
     # ---------------------------------------------------------------------------------------- eviction
 
-    def make_room(self, blocks: int) -> None:
-        """Evicts until `blocks` are free. The caller has checked that they can be had."""
-        while self.pool.free_blocks < blocks:
-            leaf = self.queue.pop()
-            assert leaf is not None, "blocks counted as cached could not be evicted"
-            self.version += 1
-            self._trim(leaf, blocks - self.pool.free_blocks)
+    def make_room(self, rows: Rows) -> None:
+        """Evicts until so many rows of each pool are free. The caller has checked that they can be had."""
+        while not self.pools.has_free(rows):
+            evicted = self._evict(rows, None)
+            assert evicted, "rows counted as cached could not be evicted"
+
+    def make_room_below(self, rows: Rows, rank: Rank) -> bool:
+        """So, but only at the expense of what ranks lower; False if that is not enough."""
+        while not self.pools.has_free(rows):
+            if not self._evict(rows, rank):
+                return False
+        return True
+
+    def _evict(self, rows: Rows, below: Rank | None) -> bool:
+        """One step towards `rows` free rows: the tail of a leaf or a checkpoint, whichever ranks lower."""
+        full = self.pools.full
+        bytes_missing = self.pools.cost(rows) - self.pools.free_bytes
+        blocks_missing = rows[0] - full.pool.free_blocks
+        leaf, checkpoint = self.queue.peek(), self.checkpoints.peek()
+        if blocks_missing > 0:  # only leaves give blocks, and nothing else is short of a row in the same way
+            checkpoint = None
+        elif (
+            bytes_missing <= 0 or not full.row_bytes
+        ):  # rows of another pool, or bytes that leaves do not have
+            leaf = None
+        ranks = [rank for rank in (leaf, checkpoint) if rank is not None]
+        if not ranks or (below is not None and min(ranks) >= below):
+            return False
+        self.version += 1
+        if leaf is not None and leaf == min(ranks):
+            node = self.queue.pop()
+            assert node is not None
+            by_bytes = -(-bytes_missing // full.row_bytes) if full.row_bytes else 0
+            self._trim(node, max(1, blocks_missing, by_bytes))
+        else:
+            chosen = self.checkpoints.pop()
+            assert chosen is not None
+            self.drop(chosen)
+            self.counters.checkpoints_evicted += 1
+        return True
 
     def clear(self) -> None:
         """Drops everything that no lease pins, and every memory of evictions."""
         self.version += 1
+        while (checkpoint := self.checkpoints.pop()) is not None:
+            self.drop(checkpoint)
         while (leaf := self.queue.pop()) is not None:
             self._remove(leaf)
         for root in list(self.roots.values()):
@@ -302,14 +440,21 @@ class PrefixTree:
     def _trim(self, leaf: Node, blocks: int) -> None:
         """Evicts the last `blocks` blocks of a leaf, or all of it if it has no more than that.
 
-        The tail goes rather than the leaf: what is left of it is still a prefix somebody may ask for.
+        The tail goes rather than the leaf: what is left of it is still a prefix somebody may ask for. What lies
+        behind its last checkpoint goes before that checkpoint, and a checkpoint goes with the K/V before it.
         """
+        last = leaf.deepest_checkpoint
+        if last is not None:
+            behind = len(leaf.blocks) - (-(-last.position // self.block_size) - leaf.start // self.block_size)
+            blocks = min(blocks, behind) if behind > 0 else blocks
         kept = len(leaf.blocks) - blocks
         if kept > 0:
             end = (leaf.start // self.block_size + kept) * self.block_size
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
+            self._drop_checkpoints(leaf, end)
             leaf.blocks = leaf.blocks[:kept].copy()
+            leaf.tails = [references[:kept].copy() for references in leaf.tails]
             leaf.tokens = leaf.tokens[: end - leaf.start].copy()
             self.counters.evicted_tokens += leaf.end - end
             leaf.end = end
@@ -330,6 +475,7 @@ class PrefixTree:
         assert not leaf.children
         assert not leaf.pins
         self.evicted.forget_below(leaf)
+        self._drop_checkpoints(leaf, leaf.start)
         del parent.children[int(leaf.tokens[0])]
         for want in leaf.wants:
             assert isinstance(want, Want)
@@ -337,8 +483,16 @@ class PrefixTree:
         leaf.wants.clear()
         leaf.parent = None
         self.pool.unhold(leaf.blocks)
-        leaf.tokens, leaf.blocks = NO_TOKENS, NO_BLOCKS  # what still points at the node must not keep them
+        # What still points at the node must not keep them.
+        leaf.tokens, leaf.blocks, leaf.tails = NO_TOKENS, NO_BLOCKS, []
         self._queue_if_evictable(parent)
+        self._forget_if_empty(parent)
+
+    def _drop_checkpoints(self, node: Node, after: int) -> None:
+        """Those of the node that lie behind position `after`."""
+        for position in [p for p in node.checkpoints if p > after]:
+            self.drop(node.checkpoints[position])
+            self.counters.checkpoints_evicted += 1
 
     def _queue_if_evictable(self, node: Node) -> None:
         if node.pins == 0 and not node.children and not node.is_root:
@@ -364,6 +518,13 @@ class PrefixTree:
         size = self.block_size
         assert node.end - node.start == len(node.tokens) > 0
         assert len(node.blocks) == -(-node.end // size) - node.start // size
+        assert len(node.tails) == len(self.pools.tails)
+        assert all(len(references) == len(node.blocks) for references in node.tails)
+        for position, checkpoint in node.checkpoints.items():
+            assert checkpoint.node is node
+            assert checkpoint.position == position
+            assert node.start < position <= node.end
+            assert bool(checkpoint.queue_ticket) == (not checkpoint.pins)
         assert node.parent is not None
         assert node.parent.end == node.start
         assert node.parent.children[int(node.tokens[0])] is node

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rootstock.cache import KVCache
+from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import HFTextCodec, TextCodec
@@ -18,6 +19,11 @@ from rootstock.runtime.base import ModelDescription, Runtime
 # programs and the file cache. A GPU's is ours, but for activations and fragmentation.
 HOST_SHARE = 0.5
 DEVICE_SHARE = 0.85
+
+USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic budget
+FIXED_SHARE = (
+    0.5  # of a window's or the states' pool, relative to full attention's, where memory is divided at start
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +45,15 @@ def assemble(
     cache, engine = cache or CacheConfig(), engine or EngineConfig()
     described = runtime.description
     budget = auto_budget_bytes(described, engine) if cache.budget_bytes is None else cache.budget_bytes
-    kv = KVCache(described.families, budget, cache.block_size, reuse=cache.enabled)
-    runtime.allocate((kv.pool.total_blocks,), cache.block_size)
+    rows = None if described.device == "cpu" else divided_rows(described.families, budget, cache.block_size)
+    kv = KVCache(described.families, budget, cache.block_size, reuse=cache.enabled, rows=rows)
+    runtime.allocate(kv.rows, cache.block_size)
     return Assembly(
         Engine(runtime, kv, engine, codec),
         codec,
         described,
         pool_tokens=kv.capacity_tokens,
-        pool_bytes=kv.pool.total_blocks * kv.block_bytes,
+        pool_bytes=kv.budget_bytes,
     )
 
 
@@ -83,8 +90,28 @@ def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> in
     else:
         share = HOST_SHARE * free_host_bytes()
     longest = min(description.context_limit, engine.context_limit or description.context_limit)
-    usable = engine.max_batch * longest * sum(family.bytes_per_token for family in description.families)
-    return int(min(share, usable))
+    # A request of n positions leaves a few checkpoints besides what it keeps of every position.
+    per_request = sum(
+        (1 + USEFUL_CHECKPOINTS) * family.bytes_per_state
+        if isinstance(family, RecurrentState)
+        else longest * family.bytes_per_token
+        for family in description.families
+    )
+    return int(min(share, engine.max_batch * per_request))
+
+
+def divided_rows(families: Sequence[Family], budget_bytes: int, block_size: int) -> list[int] | None:
+    """Rows for each family's pool, for a device that hands out its memory once. None: there is one family only.
+
+    On a CPU the system gives a page when it is first written, and pools can share the budget as requests need it.
+    """
+    if len(families) < 2:
+        return None
+    weights = [1.0 if isinstance(family, FullAttention) else FIXED_SHARE for family in families]
+    return [
+        max(2, int(budget_bytes * weight / sum(weights)) // row_bytes(family, block_size))
+        for family, weight in zip(families, weights, strict=True)
+    ]
 
 
 def free_host_bytes() -> int:

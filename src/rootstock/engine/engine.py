@@ -23,7 +23,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NOTHING, Plan, Tokens
+from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
 from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
@@ -376,23 +376,34 @@ class Engine:
             log.exception("a forward failed; its %d requests fail, others go on", len(work))
             self._counters.failed_steps += 1
             for item in work:
-                self._fail(item.sequence, StepFailed(error))
+                self._scheduler.fail(item.sequence)
+                self._forget(item.sequence)
+                item.sequence.fail(StepFailed(error))
             return
-        row = 0
+        row, kept = 0, []
         for item in work:
             rows = self._rows_wanted(item)
-            self._take(item, logits[row : row + rows])
+            kept.append(self._take(item, logits[row : row + rows]))
             row += rows
+        snapshots = together(kept)
+        if snapshots:
+            self._runtime.apply(snapshots)
 
     def _forward(self, work: list[Work]) -> Logits:
-        copies = tuple(copy for item in work for copy in item.sequence.plan.copies)
-        if copies:
-            self._runtime.apply(Plan(copies))
+        plan = together(item.sequence.plan for item in work)
+        if plan:
+            self._runtime.apply(plan)
             for item in work:
                 item.sequence.plan = NOTHING
         batch = Batch(
             [
-                Segment(item.tokens, item.lease.computed, (item.lease.table,), self._rows_wanted(item))
+                Segment(
+                    item.tokens,
+                    item.lease.computed,
+                    item.lease.tables,
+                    self._rows_wanted(item),
+                    item.lease.slot,
+                )
                 for item in work
             ]
         )
@@ -409,8 +420,9 @@ class Engine:
             return len(item.tokens)
         return 1 if item.completes_prompt and item.sequence.max_tokens > 0 else 0
 
-    def _take(self, item: Work, logits: Logits) -> None:
-        """One sequence's share of a forward's result: score, sample, publish, tell.
+    def _take(self, item: Work, logits: Logits) -> Plan:
+        """One sequence's share of a forward's result: score, sample, publish, tell. Returns what is to be kept of
+        its state.
 
         Logits that are not finite come of K/V that are not: nothing that such a request computed is published.
         """
@@ -421,19 +433,20 @@ class Engine:
             sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
         except RootstockError as error:
             self._discard(sequence, item.lease, error)
-            return
+            return NOTHING
         except Exception as error:
             log.exception("request %s failed after its forward", sequence.request.id)
             self._discard(sequence, item.lease, StepFailed(error))
-            return
-        self._cache.commit(item.lease, item.tokens)
+            return NOTHING
+        kept = self._cache.commit(item.lease, item.tokens)
         if not completes:
-            return
+            return kept
         try:
             self._continue(sequence, item, sampled)
         except Exception as error:
             log.exception("request %s failed after it was sampled", sequence.request.id)
             self._fail(sequence, StepFailed(error))
+        return kept
 
     def _score(self, sequence: Sequence, past: int, logits: Logits) -> None:
         prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs

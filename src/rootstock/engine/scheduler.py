@@ -86,6 +86,16 @@ class Scheduler:
         self._drop_want(sequence)
         sequence.state = Waiting()
 
+    def fail(self, sequence: Sequence) -> None:
+        """Takes out a sequence whose forward raised: what it had computed before stays, if it was running."""
+        lease = sequence.lease
+        if lease is None:
+            self.remove(sequence)
+            return
+        self._running.remove(sequence)
+        self._cache.fail(lease)
+        sequence.state = Waiting()
+
     def discard(self, sequence: Sequence, lease: Lease) -> None:
         """A running sequence whose results are not to be trusted: nothing that it computed is kept."""
         self._running.remove(sequence)
@@ -115,31 +125,32 @@ class Scheduler:
         self._protect_hits_of_queued()  # before anybody may evict what they would hit
         work = self._decodes()
         budget = self._chunk_tokens - len(work)
-        for sequence in self._running:
+        for sequence in list(self._running):
+            # One further up may have preempted this one meanwhile.
             if isinstance(sequence.state, Prefilling) and budget > 0:
-                work.append(self._prefill(sequence, sequence.state.lease, budget))
-                budget -= len(work[-1].tokens)
+                budget -= self._prefill(sequence, sequence.state.lease, budget, work)
+        work = [w for w in work if w.sequence.lease is w.lease]
         self._admit(work, budget)
-        return work, self._given_up
+        return [_cut(w) for w in work], self._given_up
 
     def _decodes(self) -> list[Work]:
         work: list[Work] = []
         for sequence in list(self._running):
             # A sequence further up may have preempted this one meanwhile.
-            if isinstance(sequence.state, Decoding) and self._reserve_next(sequence, sequence.state.lease):
+            if isinstance(sequence.state, Decoding) and self._reserve(sequence, sequence.state.lease, 1):
                 work.append(Work(sequence, sequence.state.lease, np.array(sequence.generated[-1:], np.int32)))
         # … or one further down a sequence whose work is planned already.
         return [w for w in work if w.sequence.lease is w.lease]
 
-    def _reserve_next(self, sequence: Sequence, lease: Lease) -> bool:
-        """A block for the next token; others are preempted if need be, the least-progressed first."""
+    def _reserve(self, sequence: Sequence, lease: Lease, tokens: int) -> bool:
+        """Blocks for the next tokens; others are preempted if need be, the least-progressed first."""
         while True:
-            extended = self._cache.extend(lease, 1)
+            extended = self._cache.extend(lease, tokens)
             if not isinstance(extended, Deferred):
                 return True
             if len(self._running) == 1:  # the last one is never preempted: nobody would make room for it
                 self.remove(sequence)
-                error = OutOfBlocks(extended.needed_blocks, self._cache.pool.total_blocks)
+                error = OutOfBlocks(extended.needed_bytes, self._cache.budget_bytes)
                 self._given_up.append((sequence, error))
                 return False
             victim = min(self._running, key=_progress)
@@ -158,9 +169,22 @@ class Scheduler:
         ahead = sum(s.cached_tokens is not None and s.arrival < victim.arrival for s in self._waiting)
         self._waiting.insert(ahead, victim)
 
-    def _prefill(self, sequence: Sequence, lease: Lease, budget: int) -> Work:
+    def _prefill(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
+        """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has.
+
+        The prompt's own blocks were reserved at admission. Those of a window are reserved chunk by chunk, so a chunk
+        that does not fit is made shorter before anybody is preempted for it.
+        """
         end = min(lease.known, lease.computed + budget)
-        return Work(sequence, lease, lease.tokens[lease.computed : end])
+        if lease.next_cut is not None:
+            end = min(end, lease.next_cut)
+        new = end - lease.computed
+        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
+            new //= 2
+        if new == 1 and not self._reserve(sequence, lease, 1):
+            return 0
+        work.append(Work(sequence, lease, lease.tokens[lease.computed : lease.computed + new]))
+        return new
 
     def _admit(self, work: list[Work], budget: int) -> None:
         for sequence in list(self._waiting):
@@ -176,15 +200,23 @@ class Scheduler:
             ):
                 # The producer is running, so its blocks come at least as soon as our own would.
                 sequence.state = WaitingForPrefix(match.pending.producer, match.pending.until)
+                self._cache.ask_for_checkpoint(match.pending.producer, match.pending.until)
                 continue
             # Those that run must not be preempted at once for the sake of the newcomer.
             headroom = sum(isinstance(s.state, Decoding) for s in self._running)
-            admitted = self._cache.admit(match, headroom)
+            admitted = self._cache.admit(match, headroom, sequence.request.boundaries)
             if isinstance(admitted, Deferred):
                 return  # first come, first served: nobody overtakes
             self._start(sequence, admitted)
-            work.append(self._prefill(sequence, admitted.lease, budget))
-            budget -= len(work[-1].tokens)
+            budget -= self._first_chunk(sequence, admitted.lease, budget, work)
+
+    def _first_chunk(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
+        """As `_prefill`, but nobody is preempted for a newcomer: what it needs was there when it was admitted."""
+        before = len(self._running)
+        new = self._prefill(sequence, lease, budget, work)
+        assert new
+        assert len(self._running) == before
+        return new
 
     def _match(self, sequence: Sequence) -> Match:
         nothing_to_reuse = None if sequence.prompt_scored else 0  # the logits of every position are wanted
@@ -221,6 +253,14 @@ class Scheduler:
         for sequence in self._waiting:
             assert sequence.lease is None
             assert not isinstance(sequence.state, Ended)
+
+
+def _cut(work: Work) -> Work:
+    """Somebody may have asked for a checkpoint inside a chunk since it was planned."""
+    cut = work.lease.next_cut
+    if cut is None or work.lease.computed + len(work.tokens) <= cut:
+        return work
+    return Work(work.sequence, work.lease, work.tokens[: cut - work.lease.computed])
 
 
 def _progress(sequence: Sequence) -> tuple[int, int, int]:

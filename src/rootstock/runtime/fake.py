@@ -1,9 +1,11 @@
-"""The oracle runtime: its answers are a function of everything its block table leads to.
+"""The oracle runtime: its answers are a function of everything its block tables and states lead to.
 
-For each position the pool keeps the token, the position, and a hash chained over all tokens before it. The next
-token is derived from *all* of these, read back through the block table. A block that is wrong, stale, misplaced
-or not yet copied therefore changes the output, and `expected_logits`, which knows only the tokens, tells what the
-output must be. The pool starts full of garbage, so reading what was never written shows as well.
+For each position a pool keeps the token, the position, and a hash chained over all tokens before it. The next token
+is derived from *all* that each family may see, read back through its block table: everything for full attention, the
+last window, the positions since the start of a chunk. A recurrent state is the position and the chained hash. So a
+block or state that is wrong, stale, misplaced, released too early or not yet copied changes the output, and
+`expected_logits`, which knows only the tokens, tells what the output must be. Pools start full of garbage, so reading
+what was never written shows as well.
 """
 
 from __future__ import annotations
@@ -13,14 +15,34 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import Plan, Tokens
+from rootstock.cache.families import (
+    ChunkedAttention,
+    Family,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+    TokenFamily,
+    token_families,
+)
+from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, Plan, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
 
 _SEED = np.uint64(0x9E3779B97F4A7C15)
 _BYTES_PER_TOKEN = 4 + 4 + 8  # token, position, hash
+_BYTES_PER_STATE = 8 + 8  # position, hash
+
+FULL = FullAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN)
+STATE = RecurrentState(layers=1, bytes_per_state=_BYTES_PER_STATE)
+
+
+def window(positions: int) -> SlidingWindow:
+    return SlidingWindow(layers=1, bytes_per_token=_BYTES_PER_TOKEN, window=positions)
+
+
+def chunked(positions: int) -> ChunkedAttention:
+    return ChunkedAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN, chunk=positions)
 
 
 def _mix(x: Hashes) -> Hashes:
@@ -43,11 +65,62 @@ def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
     return out
 
 
-def _digests(tokens: Tokens, positions: NDArray[np.int32], hashes: Hashes) -> Hashes:
-    """digest[p] depends on every token, stored position and stored hash at 0 … p, and on their order."""
-    place = np.arange(len(tokens), dtype=np.uint64)
+def _sums(tokens: Tokens, positions: NDArray[np.int32], hashes: Hashes, first: int) -> Hashes:
+    """[1 + n] running sums over items that depend on token, stored position, stored hash and true position."""
+    place = np.arange(first, first + len(tokens), dtype=np.uint64)
     items = _mix(hashes + _mix(tokens.astype(np.uint64) * _SEED + positions.astype(np.uint64)) + _mix(place))
-    return _mix(np.cumsum(items, dtype=np.uint64))
+    return np.concatenate((np.zeros(1, np.uint64), np.cumsum(items, dtype=np.uint64)))
+
+
+class _Pool:
+    """One token family's rows, [blocks, block_size] of each of the three things."""
+
+    def __init__(self, family: TokenFamily, blocks: int, block_size: int) -> None:
+        garbage = np.random.default_rng(blocks)
+        shape = (blocks, block_size)
+        self.family = family
+        self.block_size = block_size
+        self.tokens = garbage.integers(0, 1 << 30, shape, np.int32)
+        self.positions = garbage.integers(0, 1 << 30, shape, np.int32)
+        self.hashes = garbage.integers(0, 1 << 62, shape, np.uint64)
+
+    def copy(self, copy: BlockCopy) -> None:
+        for rows in (self.tokens, self.positions, self.hashes):
+            rows[copy.target, : copy.tokens] = rows[copy.source, : copy.tokens]
+
+    def write(self, blocks: BlockIds, tokens: Tokens, past: int, hashes: Hashes) -> None:
+        positions = np.arange(past, past + len(tokens))
+        rows = self._at(blocks, positions)
+        self.tokens[rows] = tokens
+        self.positions[rows] = positions
+        self.hashes[rows] = hashes
+
+    def digests(self, blocks: BlockIds, end: int, rows: int) -> Hashes:
+        """[rows] of the last positions before `end`: each depends on all that the family sees from there."""
+        queries = np.arange(end - rows, end)
+        first = self.family.tail_start(end - rows)
+        at = self._at(blocks, np.arange(first, end))
+        return _seen(self.family, self.tokens[at], self.positions[at], self.hashes[at], first, queries)
+
+    def _at(self, blocks: BlockIds, positions: NDArray[np.int64]) -> tuple[BlockIds, NDArray[np.int64]]:
+        ids = blocks[positions // self.block_size]
+        assert (ids != NO_BLOCK).all(), f"{self.family.name} reads a block that was released"
+        return ids, positions % self.block_size
+
+
+def _seen(
+    family: TokenFamily,
+    tokens: Tokens,
+    positions: NDArray[np.int32],
+    hashes: Hashes,
+    first: int,
+    queries: NDArray[np.int64],
+) -> Hashes:
+    """[queries] digests; the other arrays are of positions `first` on."""
+    sums = _sums(tokens, positions, hashes, first)
+    # A query at q sees what a resumption at q needs, and itself.
+    starts = np.array([family.tail_start(int(q)) for q in queries])
+    return _mix(sums[queries + 1 - first] - sums[starts - first])
 
 
 class FakeRuntime:
@@ -58,6 +131,7 @@ class FakeRuntime:
         vocab_size: int = 97,
         context_limit: int = 1 << 20,
         *,
+        families: Sequence[Family] = (FULL,),
         weights: str = "fake",
         eos_token_ids: tuple[int, ...] = (),
         fault: Callable[[Batch], None] | None = None,
@@ -67,7 +141,7 @@ class FakeRuntime:
             architecture="FakeForCausalLM",
             vocab_size=vocab_size,
             context_limit=context_limit,
-            families=(FullAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN),),
+            families=tuple(families),
             weights_fingerprint=weights,
             dtype="float32",
             kv_dtype="float32",
@@ -78,59 +152,110 @@ class FakeRuntime:
         self.fault = fault
         self.forwards = 0
         self.computed_tokens = 0
+        self._has_states = any(isinstance(family, RecurrentState) for family in families)
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
-        blocks = rows[0]
-        garbage = np.random.default_rng(blocks)
-        shape = (blocks, block_size)
-        self._block_size = block_size
-        self._tokens = garbage.integers(0, 1 << 30, shape, np.int32)
-        self._positions = garbage.integers(0, 1 << 30, shape, np.int32)
-        self._hashes = garbage.integers(0, 1 << 62, shape, np.uint64)
+        families = self.description.families
+        blocks = [
+            n for n, family in zip(rows, families, strict=True) if not isinstance(family, RecurrentState)
+        ]
+        slots = sum(n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState))
+        self._pools = [
+            _Pool(family, n, block_size) for family, n in zip(token_families(families), blocks, strict=True)
+        ]
+        garbage = np.random.default_rng(slots)
+        self._states = garbage.integers(0, 1 << 62, (slots, 2), np.uint64)  # position and hash
 
     def apply(self, plan: Plan) -> None:
         for copy in plan.copies:
-            for pool in (self._tokens, self._positions, self._hashes):
-                pool[copy.target, : copy.tokens] = pool[copy.source, : copy.tokens]
+            self._pools[copy.family].copy(copy)
+        for state in plan.states:
+            self._states[state.target] = self._states[state.source]
 
     def forward(self, batch: Batch) -> Logits:
         if self.fault is not None:
             self.fault(batch)
         self.forwards += 1
         self.computed_tokens += batch.new_tokens
-        for segment in batch.segments:
-            self._write(segment)
-        rows = [self._read(segment) for segment in batch.segments if segment.score_last]
+        states = [self._write(segment) for segment in batch.segments]
+        rows = [
+            self._read(segment, hashes)
+            for segment, hashes in zip(batch.segments, states, strict=True)
+            if segment.score_last
+        ]
         return np.concatenate(rows) if rows else np.empty((0, self.description.vocab_size), np.float32)
 
     def expected_logits(self, tokens: Tokens) -> Logits:
         """[vocab] what follows these tokens, by the tokens alone."""
         hashes = _chain(int(_SEED), tokens, 0)
-        digests = _digests(tokens, np.arange(len(tokens), dtype=np.int32), hashes)
-        row: NDArray[np.float32] = self._logits(digests[-1:])[0]
+        positions = np.arange(len(tokens), dtype=np.int32)
+        last = positions[-1:].astype(np.int64)
+        seen = [
+            _seen(family, tokens, positions, hashes, 0, last)
+            for family in token_families(self.description.families)
+        ]
+        if self._has_states:
+            seen.append(self._of_state(len(tokens), hashes[-1:]))
+        row: NDArray[np.float32] = self._logits(_together(seen))[0]
         return row
 
-    def _write(self, segment: Segment) -> None:
-        size, past = self._block_size, segment.past
-        if past:
-            parent = int(self._hashes[segment.tables[0][(past - 1) // size], (past - 1) % size])
-        else:
+    def _write(self, segment: Segment) -> Hashes:
+        """Writes what each family keeps; returns the states that follow the stored one, one for each token."""
+        past = segment.past
+        for pool, blocks in zip(self._pools, segment.tables, strict=True):
+            # The family's own past is what its chain goes on from, where it still has it.
+            size = pool.block_size
             parent = int(_SEED)
-        positions = np.arange(past, past + len(segment.tokens))
-        rows = segment.tables[0][positions // size], positions % size
-        self._tokens[rows] = segment.tokens
-        self._positions[rows] = positions
-        self._hashes[rows] = _chain(parent, segment.tokens, past)
+            if past and pool.family.tail_start(past) < past:
+                parent = int(pool.hashes[blocks[(past - 1) // size], (past - 1) % size])
+            elif past:
+                parent = self._hash_before(segment)
+            pool.write(blocks, segment.tokens, past, _chain(parent, segment.tokens, past))
+        if not self._has_states:
+            return np.empty(0, np.uint64)
+        parent = int(_SEED)
+        if past:
+            stored_past, stored = (int(x) for x in self._states[segment.state])
+            parent = stored if stored_past == past else stored ^ 0x5BD1E995  # misplaced: it shows
+        states = _chain(parent, segment.tokens, past)
+        self._states[segment.state] = past + len(segment.tokens), states[-1]
+        return states
 
-    def _read(self, segment: Segment) -> Logits:
-        size, end = self._block_size, segment.past + len(segment.tokens)
-        positions = np.arange(end)
-        rows = segment.tables[0][positions // size], positions % size
-        digests = _digests(self._tokens[rows], self._positions[rows], self._hashes[rows])
-        return self._logits(digests[end - segment.score_last :])
+    def _hash_before(self, segment: Segment) -> int:
+        """A family that keeps nothing from before `past` takes the chain's value from one that does."""
+        for pool, blocks in zip(self._pools, segment.tables, strict=True):
+            if pool.family.tail_start(segment.past) < segment.past:
+                at = segment.past - 1
+                return int(pool.hashes[blocks[at // pool.block_size], at % pool.block_size])
+        if self._has_states:
+            return int(self._states[segment.state][1])
+        raise AssertionError("no family of this fake remembers the position before: give it one that does")
+
+    def _read(self, segment: Segment, states: Hashes) -> Logits:
+        end, rows = segment.past + len(segment.tokens), segment.score_last
+        seen = [
+            pool.digests(blocks, end, rows) for pool, blocks in zip(self._pools, segment.tables, strict=True)
+        ]
+        if self._has_states:
+            seen.append(self._of_state(end, states[-rows:]))
+        return self._logits(_together(seen))
+
+    @staticmethod
+    def _of_state(end: int, hashes: Hashes) -> Hashes:
+        """[hashes] of the last positions before `end`."""
+        positions: Hashes = np.arange(end - len(hashes), end, dtype=np.uint64)
+        return _mix(hashes + positions)
 
     def _logits(self, digests: Hashes) -> NDArray[np.float32]:
         """[digests, vocab] pseudo-random in [0, 8), so that both greedy and sampled outputs tell digests apart."""
         vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
         bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
         return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)
+
+
+def _together(seen: Sequence[Hashes]) -> Hashes:
+    """One digest of all families', which depends on which is which."""
+    digest = seen[0]
+    for of_family in seen[1:]:
+        digest = _mix(digest * _SEED + of_family)
+    return digest

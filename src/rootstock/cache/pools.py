@@ -1,0 +1,142 @@
+"""The pools of a model's families, and the one budget that they share.
+
+Each family takes rows from a pool of its own; what all rows in use cost together never exceeds the budget. A pool
+therefore has as many rows as the budget could pay for if only that family used it, unless the device needs memory to
+be divided beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rootstock.cache.blocks import BlockPool
+from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
+from rootstock.errors import BudgetTooSmall
+
+# A model without full attention keeps nothing for most positions. The tree still gives them blocks, of no bytes: they
+# bound what the tree itself takes, about 4 bytes a token, to a fraction of the budget and to 64 MiB.
+_UNPAID_TOKENS = 16 * 2**20
+_BUDGET_BYTES_PER_UNPAID_TOKEN = 16
+_LEAST_UNPAID_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPool:
+    family: Family | None  # None: positions for which nothing is kept
+    pool: BlockPool
+    row_bytes: int
+    table: int  # the family's index among the model's token families; -1 if it has no block table
+
+    @property
+    def owned_bytes(self) -> int:
+        return (self.pool.total_blocks - self.pool.free_blocks) * self.row_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return self.pool.cached_blocks * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TailPool:
+    """A window's or a chunk's pool, with the family's type known."""
+
+    family: TailFamily
+    pool: BlockPool
+    row_bytes: int
+    table: int
+
+
+Rows = list[int]  # one number for each of `Pools.every`
+
+
+class Pools:
+    """`full` is always there: without a full family its blocks cost nothing.
+
+    `every` lists the full pool, the tails' pools, then the states' pool. Raises BudgetTooSmall if the budget cannot
+    pay for one short request.
+    """
+
+    def __init__(
+        self,
+        families: Sequence[Family],
+        budget_bytes: int,
+        block_size: int,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        assert families
+        full = [f for f in families if isinstance(f, FullAttention)]
+        states = [f for f in families if isinstance(f, RecurrentState)]
+        assert len(full) <= 1, "one family of full attention at most"
+        assert len(states) <= 1, "one family of recurrent states at most"
+        costs = [row_bytes(family, block_size) for family in families]
+        # Two blocks of everything, one to compute into and one to copy a shared tail from, and a working state.
+        of_state = sum(family.bytes_per_state for family in states)
+        of_block = sum(costs) - of_state
+        if budget_bytes < 2 * of_block + of_state:
+            raise BudgetTooSmall(budget_bytes, 2 * of_block + of_state, of_block, of_state)
+        self.budget_bytes = budget_bytes
+        self.block_size = block_size
+        # Of each family, in the model's order.
+        self.rows = tuple(budget_bytes // cost for cost in costs) if rows is None else tuple(rows)
+        self.tails: list[TailPool] = []
+        unpaid = min(_UNPAID_TOKENS, budget_bytes // _BUDGET_BYTES_PER_UNPAID_TOKEN)
+        self.full = FamilyPool(None, BlockPool(max(_LEAST_UNPAID_BLOCKS, unpaid // block_size)), 0, -1)
+        self.states: FamilyPool | None = None
+        table = 0
+        for family, cost, count in zip(families, costs, self.rows, strict=True):
+            pool = BlockPool(count)
+            if isinstance(family, RecurrentState):
+                self.states = FamilyPool(family, pool, cost, -1)
+                continue
+            if isinstance(family, FullAttention):
+                self.full = FamilyPool(family, pool, cost, table)
+            else:
+                self.tails.append(TailPool(family, pool, cost, table))
+            table += 1
+        self.tables = table
+        self.every: list[FamilyPool] = [
+            self.full,
+            *(FamilyPool(t.family, t.pool, t.row_bytes, t.table) for t in self.tails),
+            *(() if self.states is None else (self.states,)),
+        ]
+
+    @property
+    def resume_anywhere(self) -> bool:
+        """Whether everything cached can be resumed at any position: full attention alone."""
+        return len(self.every) == 1
+
+    @property
+    def owned_bytes(self) -> int:
+        return sum(pool.owned_bytes for pool in self.every)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.owned_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """Free, or held and used by nobody: all of it can be evicted."""
+        return self.free_bytes + sum(pool.cached_bytes for pool in self.every)
+
+    def cost(self, rows: Rows) -> int:
+        return sum(count * pool.row_bytes for count, pool in zip(rows, self.every, strict=True))
+
+    def can_have(self, rows: Rows, kept: Rows | None = None) -> bool:
+        """Whether so many rows can be had by eviction, while `kept` of the cached ones must stay (or, if negative,
+        so many more than the cached ones can go)."""
+        kept = kept or [0] * len(rows)
+        for pool, wanted, stay in zip(self.every, rows, kept, strict=True):
+            if wanted > pool.pool.free_blocks + pool.pool.cached_blocks - stay:
+                return False
+        return self.cost(rows) <= self.available_bytes - self.cost(kept)
+
+    def has_free(self, rows: Rows) -> bool:
+        return self.cost(rows) <= self.free_bytes and all(
+            wanted <= pool.pool.free_blocks for pool, wanted in zip(self.every, rows, strict=True)
+        )
+
+    def check(self) -> None:
+        for pool in self.every:
+            pool.pool.check()
+        assert 0 <= self.owned_bytes <= self.budget_bytes, "over the budget"
