@@ -275,7 +275,7 @@ def _layout(found: Surveyed, seen: dict[int, _Seen], context_limit: int | None) 
 
 def _within(family: TokenFamily, context_limit: int | None) -> TokenFamily:
     """A window or chunk as long as all that the model reads hides nothing."""
-    if context_limit is not None and family.tail_start(context_limit) == 0:
+    if context_limit is not None and family.tail_start(context_limit - 1) == 0:
         return EVERYTHING
     return family
 
