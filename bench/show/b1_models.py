@@ -2,12 +2,12 @@
 
 Windows are 7 and chunks 8 positions long, so that they really slide. Four sequences in float32 run as
 
-    whole     each in one forward
-    chunked   each in random pieces, and prefilled and then decoded
-    batch     all four in one packed mixture of pieces and decodes
-    resumed   from a checkpoint after every piece, by another sequence first and then by the same one
-    cached    through the real cache, one prompt after the other, resuming wherever it left a checkpoint
-    readmitted  the same prompts again after the cache has given up what it could
+    whole       each in one forward
+    chunked     each in random pieces, and prefilled and then decoded
+    batch       all four in packed mixtures of pieces and decodes
+    resumed     from a checkpoint after every piece, by another sequence first and then by the same one
+    cached      through the real cache, which leaves checkpoints and is hit at every one of them
+    readmitted  through a cache that holds hardly more than the longest, so that each turns the others out
 
 and no logit may differ from the reference by more than four times what the model's own cache costs: the largest
 difference between one pass without a cache and the model's own cache, prefilled and then decoded, and filled in the
@@ -23,156 +23,27 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from common import at_most, conclude, exactly
-from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from rootstock.cache.plan import Tokens
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.base import ModelDescription
-from rootstock.runtime.torch_model import TorchRuntime
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from twins.architectures import ARCHITECTURES, REFUSED, VOCAB
+from twins.architectures import ARCHITECTURES, DECODES_OTHERWISE, OWN_PIECES_ARE_WRONG, REFUSED, VOCAB
 from twins.checkpoints import save
-from twins.driving import ByHand, Dense, allocate, load, mixed_steps, random_tokens
+from twins.driving import allocate, load, random_tokens
+from twins.reference import Reference, largest_difference
+from twins.ways import WAYS
 
 LENGTHS = (60, 33, 45, 23)
 ALLOWED = 4.0  # times the model's own noise
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
-
-# Their decode is not their prefill by design: it does not limit the time step as the prefill does.
-DECODES_OTHERWISE = {"nemotron_h", "zamba2"}
-# Their own cache cannot be filled in pieces: the first four forget the state, the last one fails.
-OWN_PIECES_ARE_WRONG = {"mamba", "falcon_mamba", "jamba", "zamba", "minimax"}
-
-
-class Reference:
-    """What the logits should be, and how well the model itself meets that."""
-
-    def __init__(self, model_type: str, directory: Path) -> None:
-        self._dense = Dense(directory, attention="eager")
-        self._decodes_otherwise = model_type in DECODES_OTHERWISE
-        self._pieces_are_wrong = model_type in OWN_PIECES_ARE_WRONG
-        self._one_pass: dict[bytes, NDArray[np.float32]] = {}
-
-    def logits(self, tokens: Tokens, cuts: Sequence[int]) -> NDArray[np.float32]:
-        """[tokens, vocab] of a sequence that was computed in the pieces between the cuts."""
-        if self._decodes_otherwise:
-            return self._dense.cached_logits(tokens, cuts)
-        return self._whole(tokens)
-
-    def noise(self, sequences: Sequence[Tokens]) -> float:
-        """The largest difference that the model's own cache makes; never less than a rounding of the logits."""
-        worst = 0.0
-        for seed, tokens in enumerate(sequences):
-            whole = self._whole(tokens)
-            runs = []
-            if not self._decodes_otherwise:
-                runs.append(range(len(tokens) // 2, len(tokens)))
-            if not self._pieces_are_wrong:
-                shortest = 2 if self._decodes_otherwise else 1
-                runs += [random_cuts(len(tokens), 10 * seed + n, shortest) for n in range(3)]
-            for cuts in runs:
-                worst = max(worst, largest_difference(self._dense.cached_logits(tokens, list(cuts)), whole))
-            worst = max(worst, float(np.finfo(np.float32).eps * np.abs(whole).max()))
-        return worst
-
-    def _whole(self, tokens: Tokens) -> NDArray[np.float32]:
-        known = self._one_pass.get(tokens.tobytes())
-        if known is None:
-            known = self._one_pass[tokens.tobytes()] = self._dense.logits(tokens)
-        return known
-
-
-@dataclass(frozen=True)
-class Ran:
-    """Logits of the last positions of a sequence, and where it was cut."""
-
-    tokens: Tokens
-    logits: NDArray[np.float32]  # [≤ tokens, vocab]
-    cuts: Sequence[int]
-
-
-def largest_difference(ours: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    return float(np.abs(ours - expected).max())
-
-
-def random_cuts(length: int, seed: int, shortest: int = 1) -> list[int]:
-    """Pieces of `shortest` to 13 positions."""
-    random, cuts, at = np.random.default_rng(seed), [], 0
-    while True:
-        at += int(random.integers(shortest, 14))
-        if at > length - shortest:
-            return cuts
-        cuts.append(at)
-
-
-def pieces(cuts: Sequence[int], length: int) -> list[int]:
-    return np.diff([0, *cuts, length]).tolist()
-
-
-# ------------------------------------------------------------------------------------------ ways of running
-
-
-def whole(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    for tokens in sequences:
-        yield alone(ByHand(runtime), tokens, ())
-
-
-def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    hand = ByHand(runtime)
-    for seed, tokens in enumerate(sequences):
-        yield alone(hand, tokens, random_cuts(len(tokens), seed))
-        yield alone(hand, tokens, range(len(tokens) // 2, len(tokens)))
-
-
-def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    for seed in range(3):
-        hand = ByHand(runtime)
-        running = [hand.start(tokens) for tokens in sequences]
-        for step in mixed_steps([len(tokens) for tokens in sequences], seed):
-            hand.step({running[i]: new for i, new in step.items()})
-        for each in running:
-            yield Ran(each.tokens, np.concatenate(each.logits), each.cuts)
-
-
-def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    for seed, tokens in enumerate(sequences):
-        hand = ByHand(runtime)
-        running, kept = hand.start(tokens), []
-        for new in pieces(random_cuts(len(tokens), 50 + seed), len(tokens)):
-            hand.step({running: new})
-            kept.append(hand.keep(running))
-        for checkpoint in kept[:-1]:
-            left = len(tokens) - checkpoint.past
-            another = np.concatenate([tokens[: checkpoint.past], random_tokens(VOCAB, left, seed=seed)])
-            for resuming in (another.astype(np.int32), tokens):
-                run = hand.resume(checkpoint, resuming)
-                for new in pieces(random_cuts(left, seed), left):
-                    hand.step({run: new})
-                yield Ran(run.tokens, np.concatenate(run.logits), run.cuts)
-
-
-def alone(hand: ByHand, tokens: Tokens, cuts: Sequence[int]) -> Ran:
-    running = hand.start(tokens)
-    for new in pieces(cuts, len(tokens)):
-        hand.step({running: new})
-    return Ran(tokens, np.concatenate(running.logits), running.cuts)
-
-
-WAYS: dict[str, Callable[[TorchRuntime, Sequence[Tokens]], Iterator[Ran]]] = {
-    "whole": whole,
-    "chunked": chunked,
-    "batch": batch,
-    "resumed": resumed,
-}
 
 
 # ------------------------------------------------------------------------------------------------- measuring
@@ -227,16 +98,19 @@ def measure(model_type: str) -> Measured:
         allocate(runtime)
         reference = Reference(model_type, directory)
         sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate(LENGTHS)]
-        measured.noise = reference.noise(sequences)
+        compared = []
         for name, way in WAYS.items():
             try:
-                measured.differences[name] = max(
-                    largest_difference(ran.logits, reference.logits(ran.tokens, ran.cuts)[-len(ran.logits) :])
-                    for ran in way(runtime, sequences)
-                )
+                ran = list(way(runtime, sequences))
             except Exception as error:
                 measured.failed = f"{name}: {type(error).__name__}: {error}"
-                break
+                return measured
+            measured.differences[name] = max(
+                largest_difference(r.logits, reference.logits(r.tokens, r.cuts)[-len(r.logits) :])
+                for r in ran
+            )
+            compared += ran
+        measured.noise = reference.noise(compared)
     measured.seconds = time.monotonic() - began
     return measured
 

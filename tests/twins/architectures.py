@@ -82,6 +82,7 @@ _WINDOWS_LAST = _layers(_FULL, _SLIDING, _SLIDING, _SLIDING)
 _TWO_STATES = _layers(_LINEAR, _FULL, _LINEAR, _FULL)
 _THREE_STATES = _layers(_LINEAR, _LINEAR, _LINEAR, _FULL)
 _STATES_AND_LATENTS = _layers(_LINEAR, _LINEAR, _FULL, _FULL)
+_GRANITE = {"attention_multiplier": 0.2}  # 1 is made for other weights: softmax of wide ones would be a step
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # as many heads as queries; head_dim is RoPE's
 
 # All positions, K and V as they are.
@@ -95,8 +96,8 @@ FULL_ATTENTION: dict[str, Fields] = {
     "olmo2": {},
     "olmoe": {},
     "cohere": {},
-    "granite": {},
-    "granitemoe": {},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
     "glm": {},
     "glm4": {},
     "glm4_moe": {},
@@ -155,7 +156,7 @@ WINDOWS: dict[str, Fields] = {
     "olmo3": _THREE_WINDOWS,
     "cohere2": _THREE_WINDOWS,
     "cohere2_moe": _THREE_WINDOWS,
-    "granite_swa": _WINDOWS_LAST,
+    "granite_swa": _WINDOWS_LAST | _GRANITE,
     "gpt_oss": _TWO_WINDOWS,
     "qwen2_moe": _TWO_WINDOWS | {"use_sliding_window": True},
     "dots1": {"max_window_layers": 2, "num_hidden_layers": 4},
@@ -208,7 +209,7 @@ STATES: dict[str, Fields] = {
     "qwen3_5_text": _THREE_STATES,
     "qwen3_5_moe_text": _THREE_STATES,
     "olmo_hybrid": _THREE_STATES,
-    "granitemoehybrid": _TWO_STATES | {"shared_intermediate_size": 48},
+    "granitemoehybrid": _TWO_STATES | _GRANITE | {"shared_intermediate_size": 48},
     "minimax": _TWO_STATES | {"sliding_window": None, "block_size": 8},
     "kimi_linear": _STATES_AND_LATENTS | _LATENT,
     "bailing_hybrid": _STATES_AND_LATENTS | _LATENT,
@@ -301,3 +302,8 @@ REFUSED: dict[str, Fields] = {
 ARCHITECTURES: dict[str, Fields] = (
     FULL_ATTENTION | WINDOWS | LATENT_AND_DERIVED | STATES | SEQUENTIAL
 )  # that are served
+
+# Their decode is not their prefill by design: it does not limit the time step as the prefill does.
+DECODES_OTHERWISE = {"nemotron_h", "zamba2"}
+# Their own cache cannot be filled in pieces: the first four forget the state, the last one fails.
+OWN_PIECES_ARE_WRONG = {"mamba", "falcon_mamba", "jamba", "zamba", "minimax"}

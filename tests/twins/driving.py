@@ -4,6 +4,7 @@ row's logits."""
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rootstock.cache import KVCache, Namespace
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
-from rootstock.cache.lease import Admitted
+from rootstock.cache.lease import Admitted, Extended
 from rootstock.cache.plan import (
     NO_BLOCK,
     NO_SLOT,
@@ -64,17 +66,18 @@ class Dense:
             logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()
         return logits
 
-    def cached_logits(self, tokens: Tokens, cuts: Sequence[int]) -> NDArray[np.float32]:
-        """[tokens, vocab] piece by piece, with the cache that the model makes for itself; 0 < cuts < tokens."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    def cached_logits(self, sequences: NDArray[np.int32], cuts: Sequence[int]) -> NDArray[np.float32]:
+        """[sequences, tokens] → [sequences, tokens, vocab] piece by piece, with the cache that the model makes for
+        itself; 0 < cuts < tokens."""
+        ids = torch.from_numpy(sequences.astype(np.int64))
         rows, cache = [], {}
         with torch.inference_mode():
-            for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            for start, end in itertools.pairwise([0, *cuts, ids.shape[1]]):
                 positions = {"position_ids": torch.arange(start, end)[None]} if self._takes_positions else {}
                 output = self.model(ids[:, start:end], use_cache=True, **positions, **cache)
                 cache = {self._cache_name: getattr(output, self._cache_name)}
-                rows.append(output.logits[0].float().numpy())
-        return np.concatenate(rows)
+                rows.append(output.logits.float().numpy())
+        return np.concatenate(rows, axis=1)
 
     def greedy(self, prompt: Tokens, tokens: int) -> list[int]:
         """What follows, by `generate` with its own cache; end-of-sequence ends nothing."""
@@ -99,10 +102,16 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> Tokens:
 def allocate(runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
     """Pools for a budget that pays for BLOCKS or SLOTS rows of every family."""
     families = runtime.description.families
-    costs = [row_bytes(family, block_size) for family in families]
-    wanted = [SLOTS if isinstance(family, RecurrentState) else BLOCKS for family in families]
-    budget = sum(rows * cost for rows, cost in zip(wanted, costs, strict=True))
-    runtime.allocate([budget // cost for cost in costs], block_size)
+    budget = pool_bytes(families, block_size)
+    runtime.allocate([budget // row_bytes(family, block_size) for family in families], block_size)
+
+
+def pool_bytes(families: Sequence[Family], block_size: int) -> int:
+    """What BLOCKS or SLOTS rows of every family cost."""
+    return sum(
+        row_bytes(family, block_size) * (SLOTS if isinstance(family, RecurrentState) else BLOCKS)
+        for family in families
+    )
 
 
 class Running:
@@ -235,29 +244,49 @@ def mixed_steps(lengths: Sequence[int], seed: int, longest_chunk: int = 13) -> l
 
 @dataclass(frozen=True)
 class Hit:
+    prompt: Tokens
     tokens: int  # found, not computed
     copies: int  # blocks copied for it
+    cuts: tuple[int, ...]  # where it resumed, and between the forwards that followed
     logits: Logits  # [prompt - tokens, vocab]
 
 
 class Cached:
-    """One prompt after the other through the real cache: match, admit, forward, commit, finish."""
+    """One prompt after the other through the real cache: match, admit, extend, forward, commit, finish.
 
-    def __init__(self, runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
+    The budget pays for so many `tokens` in every family, and for as many states as blocks.
+    """
+
+    def __init__(
+        self, runtime: TorchRuntime, block_size: int = BLOCK_SIZE, *, tokens: int | None = None
+    ) -> None:
         described = runtime.description
-        token_bytes = sum(family.bytes_per_token for family in described.families)
-        self.cache = KVCache(described.families, BLOCKS * block_size * token_bytes, block_size)
+        budget = pool_bytes(described.families, block_size)
+        if tokens is not None:
+            budget = -(-tokens // block_size) * sum(row_bytes(f, block_size) for f in described.families)
+        self.cache = KVCache(described.families, budget, block_size)
         self._runtime = runtime
         self._namespace = Namespace(described.weights_fingerprint, described.kv_dtype, described.rope_regime)
 
-    def run(self, prompt: Tokens) -> Hit:
-        admitted = self.cache.admit(self.cache.match(prompt, self._namespace))
+    def run(self, prompt: Tokens, boundaries: Sequence[int] = ()) -> Hit:
+        """Checkpoints are to be left at the boundaries; the prefill is cut where the cache says so."""
+        marks = [Boundary(position, CheckpointKind.MARK) for position in boundaries]
+        admitted = self.cache.admit(self.cache.match(prompt, self._namespace), boundaries=marks)
         assert isinstance(admitted, Admitted)
-        lease, plan = admitted.lease, admitted.plan
-        hit = lease.hit_tokens
-        self._runtime.apply(plan)
-        rest = prompt[hit:]
-        logits = self._runtime.forward(Batch([Segment(rest, hit, (lease.table,), len(rest))]))
-        self.cache.commit(lease, rest)
+        lease = admitted.lease
+        self._runtime.apply(admitted.plan)
+        cuts, rows = [], []
+        while (past := lease.computed) < len(prompt):
+            piece = prompt[past : lease.next_cut]
+            extended = self.cache.extend(lease, len(piece))
+            assert isinstance(extended, Extended)
+            self._runtime.apply(extended.plan)
+            segment = Segment(piece, past, lease.tables, len(piece), lease.slot)
+            rows.append(self._runtime.forward(Batch([segment])))
+            self._runtime.apply(self.cache.commit(lease, piece))
+            cuts.append(past)
         self.cache.finish(lease)
-        return Hit(hit, len(plan.copies), logits)
+        first = lease.hit_tokens
+        return Hit(
+            prompt, first, len(admitted.plan.copies), tuple(c for c in cuts if c), np.concatenate(rows)
+        )

@@ -1,72 +1,182 @@
-"""Tiny checkpoints of twelve architectures, through the real loader: our logits are the dense model's own."""
+"""Tiny checkpoints through the real loader: however a sequence is run here, its logits are the model's own.
+
+Some architectures of every kind; `bench/show/b1_models.py` runs them all, and measures more closely.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from rootstock.cache.plan import Tokens
-from rootstock.runtime.base import Logits
+from rootstock.errors import ModelUnsupported, SelfCheckFailed
+from rootstock.runtime.base import Logits, Rung
 from rootstock.runtime.torch_model import TorchRuntime
-from twins.checkpoints import SERVED, VOCAB, save
-from twins.driving import BLOCK_SIZE, BLOCKS, Cached, Dense, load, mixed_steps, packed_logits, random_tokens
+from twins import ways
+from twins.architectures import VOCAB
+from twins.checkpoints import save
+from twins.driving import BLOCK_SIZE, Cached, allocate, load, random_tokens
+from twins.reference import Reference, largest_difference
+
+TOLERANCE = 1e-3  # of the standard deviation of the logits
+
+TOKEN_WISE: Rung = "packed, token-wise mixers"
+SEQUENTIAL: Rung = "one sequence per forward"
+
+
+@dataclass(frozen=True)
+class Expected:
+    families: str
+    rung: Rung = "packed"
+
+
+FULL = {name: Expected("full") for name in ("llama", "gpt2", "qwen3_moe")}
+WINDOWS = {
+    "mistral": Expected("window(7)"),
+    "gemma2": Expected("full, window(7)"),  # with soft caps
+    "gemma3n_text": Expected("full, window(7)"),  # its last layers use the K and V of others
+    "gemma4_text": Expected("full, window(7)"),  # so do these; heads of two sizes
+    "gpt_oss": Expected("full, window(7)"),  # with sinks
+    "llama4_text": Expected("full, chunked(8)"),  # and a temperature that depends on the position
+}
+CHANGED_ON_THE_WAY = {
+    "deepseek_v3": Expected("full"),  # latents
+    "deepseek_v32": Expected("full"),  # an indexer chooses positions
+    "dots3_note_text": Expected("full, window(7)"),  # indexers, and latents in windows
+    "diffllama": Expected("full"),  # heads are split after the cache
+    "doge": Expected("full"),  # a bias from the values
+}
+STATES = {
+    "mamba": Expected("state", TOKEN_WISE),
+    "mamba2": Expected("state"),
+    "jamba": Expected("full, state", TOKEN_WISE),
+    "qwen3_next": Expected("full, state"),  # of two kinds in a layer
+    "lfm2": Expected("full, state"),  # of convolutions only
+    "falcon_h1": Expected("full, state"),  # in the same layer as attention
+    "nemotron_h": Expected("full, state"),  # decodes otherwise than it prefills
+    "kimi_linear": Expected("full, state"),  # beside latents
+    "zaya": Expected("full, window(7), state"),
+    "inkling_text": Expected("full, state"),  # on both sides of its own kind of attention
+}
+ALONE = {
+    "bloom": Expected("full", SEQUENTIAL),
+    "gpt_neo": Expected("full", SEQUENTIAL),  # with windows inside
+}
+EXPECTED = FULL | WINDOWS | CHANGED_ON_THE_WAY | STATES | ALONE
 
 
 @dataclass(frozen=True)
 class Twin:
+    model_type: str
     runtime: TorchRuntime
-    dense: Dense
+    reference: Reference
 
-    def assert_agrees(self, logits: Logits, tokens: Tokens, first: int = 0) -> None:
-        """logits [tokens - first, vocab]"""
-        expected = self.dense.logits(tokens)
-        assert logits.shape == expected[first:].shape
-        assert float(np.abs(logits - expected[first:]).max()) <= 1e-3 * float(expected.std())
+    def assert_agrees(self, way: ways.Way) -> None:
+        sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((33, 22, 14, 9))]
+        for ran in way(self.runtime, sequences):
+            self.assert_right(ran.logits, ran.tokens, ran.cuts)
+
+    def assert_right(self, logits: Logits, tokens: Tokens, cuts: tuple[int, ...] | list[int] = ()) -> None:
+        """logits [≤ tokens, vocab] of the last ones"""
+        expected = self.reference.logits(tokens, cuts)
+        assert np.isfinite(logits).all()
+        assert largest_difference(logits, expected[-len(logits) :]) <= TOLERANCE * float(expected.std())
 
 
-@pytest.fixture(scope="module", params=SERVED)
+def twin_in(directory: Path, model_type: str) -> Twin:
+    runtime = load(save(directory, model_type))
+    allocate(runtime)
+    return Twin(model_type, runtime, Reference(model_type, directory))
+
+
+@pytest.fixture(scope="module", params=EXPECTED)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
     threads = torch.get_num_threads()
-    directory = save(tmp_path_factory.mktemp("twin"), request.param)
-    runtime = load(directory)
-    runtime.allocate((BLOCKS,), BLOCK_SIZE)
-    yield Twin(runtime, Dense(directory))
+    yield twin_in(tmp_path_factory.mktemp("twin"), request.param)
     torch.set_num_threads(threads)
 
 
-@pytest.mark.behaviour(23)
-def test_packed_and_chunked_in_any_mixture_gives_the_dense_logits(twin: Twin) -> None:
-    sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((70, 33, 41, 9))]
-    steps = mixed_steps([len(s) for s in sequences], seed=11)
-    for tokens, logits in zip(sequences, packed_logits(twin.runtime, sequences, steps), strict=True):
-        twin.assert_agrees(logits, tokens)
+def test_the_loader_finds_what_each_layer_keeps(twin: Twin) -> None:
+    expected, described = EXPECTED[twin.model_type], twin.runtime.description
+    assert ", ".join(family.name for family in described.families) == expected.families
+    assert described.rung == expected.rung
+    assert described.rung == "packed" or described.rung_reason
 
 
 @pytest.mark.behaviour(23)
-def test_a_cached_prefix_gives_the_dense_logits_wherever_it_ends(twin: Twin) -> None:
+def test_a_prefill_cut_anywhere_gives_the_models_own_logits(twin: Twin) -> None:
+    twin.assert_agrees(ways.chunked)
+
+
+@pytest.mark.behaviour(23)
+def test_any_mixture_of_four_sequences_gives_the_models_own_logits(twin: Twin) -> None:
+    twin.assert_agrees(ways.batch)
+
+
+@pytest.mark.behaviour(23)
+def test_every_checkpoint_can_be_resumed_from_again_and_again(twin: Twin) -> None:
+    twin.assert_agrees(ways.resumed)
+
+
+@pytest.mark.behaviour(23)
+def test_the_cache_resumes_at_every_checkpoint_that_it_left(twin: Twin) -> None:
+    twin.assert_agrees(ways.cached)
+
+
+@pytest.mark.behaviour(15)
+def test_what_was_evicted_is_computed_again_and_right(twin: Twin) -> None:
+    twin.assert_agrees(ways.readmitted)
+
+
+@pytest.mark.behaviour(23)
+@pytest.mark.parametrize("twin", FULL, indirect=True)
+def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
     """At the end of an edge, inside an edge, and inside a block, each continued by tokens of its own."""
     cached = Cached(twin.runtime)
     first = random_tokens(VOCAB, 6 * BLOCK_SIZE + 3, seed=20)
     hit = cached.run(first)
     assert hit.tokens == 0
-    twin.assert_agrees(hit.logits, first)
+    twin.assert_right(hit.logits, first)
     for end, copies in (
         (len(first), 1),  # the whole edge, which ends inside a block
         (4 * BLOCK_SIZE, 0),  # inside the edge, at the end of a block
         (2 * BLOCK_SIZE + 5, 1),  # inside the edge and inside a block
     ):
         other = (first[end : end + 1] + 1) % VOCAB if end < len(first) else random_tokens(VOCAB, 1, seed=21)
-        prompt = np.concatenate([first[:end], other, random_tokens(VOCAB, 17, seed=22 + end)]).astype(
-            np.int32
-        )
+        rest = random_tokens(VOCAB, 17, seed=22 + end)
+        prompt = np.concatenate([first[:end], other, rest]).astype(np.int32)
         hit = cached.run(prompt)
         assert (hit.tokens, hit.copies) == (end, copies)
-        twin.assert_agrees(hit.logits, prompt, first=end)
+        twin.assert_right(hit.logits, prompt)
     again = cached.run(first)  # nothing that was written since has touched it
     assert again.tokens == len(first) - 1
-    twin.assert_agrees(again.logits, first, first=len(first) - 1)
+    twin.assert_right(again.logits, first)
     cached.cache.check()
+
+
+@pytest.mark.behaviour(22)
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("recurrent_gemma", r"RecurrentGemmaDecoderLayer.* keeps its memory outside the cache"),
+        ("rwkv", r"RwkvBlock.* takes no cache"),
+        ("xlstm", r"xLSTMBlock.* cannot use a cache from outside"),
+        ("deepseek_v4", r"DeepseekV4DecoderLayer.* 'heavily_compressed_attention'"),
+    ],
+)
+def test_a_memory_that_the_cache_cannot_hold_is_refused_with_the_layers_class(
+    tmp_path: Path, model_type: str, says: str
+) -> None:
+    with pytest.raises(ModelUnsupported, match=says):
+        load(save(tmp_path, model_type))
+
+
+@pytest.mark.behaviour(22)
+def test_a_model_that_disagrees_with_itself_is_refused_with_the_figures(tmp_path: Path) -> None:
+    with pytest.raises(SelfCheckFailed, match=r"at most 0\.001 is allowed"):
+        load(save(tmp_path, "hrm_text"))

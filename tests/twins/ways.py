@@ -1,0 +1,139 @@
+"""Ways of running sequences on a loaded model, each of which must give the model's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.plan import Tokens
+from rootstock.runtime.torch_model import TorchRuntime
+from twins.architectures import VOCAB
+from twins.driving import ByHand, Cached, mixed_steps, random_tokens
+
+LONGEST_PIECE = 13
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Logits of the last positions of a sequence, and where it was cut."""
+
+    tokens: Tokens
+    logits: NDArray[np.float32]  # [≤ tokens, vocab]
+    cuts: Sequence[int]
+
+
+Way = Callable[[TorchRuntime, Sequence[Tokens]], Iterator[Ran]]
+
+
+def whole(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Each in one forward."""
+    for tokens in sequences:
+        yield _alone(ByHand(runtime), tokens, ())
+
+
+def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Each in random pieces, and prefilled and then decoded."""
+    hand = ByHand(runtime)
+    for seed, tokens in enumerate(sequences):
+        yield _alone(hand, tokens, random_cuts(len(tokens), seed))
+        yield _alone(hand, tokens, range(len(tokens) // 2, len(tokens)))
+
+
+def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """All in packed mixtures of pieces and decodes."""
+    for seed in range(3):
+        hand = ByHand(runtime)
+        running = [hand.start(tokens) for tokens in sequences]
+        for step in mixed_steps([len(tokens) for tokens in sequences], seed, LONGEST_PIECE):
+            hand.step({running[i]: new for i, new in step.items()})
+        for each in running:
+            yield Ran(each.tokens, np.concatenate(each.logits), each.cuts)
+
+
+def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """From a checkpoint after every piece, kept by hand: by another sequence first, and then by the same one."""
+    for seed, tokens in enumerate(sequences):
+        hand = ByHand(runtime)
+        running, kept = hand.start(tokens), []
+        for new in pieces(random_cuts(len(tokens), 50 + seed), len(tokens)):
+            hand.step({running: new})
+            kept.append(hand.keep(running))
+        for checkpoint in kept[:-1]:
+            for resuming in (_other_after(tokens, checkpoint.past, seed), tokens):
+                run = hand.resume(checkpoint, resuming)
+                left = len(tokens) - checkpoint.past
+                for new in pieces(random_cuts(left, seed), left):
+                    hand.step({run: new})
+                yield Ran(run.tokens, np.concatenate(run.logits), run.cuts)
+
+
+def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Through the real cache, which leaves checkpoints where it is told that prompts may part, and is hit there."""
+    cache = Cached(runtime)
+    for seed, tokens in enumerate(sequences):
+        boundaries = random_cuts(len(tokens), 80 + seed, shortest=2)
+        first = cache.run(tokens, boundaries)
+        yield Ran(tokens, first.logits, first.cuts)
+        for position in boundaries:
+            other = cache.run(_other_after(tokens, position, seed))
+            assert other.tokens == position, f"resumed at {other.tokens}, there is a checkpoint at {position}"
+            yield Ran(other.prompt, other.logits, other.cuts)
+        again = cache.run(tokens)
+        assert again.tokens >= max(boundaries, default=0), f"resumed at {again.tokens} of {len(tokens)}"
+        yield Ran(tokens, again.logits, again.cuts)
+    cache.cache.check()
+
+
+def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """Through a cache that holds little more than the longest of them, so that each turns the others out."""
+    cache = Cached(runtime, tokens=max(map(len, sequences)) + 2 * LONGEST_PIECE)
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        for i in random.permutation(len(sequences)):
+            tokens = sequences[i]
+            ran = cache.run(tokens, random_cuts(len(tokens), int(random.integers(100)), shortest=2))
+            yield Ran(tokens, ran.logits, ran.cuts)
+            cache.cache.check()
+    assert cache.cache.stats().evicted_blocks or cache.cache.stats().checkpoints_evicted
+
+
+WAYS: dict[str, Way] = {
+    "whole": whole,
+    "chunked": chunked,
+    "batch": batch,
+    "resumed": resumed,
+    "cached": cached,
+    "readmitted": readmitted,
+}
+
+
+def random_cuts(length: int, seed: int, shortest: int = 1) -> list[int]:
+    """Pieces of `shortest` to LONGEST_PIECE positions."""
+    random, cuts, at = np.random.default_rng(seed), [], 0
+    while True:
+        at += int(random.integers(shortest, LONGEST_PIECE + 1))
+        if at > length - shortest:
+            return cuts
+        cuts.append(at)
+
+
+def pieces(cuts: Sequence[int], length: int) -> list[int]:
+    return np.diff([0, *cuts, length]).tolist()
+
+
+def _alone(hand: ByHand, tokens: Tokens, cuts: Sequence[int]) -> Ran:
+    running = hand.start(tokens)
+    for new in pieces(cuts, len(tokens)):
+        hand.step({running: new})
+    return Ran(tokens, np.concatenate(running.logits), running.cuts)
+
+
+def _other_after(tokens: Tokens, position: int, seed: int) -> Tokens:
+    """As long, the same up to there, and another token at once."""
+    other = random_tokens(VOCAB, len(tokens), seed=1000 + seed)
+    other[:position] = tokens[:position]
+    other[position] = 3 + (tokens[position] - 2) % (VOCAB - 3)
+    return other
