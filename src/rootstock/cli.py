@@ -32,6 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+models_app = typer.Typer(no_args_is_help=True)
+app.add_typer(models_app, name="models", help="What Rootstock makes of a model.")
+
 
 def main() -> None:
     try:
@@ -143,12 +146,40 @@ def serve(
     defaults = SamplingDefaults()
     if sampling_defaults is SamplingSource.model and made.model_directory is not None:
         defaults = SamplingDefaults.of_model(made.model_directory)
-    web = create_app(made.engine, made.codec, made.description, server_config, defaults)
+    web = create_app(
+        made.engine, made.codec, made.description, server_config, defaults, block_size=block_size
+    )
     # What is loaded stays: the garbage collector need not look at it again between two tokens.
     gc.collect()
     gc.freeze()
     with made.engine:
-        serve(web, made.engine, taken, on_ready=lambda: print(ready_line(made, url_of(taken)), flush=True))
+        ready = ready_line(made, url_of(taken), block_size)
+        serve(web, made.engine, taken, on_ready=lambda: print(ready, flush=True))
+
+
+@models_app.command("check")
+def check_model(
+    model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = _MODEL.dtype,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one forward.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
+) -> None:
+    """Load a model, check it against its own forward, and tell how it is served. Exit status 2: it is not."""
+    _log_warnings()
+    config = ModelConfig(model, device, dtype, None, trust_remote_code, threads)
+    CacheConfig(block_size)  # refuses what is none
+
+    from rootstock.runtime.torch_model import load_model
+    from rootstock.server.described import table_of
+
+    with LoadProgress() as progress:
+        description = load_model(config, progress).description
+    for what, told in table_of(description, block_size):
+        print(f"{what:<14}  {told}")
 
 
 @app.command()
@@ -218,23 +249,19 @@ def _names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
-def ready_line(made: Assembly, url: str) -> str:
+def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) -> str:
+    from rootstock.server.described import bytes_per_checkpoint, bytes_per_token, families_in_words, in_units
+
     described = made.description
-    families = " + ".join(f"{family.name} × {family.layers} layers" for family in described.families)
+    families = described.families
+    costs = f"{in_units(bytes_per_token(families))} per token"
+    if checkpoint := bytes_per_checkpoint(families, block_size):
+        costs += f" and {in_units(checkpoint)} per checkpoint"
     return (
-        f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, {families}, "
-        f"{described.dtype} on {described.device} · pool of {made.pool_tokens:,} tokens, "
-        f"{in_units(made.pool_bytes)}"
+        f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, "
+        f"{families_in_words(families)}, {described.dtype} on {described.device}, {described.rung} · {costs}, "
+        f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}"
     )
-
-
-def in_units(size_bytes: int) -> str:
-    size, unit = float(size_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
 
 
 class LoadProgress:

@@ -111,7 +111,7 @@ def served_by_oracle(
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes),
         engine,
     )
-    app = create_app(made.engine, made.codec, made.description, server, defaults)
+    app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)
     with (
         made.engine,
         running(app, made.engine) as url,

@@ -118,7 +118,7 @@ def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes:
     one = Process("--kv-budget", "1MiB", "--block-size", "16")
     processes.append(one)
     assert "fake" in one.ready
-    assert "full × 1 layers" in one.ready
+    assert "full × 1 layer, " in one.ready
     assert "pool of 65,536 tokens, 1.0 MiB" in one.ready
     assert httpx.get(f"{one.url}/health").json()["status"] == "ok"
     returncode, out, err = one.stop(signal.SIGTERM)

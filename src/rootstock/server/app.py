@@ -17,13 +17,14 @@ from rootstock._version import __version__
 from rootstock.cache.explain import Explanation
 from rootstock.cache.families import FullAttention
 from rootstock.cache.plan import Tokens
-from rootstock.config import ServerConfig
+from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import TextCodec, token_text
 from rootstock.errors import BodyTooLarge, ModelNotFound, RequestError, Unauthorized
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.answer import Answerer
 from rootstock.server.defaults import SamplingDefaults
+from rootstock.server.described import numbers_of
 from rootstock.server.errors import error_response, install_error_handlers
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import ServedModel, salt_of
@@ -42,8 +43,9 @@ def create_app(
     description: ModelDescription,
     config: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
+    block_size: int = CacheConfig().block_size,
 ) -> FastAPI:
-    """The application over an engine that its caller starts and stops."""
+    """The application over an engine that its caller starts and stops. `block_size` is its cache's."""
     config = config or ServerConfig()
     model = ServedModel(
         description.name,
@@ -58,7 +60,7 @@ def create_app(
     install_error_handlers(app)
     app.include_router(_generation_routes(model, Answerer(engine, metrics)))
     app.include_router(_cache_routes(engine, model))
-    app.include_router(_state_routes(engine, model, metrics))
+    app.include_router(_state_routes(engine, model, metrics, numbers_of(description, block_size)))
     return app
 
 
@@ -104,7 +106,7 @@ def _cache_routes(engine: Engine, model: ServedModel) -> APIRouter:
     return router
 
 
-def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics) -> APIRouter:
+def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any]) -> APIRouter:
     router = APIRouter(tags=["State"])
 
     def described() -> dict[str, Any]:
@@ -114,6 +116,7 @@ def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics) -> APIRo
             "created": model.created,
             "owned_by": "rootstock",
             "max_model_len": engine.context_limit,
+            **numbers,
         }
 
     @router.get("/v1/models")

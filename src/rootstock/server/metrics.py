@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rootstock.engine.engine import Engine
@@ -100,3 +100,27 @@ class _EngineCollector(Collector):
         blocks.add_metric(["cached"], stats.cache.cached_blocks)
         blocks.add_metric(["live"], stats.cache.live_blocks)
         yield blocks
+        checkpoints = GaugeMetricFamily("rootstock_cache_checkpoints", "Places that requests can resume at")
+        checkpoints.add_metric([], stats.cache.checkpoints)
+        yield checkpoints
+        used = GaugeMetricFamily("rootstock_cache_bytes", "Memory of the cache", labels=["of"])
+        used.add_metric(["budget"], stats.cache.budget_bytes)
+        used.add_metric(["used"], stats.cache.used_bytes)
+        used.add_metric(["checkpoints"], stats.cache.checkpoint_bytes)
+        yield used
+        rows = GaugeMetricFamily(
+            "rootstock_cache_rows", "Rows of each family's pool", labels=["family", "state"]
+        )
+        for family in stats.cache.families:
+            rows.add_metric([family.name, "free"], family.free_rows)
+            rows.add_metric([family.name, "cached"], family.cached_rows)
+            rows.add_metric([family.name, "live"], family.live_rows)
+        yield rows
+        events = CounterMetricFamily(
+            "rootstock_checkpoint_events", "What became of checkpoints", labels=["event"]
+        )
+        events.add_metric(["taken"], stats.cache.checkpoints_taken)
+        events.add_metric(["hit"], stats.cache.checkpoints_hit)
+        events.add_metric(["evicted"], stats.cache.checkpoints_evicted)
+        events.add_metric(["skipped"], stats.cache.checkpoints_skipped)
+        yield events

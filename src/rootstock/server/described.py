@@ -1,0 +1,100 @@
+"""What there is to say of a loaded model, in numbers for /v1/models and in words for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rootstock.cache.families import Family, FullAttention, RecurrentState
+from rootstock.runtime.base import ModelDescription
+
+
+def bytes_per_token(families: Sequence[Family]) -> int:
+    """What every further token costs a running request; a window gives back what falls out of it."""
+    return sum(family.bytes_per_token for family in families if not isinstance(family, RecurrentState))
+
+
+def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
+    """What a place to resume at costs at most: the state, and the blocks that the tails of windows and chunks touch.
+    Full attention needs none."""
+    total = 0
+    for family in families:
+        if isinstance(family, RecurrentState):
+            total += family.bytes_per_state
+        elif not isinstance(family, FullAttention) and (positions := family.longest_tail):
+            blocks = (
+                positions + block_size - 2
+            ) // block_size + 1  # a run may begin anywhere in its first block
+            total += blocks * block_size * family.bytes_per_token
+    return total
+
+
+def numbers_of(description: ModelDescription, block_size: int) -> dict[str, Any]:
+    return {
+        "architecture": description.architecture,
+        "parameters": description.parameters,
+        "dtype": description.dtype,
+        "kv_dtype": description.kv_dtype,
+        "rung": description.rung,
+        "rung_reason": description.rung_reason,
+        "families": [_numbers_of_family(family) for family in description.families],
+        "bytes_per_token": bytes_per_token(description.families),
+        "bytes_per_checkpoint": bytes_per_checkpoint(description.families, block_size),
+    }
+
+
+def _numbers_of_family(family: Family) -> dict[str, Any]:
+    if isinstance(family, RecurrentState):
+        size = {"bytes_per_state": family.bytes_per_state}
+    else:
+        size = {"bytes_per_token": family.bytes_per_token}
+    return {"name": family.name, "layers": family.layers, **size}
+
+
+def families_in_words(families: Sequence[Family]) -> str:
+    return " + ".join(f"{family.name} × {_counted(family.layers, 'layer')}" for family in families)
+
+
+def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, str]]:
+    """Rows of what and how much."""
+    families = description.families
+    limit = f"{description.context_limit:,} tokens"
+    return [
+        ("model", description.name),
+        ("architecture", f"{description.architecture}, {description.parameters:,} parameters"),
+        ("runs", description.rung + (f": {description.rung_reason}" if description.rung_reason else "")),
+        *(("layers", _family_in_words(family)) for family in families),
+        ("per token", in_units(bytes_per_token(families))),
+        ("per checkpoint", _checkpoint_in_words(families, block_size)),
+        ("context limit", limit),
+        ("RoPE", description.rope_regime or "the same at every length, or none"),
+        ("dtype", f"{description.dtype}, cache in {description.kv_dtype}, on {description.device}"),
+    ]
+
+
+def _family_in_words(family: Family) -> str:
+    if isinstance(family, RecurrentState):
+        size = f"{in_units(family.bytes_per_state)} per state"
+    else:
+        size = f"{in_units(family.bytes_per_token)} per token"
+    return f"{family.name} × {_counted(family.layers, 'layer')}, {size}"
+
+
+def _checkpoint_in_words(families: Sequence[Family], block_size: int) -> str:
+    size = bytes_per_checkpoint(families, block_size)
+    if not size:
+        return "none needed: it resumes anywhere"
+    return f"at most {in_units(size)}, with blocks of {block_size} tokens"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def in_units(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
