@@ -1,0 +1,246 @@
+"""Agents in a conversation with a real server over HTTP: who says what, what was found, and what could have been.
+
+An agent is told its rules and tools, gets a question, and reasons and calls a tool a few times before it answers; the
+next question comes, and the template drops the reasoning of the turn before. The model is real, computed and tiny; as
+its own words would be noise, each token that it samples is replaced by the next one of what the agent is to say. What
+comes back over HTTP is parsed and sent back in the next request, as agents do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+from numpy.typing import NDArray
+
+import rootstock.engine.engine as engine_module
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig
+from rootstock.engine.assemble import Assembly, build_engine
+from rootstock.engine.sampling import SampledToken, Sampler
+from rootstock.server.alignment import shared
+from rootstock.server.app import create_app
+from rootstock.server.chat import conversation_of
+from rootstock.server.run import running
+
+Tokens = NDArray[np.int32]
+Json = dict[str, Any]
+
+BLOCK_SIZE = 16
+WORDS = (
+    *(
+        "branch",
+        "leaf",
+        "root",
+        "water",
+        "soil",
+        "light",
+        "season",
+        "growth",
+        "paper",
+        "shelf",
+        "reader",
+        "question",
+    ),
+    *(
+        "answer",
+        "library",
+        "catalogue",
+        "number",
+        "record",
+        "title",
+        "author",
+        "village",
+        "river",
+        "stone",
+        "winter",
+    ),
+    *("summer", "garden", "market", "window", "letter", "morning", "evening"),
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Looks up {what} in the catalogue of the library and answers with what it says.",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}},
+                "required": ["word"],
+            },
+        },
+    }
+    for name, what in (("look_up", "a word"), ("find_title", "the title of a book"), ("count", "how often"))
+]
+_SAID = re.compile(
+    r"<think>\n(?P<reasoning>.*)\n</think>\n\n(?P<content>[^<]*)"
+    r"(?:<tool_call>\n(?P<call>.*)\n</tool_call>)?",
+    re.DOTALL,
+)
+
+
+def prose(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
+
+
+@dataclass
+class Agent:
+    """One conversation: `turns` questions, each with `steps` calls of a tool before the answer."""
+
+    name: str
+    rules: str
+    turns: int
+    steps: int
+    seed: int
+    messages: list[Json] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"{self.seed} {self.name}")
+        self.messages = [{"role": "system", "content": self.rules}, self._question()]
+        self._turn = self._step = 0
+
+    @property
+    def done(self) -> bool:
+        return self._turn == self.turns
+
+    def will_say(self) -> str:
+        """What the model is to say next."""
+        thought = f"<think>\n{prose(self._rng, self._rng.randint(5, 15))}\n</think>\n\n"
+        if self._step == self.steps:
+            return thought + prose(self._rng, self._rng.randint(5, 15))
+        called = json.dumps({"name": "look_up", "arguments": {"word": self._rng.choice(WORDS)}})
+        return f"{thought}<tool_call>\n{called}\n</tool_call>"
+
+    def heard(self, said: str) -> None:
+        """Goes on with what the server sent."""
+        parts = _SAID.fullmatch(said)
+        assert parts is not None, said
+        message: Json = {
+            "role": "assistant",
+            "content": parts["content"],
+            "reasoning_content": parts["reasoning"],
+        }
+        self.messages.append(message)
+        if parts["call"]:
+            called = json.loads(parts["call"])
+            id = f"call{self._turn:02}{self._step:03}"
+            function = {"name": called["name"], "arguments": json.dumps(called["arguments"])}
+            message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+            result = prose(self._rng, self._rng.randint(10, 40))
+            self.messages.append({"role": "tool", "tool_call_id": id, "content": result})
+            self._step += 1
+        else:
+            self._turn, self._step = self._turn + 1, 0
+            if not self.done:
+                self.messages.append(self._question())
+
+    def _question(self) -> Json:
+        return {"role": "user", "content": f"{self.name} asks: {prose(self._rng, self._rng.randint(10, 40))}"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: how much of its prompt was found, and how much had been seen before."""
+
+    agent: str
+    prompt: Tokens
+    said: Tokens
+    cached: int
+    best: int  # the longest prefix that anything sent or generated before has, but for the last token
+
+    @property
+    def whole(self) -> Tokens:
+        return np.concatenate((self.prompt, self.said))
+
+
+class World:
+    """A server in this process, and the record of what was asked of it."""
+
+    def __init__(self, made: Assembly, client: openai.OpenAI, script: dict[bytes, list[int]]) -> None:
+        self.made = made
+        self.asked: list[Asked] = []
+        self._client = client
+        self._script = script
+        self._known: list[Tokens] = []  # prompts that were sent, and prompts with what was generated
+        self._lock = threading.Lock()
+
+    def prompt_of(self, agent: Agent) -> Tokens:
+        conversation = conversation_of(agent.messages, TOOLS)
+        return self.made.codec.encode_chat(conversation.render(self.made.codec))
+
+    def ask(self, agent: Agent) -> Callable[[], None]:
+        """Notes what could be found now; the call that is returned sends the request and waits for its end."""
+        prompt, will_say = self.prompt_of(agent), agent.will_say()
+        end = self.made.codec.eos_token_ids[0]
+        said = np.array([*self.made.codec.encode_chat(will_say).tolist(), end], np.int32)
+        with self._lock:
+            best = min(max((shared(known, prompt) for known in self._known), default=0), len(prompt) - 1)
+            self._script[prompt.tobytes()] = said.tolist()
+            self._known.append(prompt)
+
+        def send() -> None:
+            answer = self._client.chat.completions.create(
+                model=self.made.description.name, messages=agent.messages, tools=TOOLS, temperature=0
+            )  # type: ignore[call-overload]
+            found, usage = answer.choices[0].message.content, answer.usage
+            assert found == will_say, (found, will_say)
+            assert usage.prompt_tokens == len(prompt)
+            with self._lock:
+                self._known.append(np.concatenate((prompt, said)))
+                cached = usage.prompt_tokens_details.cached_tokens
+                self.asked.append(Asked(agent.name, prompt, said, cached, best))
+            agent.heard(found)
+
+        return send
+
+    def run_alone(self, agent: Agent) -> None:
+        while not agent.done:
+            self.ask(agent)()
+
+    def run_interleaved(self, agents: Sequence[Agent], seed: int, at_once: int = 2) -> None:
+        """One to `at_once` agents at a time, drawn at random, until all are done."""
+        rng = random.Random(seed)
+        while waiting := [agent for agent in agents if not agent.done]:
+            chosen = rng.sample(waiting, min(len(waiting), rng.randint(1, at_once)))
+            threads = [threading.Thread(target=self.ask(agent)) for agent in chosen]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+
+@contextlib.contextmanager
+def served(model: Path, budget_bytes: int | None = None, chunk_tokens: int = 512) -> Iterator[World]:
+    """The model behind a real server, with everything that it says replaced by the script."""
+    script: dict[bytes, list[int]] = {}
+
+    class Scripted(Sampler):
+        def __init__(self, params: Any, prompt: Tokens, *rest: Any, **more: Any) -> None:
+            super().__init__(params, prompt, *rest, **more)
+            self._left = script[prompt.tobytes()][self._sampled :]
+
+        def sample(self, logits: Any) -> SampledToken:
+            super().sample(logits)
+            return SampledToken(self._left.pop(0), None)
+
+    made = build_engine(
+        ModelConfig(str(model), device="cpu", dtype="float32", threads=1),
+        CacheConfig(BLOCK_SIZE, budget_bytes),
+        EngineConfig(chunk_tokens=chunk_tokens),
+    )
+    app = create_app(made.engine, made.codec, made.description, block_size=BLOCK_SIZE)
+    own, engine_module.Sampler = engine_module.Sampler, Scripted  # type: ignore[misc, attr-defined]
+    try:
+        with made.engine, running(app, made.engine) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+            yield World(made, client, script)
+    finally:
+        engine_module.Sampler = own  # type: ignore[misc, attr-defined]
