@@ -7,7 +7,7 @@ position could be resumed at and nothing were evicted. For one agent, every requ
 95 % of it.
 
 Then four agents, one or two of them at a time in random order, in three quarters of the memory that they use with
-ample of it; and, harder and without a bar, in just what the conversations of three of them take at their longest. They
+ample of it; and, harder and without a bar, in what the conversations of three of them take at their longest. They
 are compared with the same best and with what a clairvoyant cache of that size would find: tokens are its pages, it
 drops those that are needed last (Belady 1966, optimal for pages of one size), it pays for K and V of full attention,
 for one checkpoint and for one running request, but not for windows or any further states. No cache that keeps to the
