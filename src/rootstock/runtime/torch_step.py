@@ -42,6 +42,7 @@ class PackedCache(StepCache):
         ]
         self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
         self._offsets: Tensor | None = None
+        self._groups: list[tuple[Tensor, Tensor, bool]] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -66,16 +67,28 @@ class PackedCache(StepCache):
         return self._offsets
 
     def groups(self) -> Iterator[Part]:
-        assert self._pool.states is not None, "a mixer in a model without states"
+        states = self._pool.states
+        assert states is not None, "a mixer in a model without states"
+        if self._groups is None:
+            self._groups = self._grouped()
+        for rows, slots, continues in self._groups:
+            yield Part(rows, StateCache(states, slots, continues=continues), -1)
+
+    def _grouped(self) -> list[tuple[Tensor, Tensor, bool]]:
+        """For each call of a mixer: its rows [sequences, new], their slots [sequences], whether they have a state."""
         alike: dict[tuple[int, bool], list[int]] = {}
         for number, span in enumerate(self._spans[0]):
             alike.setdefault((span.new, span.past > 0), []).append(number)
+        calls = []
         for (new, continues), numbers in alike.items():
             first = np.array([self._spans[0][number].row for number in numbers])
             rows = self._tensor(first[:, None] + np.arange(new))
             slots = self._tensor(np.array([self._segments[number].state for number in numbers]))
-            for some in torch.split(rows, 1, 1) if continues and self._token_wise else [rows]:
-                yield Part(some, StateCache(self._pool.states, slots, continues=continues), -1)
+            one_by_one = continues and self._token_wise
+            calls += [
+                (some, slots, continues) for some in (torch.split(rows, 1, 1) if one_by_one else (rows,))
+            ]
+        return calls
 
     def sequences(self) -> Iterator[Part]:
         for segment, span in zip(self._segments, self._spans[0], strict=True):
