@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
-from rootstock.cache.families import row_bytes
+from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.assemble import Assembly, assemble
 from rootstock.engine.text import ByteTextCodec, TextCodec
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.runtime.fake import FULL, FakeRuntime
 from rootstock.server.app import create_app
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.run import running
@@ -100,14 +100,17 @@ def served_by_oracle(
     fault: Callable[[Batch], None] | None = None,
     context_limit: int = 4096,
     blocks: int = 2000,
+    families: Sequence[Family] = (FULL,),
+    vocab_size: int = ByteTextCodec.vocab_size,
 ) -> Iterator[Served]:
+    codec = codec or ByteTextCodec()
     runtime = FakeRuntime(
-        ByteTextCodec.vocab_size, context_limit, eos_token_ids=(ByteTextCodec.END,), fault=fault
+        vocab_size, context_limit, families=families, eos_token_ids=codec.eos_token_ids, fault=fault
     )
     block_bytes = sum(row_bytes(family, 8) for family in runtime.description.families)
     made = assemble(
         runtime,
-        codec or ByteTextCodec(),
+        codec,
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes),
         engine,
     )

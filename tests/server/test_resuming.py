@@ -1,0 +1,152 @@
+"""Chats over HTTP on models that resume only where a checkpoint is: the oracle with states, windows, or both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.engine.text import HFTextCodec
+from rootstock.runtime.fake import FULL
+from rootstock.server import openai
+from rootstock.server.alignment import shared
+from rootstock.server.chat import conversation_of
+from server.chat_codecs import codec_of, tokenizer_of
+from server.conftest import Served
+
+Json = dict[str, Any]
+STATE, WINDOW = RecurrentState(2, 64), SlidingWindow(3, 16, window=24)
+HYBRIDS: dict[str, tuple[Family, ...]] = {
+    "states": (FULL, STATE),
+    "windows": (FULL, WINDOW),
+    "both": (FULL, WINDOW, STATE),
+}
+RULES = {"role": "system", "content": "You are a helpful assistant of a small library."}
+QUESTION = {"role": "user", "content": "What is a tree, and what is it for?"}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+
+
+def answer(text: str, reasoning: str | None = None, **more: Any) -> Json:
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning, **more}
+
+
+class Chat:
+    """A server with a codec whose template drops reasoning, and what each request found."""
+
+    def __init__(self, served: Served, codec: HFTextCodec) -> None:
+        self._served = served
+        self._codec = codec
+
+    def cached(self, messages: list[Json], **fields: Any) -> int:
+        body = {"messages": messages, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
+        answered = self._served.client.post("/v1/chat/completions", json=body)
+        assert answered.status_code == 200, answered.text
+        usage = answered.json()["usage"]
+        assert usage["prompt_tokens"] == len(self.prompt(messages, **fields))
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    def prompt(self, messages: list[Json], **fields: Any) -> np.ndarray[Any, Any]:
+        return self._codec.encode_chat(conversation_of(messages, fields.get("tools", ())).render(self._codec))
+
+    def upto(self, text: str, messages: list[Json], **fields: Any) -> int:
+        """Tokens of a prompt up to the end of `text`, its last occurrence."""
+        placed = self._codec.place_chat(
+            conversation_of(messages, fields.get("tools", ())).render(self._codec)
+        )
+        at = placed.token_at(placed.text.rindex(text) + len(text))
+        assert at is not None
+        return at
+
+
+@pytest.fixture(params=[*HYBRIDS, "full"])
+def chat(request: pytest.FixtureRequest, serve: Any) -> Any:
+    codec = codec_of("qwen3_thinking")
+    vocab_size = tokenizer_of("bytes").get_vocab_size()
+    families = HYBRIDS.get(request.param, (FULL,))
+    with serve(codec=codec, families=families, vocab_size=vocab_size) as served:
+        yield Chat(served, codec)
+        served.settled()
+
+
+@pytest.mark.behaviour(25)
+def test_a_turn_that_drops_reasoning_resumes_at_the_end_of_the_user_message_before_it(chat: Chat) -> None:
+    asked = [RULES, QUESTION]
+    assert chat.cached(asked) == 0
+    ended = [*asked, answer("A plant.", "I know that one."), {"role": "user", "content": "And a bush?"}]
+    before_reasoning = chat.upto("for?<|im_end|>\n<|im_start|>assistant\n", ended)
+    assert shared(chat.prompt(asked), chat.prompt(ended)) == before_reasoning
+    assert chat.cached(ended) == before_reasoning
+
+
+@pytest.mark.behaviour(24, 25)
+def test_after_a_turn_of_tools_the_next_question_resumes_at_the_question_before(chat: Chat) -> None:
+    function = {"name": "look_up", "arguments": "{}"}
+    calling = [{"id": "call00000", "type": "function", "function": function}]
+    turn = [RULES, QUESTION]
+    assert chat.cached(turn, tools=TOOLS) == 0
+    for step in range(3):
+        turn = [
+            *turn,
+            answer("", f"I look {step}.", tool_calls=calling),
+            {"role": "tool", "tool_call_id": "call00000", "content": f"It says {step}."},
+        ]
+        # The oracle says nothing of what is sent back: what is kept of the step before is its prompt.
+        assert chat.cached(turn, tools=TOOLS) >= chat.upto("assistant\n", turn[:-2], tools=TOOLS)
+    ended = [*turn, answer("A plant.", "Now I know."), {"role": "user", "content": "And a bush?"}]
+    before_reasoning = chat.upto("for?<|im_end|>\n<|im_start|>assistant\n", ended, tools=TOOLS)
+    assert shared(chat.prompt(turn, tools=TOOLS), chat.prompt(ended, tools=TOOLS)) == before_reasoning
+    assert chat.cached(ended, tools=TOOLS) == before_reasoning
+
+
+@pytest.mark.behaviour(24)
+def test_the_second_conversation_resumes_at_the_end_of_system_prompt_and_tools(chat: Chat) -> None:
+    other = [RULES, {"role": "user", "content": "How many books are there?"}]
+    assert chat.cached([RULES, QUESTION], tools=TOOLS) == 0
+    assert chat.cached(other, tools=TOOLS) == chat.upto("<|im_start|>user\n", other, tools=TOOLS)
+
+
+def test_a_clients_mark_is_where_the_next_request_resumes(serve: Any) -> None:
+    codec = codec_of("chatml")
+    with serve(
+        codec=codec, families=HYBRIDS["both"], vocab_size=tokenizer_of("bytes").get_vocab_size()
+    ) as one:
+        chat = Chat(one, codec)
+
+        def about(name: str, question: str, **mark: Any) -> list[Json]:
+            document = {
+                "type": "text",
+                "text": f"{name}: the tool answers, and you say what it means.",
+                **mark,
+            }
+            return [RULES, {"role": "user", "content": [document, {"type": "text", "text": question}]}]
+
+        marked = {"cache_control": {"type": "ephemeral"}}
+        chat.cached(about("Marked", "What does it say?", **marked))
+        asked = about("Marked", "Who says it?", **marked)
+        assert chat.cached(asked) == chat.upto("what it means.", asked)
+        chat.cached(about("Plain", "What does it say?"))
+        asked = about("Plain", "Who says it?")
+        assert chat.cached(asked) == chat.upto("<|im_start|>user\n", asked)
+
+
+def test_a_cache_key_is_a_hint_and_a_salt_is_a_border(chat: Chat) -> None:
+    asked = [RULES, QUESTION]
+    assert chat.cached(asked, prompt_cache_key="a") == 0
+    assert chat.cached(asked, prompt_cache_key="b") > 0
+    assert chat.cached(asked, prompt_cache_key="a", cache_salt="another tenant") == 0
+
+
+def test_a_model_that_resumes_anywhere_pays_nothing_for_boundaries(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(openai, "boundaries_of", never)
+    with serve() as served:
+        assert served.chat("Hello.").status_code == 200
+    with serve(families=HYBRIDS["states"]) as served:
+        assert served.chat("Hello.").status_code == 500
