@@ -12,25 +12,32 @@ are compared with the same best and with what a clairvoyant cache of that size w
 drops those that are needed last (Belady 1966, optimal for pages of one size), it pays for K and V of full attention,
 for one checkpoint and for one running request, but not for windows or any further states. No cache that keeps to the
 budget finds more.
+
+Finding the boundaries of a prompt of 100 messages may take 5 ms over rendering and tokenising it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import tiny_hybrids
-from agent_world import Agent, Asked, served
+from agent_world import TOOLS, Agent, Asked, served
 from agent_world import prose as prose_of
-from common import at_least, conclude
+from common import at_least, at_most, conclude
 
 from rootstock.cache.families import FullAttention
+from rootstock.engine.text import HFTextCodec
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.alignment import shared
+from rootstock.server.boundaries import boundaries_of
+from rootstock.server.chat import conversation_of, placed_chat
 from rootstock.server.described import bytes_per_checkpoint
 
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
@@ -142,6 +149,31 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
     return figures
 
 
+def boundaries_ms(model: Path) -> dict[str, float]:
+    """For 100 messages: one long turn of tool calls, which has the most to look at."""
+    codec = HFTextCodec.load(str(model))
+    agent = Agent("Ann", RULES, 1, 49, SEED)
+    while len(agent.messages) < 100:
+        agent.heard(agent.will_say())
+    conversation = conversation_of(agent.messages, TOOLS)
+    prompt_ms, own_ms = [], []
+    for _ in range(40):
+        began = time.perf_counter()
+        placed = placed_chat(codec, conversation)
+        half = time.perf_counter()
+        boundaries_of(codec, conversation, placed)
+        prompt_ms.append(1e3 * (half - began))
+        own_ms.append(1e3 * (time.perf_counter() - half))
+    print(
+        f"\n{len(agent.messages)} messages, {len(placed.tokens)} tokens:",
+        boundaries_of(codec, conversation, placed),
+    )
+    return {
+        "prompt_of_100_messages_ms": round(statistics.median(prompt_ms), 2),
+        "boundaries_of_100_messages_ms": round(statistics.median(own_ms), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
@@ -159,6 +191,9 @@ def main() -> None:
             of_model = of_one(model, options.turns, options.steps)
             of_model |= of_four(model, options.turns, options.steps)
             figures |= {f"{name}_{figure}": value for figure, value in of_model.items()}
+            if not bars:
+                figures |= boundaries_ms(model)
+                bars["boundaries_of_100_messages_ms"] = at_most(5.0)
             for judged in ("one_least_of_a_request", "one_total", "three_quarters_of_clairvoyant"):
                 bars[f"{name}_{judged}"] = at_least(0.95)
     conclude("B4", figures, bars)
