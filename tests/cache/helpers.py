@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind
 from rootstock.cache.eviction import EvictionPolicy, least_recently_used
+from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease
 from rootstock.cache.plan import Plan, Tokens
 from rootstock.cache.radix import Node, walk
@@ -27,6 +29,12 @@ def make_cache(
     return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
 
 
+def make_hybrid(*families: Family, blocks: int = 64, block_size: int = 4) -> KVCache:
+    """A budget for `blocks` rows of every family."""
+    budget = blocks * sum(row_bytes(family, block_size) for family in families)
+    return KVCache(families, budget, block_size, clock=clock())
+
+
 def ints(*values: int | Sequence[int] | range) -> Tokens:
     flat: list[int] = []
     for value in values:
@@ -34,8 +42,11 @@ def ints(*values: int | Sequence[int] | range) -> Tokens:
     return np.array(flat, np.int32)
 
 
-def admit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> tuple[Lease, Plan]:
-    answer = cache.admit(cache.match(tokens, namespace))
+def admit(
+    cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE, boundaries: Mapping[int, str] = {}
+) -> tuple[Lease, Plan]:
+    at = [Boundary(position, CheckpointKind(kind)) for position, kind in boundaries.items()]
+    answer = cache.admit(cache.match(tokens, namespace), boundaries=at)
     assert isinstance(answer, Admitted), answer
     cache.check()
     return answer.lease, answer.plan
@@ -48,8 +59,13 @@ def refused(cache: KVCache, tokens: Tokens, headroom_blocks: int = 0) -> Deferre
     return answer
 
 
-def prefill(cache: KVCache, lease: Lease) -> None:
-    cache.commit(lease, lease.tokens[lease.computed :].copy())
+def prefill(cache: KVCache, lease: Lease, upto: int | None = None) -> None:
+    """Computes the prompt, or its first part, in the chunks that its checkpoints cut it into."""
+    upto = lease.known if upto is None else upto
+    while lease.computed < upto:
+        end = min(upto, upto if lease.next_cut is None else lease.next_cut)
+        assert not isinstance(cache.extend(lease, end - lease.computed), Deferred)
+        cache.commit(lease, lease.tokens[lease.computed : end].copy())
     cache.check()
 
 
@@ -61,10 +77,14 @@ def decode(cache: KVCache, lease: Lease, tokens: Tokens) -> None:
 
 
 def run(
-    cache: KVCache, tokens: Tokens, answer: Tokens | None = None, namespace: Namespace = NAMESPACE
+    cache: KVCache,
+    tokens: Tokens,
+    answer: Tokens | None = None,
+    namespace: Namespace = NAMESPACE,
+    boundaries: Mapping[int, str] = {},
 ) -> Lease:
     """Admits, computes and finishes; returns the ended lease."""
-    lease, _ = admit(cache, tokens, namespace)
+    lease, _ = admit(cache, tokens, namespace, boundaries)
     prefill(cache, lease)
     if answer is not None:
         decode(cache, lease, answer)
@@ -75,6 +95,11 @@ def run(
 
 def hit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> int:
     return cache.match(tokens, namespace).length
+
+
+def checkpoints(cache: KVCache) -> dict[int, Checkpoint]:
+    """By position, which the caller knows to be different."""
+    return {at: checkpoint for node in nodes(cache) for at, checkpoint in node.checkpoints.items()}
 
 
 def nodes(cache: KVCache) -> list[Node]:

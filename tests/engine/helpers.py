@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rootstock.cache import KVCache
+from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
@@ -24,7 +25,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.text import TextCodec
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.runtime.fake import FULL, FakeRuntime
 
 GREEDY = SamplingParams(temperature=0.0)
 _ids = itertools.count()
@@ -44,6 +45,7 @@ class Bench:
         reuse: bool = True,
         fault: Callable[[Batch], None] | None = None,
         codec: TextCodec | None = None,
+        families: Sequence[Family] = (FULL,),
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
@@ -54,11 +56,12 @@ class Bench:
             if fault is not None:
                 fault(batch)
 
-        self.runtime = FakeRuntime(vocab_size, context_limit, eos_token_ids=eos_token_ids, fault=record)
-        self.runtime.allocate((blocks,), block_size)
-        families = self.runtime.description.families
-        budget = blocks * block_size * families[0].bytes_per_token
+        self.runtime = FakeRuntime(
+            vocab_size, context_limit, families=families, eos_token_ids=eos_token_ids, fault=record
+        )
+        budget = blocks * sum(row_bytes(family, block_size) for family in families)
         self.cache = KVCache(families, budget, block_size, reuse=reuse)
+        self.runtime.allocate(self.cache.rows, block_size)
         self.engine = Engine(self.runtime, self.cache, EngineConfig(**config), codec)
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:

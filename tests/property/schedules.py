@@ -1,9 +1,9 @@
 """Random schedules of a whole engine on the oracle runtime, from a seed.
 
 The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge,
-repeat, go on from each other's answers, are scored, cancelled and preempted, under a pool that is far too small, while
-forwards fail now and then. Whatever happens: every request ends exactly once, what it was given is what it would have
-been given alone, and at the end every row of every pool is accounted for.
+repeat, go on from each other's answers, are scored, cancelled and preempted, under a budget that is far too small,
+while forwards fail now and then. Whatever happens: every request ends exactly once, what it was given is what it
+would have been given alone, and at the end every row of every pool is accounted for.
 """
 
 from __future__ import annotations

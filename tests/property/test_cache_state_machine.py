@@ -1,7 +1,8 @@
-"""The tree and the pool against a naive model: a dictionary of bytes and a set of prefixes.
+"""The tree and the pools against a naive model: a dictionary of bytes and a set of prefixes.
 
-The model knows nothing of trees: it keeps the content of every block as a list of (position → prefix), executes
-copies, and demands that whatever a lease's table leads to is exactly the lease's tokens.
+The model knows nothing of trees: it keeps the content of every block as a list of (position → prefix), and of every
+state as a prefix, executes plans, and demands that whatever a lease's tables and state lead to is exactly the lease's
+tokens, as far back as each family needs them, and that every checkpoint holds exactly its prefix.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind
+from rootstock.cache.families import (
+    ChunkedAttention,
+    Family,
+    RecurrentState,
+    SlidingWindow,
+    row_bytes,
+    token_families,
+)
 from rootstock.cache.lease import Admitted, Deferred, Lease
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix import Node, block_table, walk
@@ -21,38 +31,65 @@ from rootstock.cache.radix import Node, block_table, walk
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]
 
+FULL, STATE = FullAttention(1, 2), RecurrentState(1, 5)
+MODELS: list[tuple[Family, ...]] = [
+    (FULL,),
+    (FULL, STATE),
+    (FULL, SlidingWindow(1, 1, 4)),
+    (FULL, ChunkedAttention(1, 3, 6)),
+    (SlidingWindow(1, 2, 7),),
+    (STATE,),
+    (FULL, SlidingWindow(1, 1, 9), SlidingWindow(1, 2, 2), STATE),
+]
+
 
 class TreeAndPool(RuleBasedStateMachine):
     leases = Bundle("leases")
 
-    @initialize(block_size=st.sampled_from([1, 2, 3, 4, 8]), blocks=st.integers(3, 40))
-    def start(self, block_size: int, blocks: int) -> None:
+    @initialize(
+        model=st.sampled_from(MODELS), block_size=st.sampled_from([1, 2, 3, 4, 8]), blocks=st.integers(3, 40)
+    )
+    def start(self, model: tuple[Family, ...], block_size: int, blocks: int) -> None:
         self.time = 0.0
         self.size = block_size
-        self.cache = KVCache([FullAttention(1, 1)], blocks * block_size, block_size, clock=lambda: self.time)
+        self.families = token_families(model)
+        budget = blocks * sum(row_bytes(family, block_size) for family in model)
+        self.cache = KVCache(model, budget, block_size, clock=lambda: self.time)
         # What each position of each block holds: the whole prefix that ends there, or None for garbage.
-        self.memory: list[list[Prefix | None]] = [[None] * block_size for _ in range(blocks)]
+        self.memory: list[list[list[Prefix | None]]] = [
+            [[None] * block_size for _ in range(rows)]
+            for rows, family in zip(self.cache.rows, model, strict=True)
+            if not isinstance(family, RecurrentState)
+        ]
+        slots = 0 if self.cache.pools.states is None else self.cache.pools.states.pool.total_blocks
+        self.states: list[Prefix | None] = [None] * slots
         self.written: dict[Namespace, set[Prefix]] = {}
         self.asked = self.hit = 0
 
     def capacity(self) -> int:
-        return self.cache.capacity_tokens
+        return min(self.cache.capacity_tokens, 400)
 
     def tick(self) -> None:
         self.time += 1.0
 
     def execute(self, plan: Plan) -> None:
         for copy in plan.copies:
-            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+            rows = self.memory[copy.family]
+            rows[copy.target][: copy.tokens] = rows[copy.source][: copy.tokens]
+        for state in plan.states:
+            self.states[state.target] = self.states[state.source]
 
     @rule(
         target=leases,
         prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40),
         tenant=st.sampled_from(["", "", "other"]),
         headroom=st.integers(0, 2),
+        boundaries=st.lists(st.integers(1, 40), max_size=3),
     )
-    def admit(self, prompt: list[int], tenant: str, headroom: int):  # type: ignore[no-untyped-def]
-        return self.ask(prompt, tenant, headroom)
+    def admit(  # type: ignore[no-untyped-def]
+        self, prompt: list[int], tenant: str, headroom: int, boundaries: list[int]
+    ):
+        return self.ask(prompt, tenant, headroom, boundaries)
 
     @rule(
         target=leases,
@@ -63,9 +100,11 @@ class TreeAndPool(RuleBasedStateMachine):
     def go_on_from(self, lease: Lease, more: list[int], back: int):  # type: ignore[no-untyped-def]
         """A next turn, or a sibling: it begins with what another request has, finished or not."""
         upto = max(0, lease.computed - back)
-        return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0)
+        return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto])
 
-    def ask(self, prompt: list[int], tenant: str, headroom: int):  # type: ignore[no-untyped-def]
+    def ask(  # type: ignore[no-untyped-def]
+        self, prompt: list[int], tenant: str, headroom: int, boundaries: list[int]
+    ):
         self.tick()
         namespace = Namespace("weights", "float32", salt=tenant)
         tokens = np.array(prompt[: self.capacity()], np.int32)
@@ -76,7 +115,8 @@ class TreeAndPool(RuleBasedStateMachine):
         # Never more than was ever computed in this namespace.
         known = self.written.get(namespace, set())
         assert all(tuple(tokens[: n + 1].tolist()) in known for n in range(match.length))
-        answer = self.cache.admit(match, headroom)
+        at = [Boundary(p, CheckpointKind.USER) for p in boundaries if 0 < p <= len(tokens)]
+        answer = self.cache.admit(match, headroom, at)
         if isinstance(answer, Deferred):
             assert self.snapshot() == before, "a rejected admission changed something"
             return multiple()
@@ -97,6 +137,8 @@ class TreeAndPool(RuleBasedStateMachine):
             new = lease.tokens[lease.computed : lease.computed + len(tokens)].copy()
         else:
             new = np.array(tokens, np.int32)[: self.capacity() - lease.computed]
+        if lease.next_cut is not None:
+            new = new[: lease.next_cut - lease.computed]
         if len(new) == 0:
             return
         if isinstance(self.cache.extend(lease, len(new)), Deferred):
@@ -104,10 +146,29 @@ class TreeAndPool(RuleBasedStateMachine):
         everything = [*lease.tokens[: lease.computed].tolist(), *new.tolist()]
         known = self.written.setdefault(lease.namespace, set())
         for position in range(lease.computed, len(everything)):
-            block = int(lease.table[position // self.size])
-            self.memory[block][position % self.size] = tuple(everything[: position + 1])
+            for rows, table in zip(self.memory, lease.tables, strict=True):
+                block = int(table[position // self.size])
+                assert block >= 0
+                rows[block][position % self.size] = tuple(everything[: position + 1])
             known.add(tuple(everything[: position + 1]))
+        if self.states:
+            self.states[lease.slot] = tuple(everything)
         self.execute(self.cache.commit(lease, new))
+
+    @rule(lease=leases, ahead=st.integers(1, 20))
+    def wait_for(self, lease: Lease, ahead: int) -> None:
+        """Another request asks for a checkpoint where it will part from this one."""
+        if not lease.ended:
+            self.cache.ask_for_checkpoint(lease, lease.computed + ahead)
+
+    @rule(lease=consumes(leases))
+    def fail(self, lease: Lease) -> None:
+        """A forward raised: whatever it was about to write is garbage, the working state as well."""
+        if lease.ended:
+            return
+        if self.states:
+            self.states[lease.slot] = None
+        self.cache.fail(lease)
 
     @rule(lease=consumes(leases), how=st.sampled_from(["finish", "preempt", "abort"]))
     def end(self, lease: Lease, how: str) -> None:
@@ -123,7 +184,7 @@ class TreeAndPool(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.cache.pool.cached_blocks == 0
+        assert all(pool.pool.cached_blocks == 0 for pool in self.cache.pools.every)
 
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
@@ -146,25 +207,49 @@ class TreeAndPool(RuleBasedStateMachine):
         for root in self.cache.tree.roots.values():
             for node in walk(root):
                 self.assert_node_readable(node)
+                for checkpoint in node.checkpoints.values():
+                    self.assert_checkpoint_readable(checkpoint, node)
 
     def assert_node_readable(self, node: Node) -> None:
-        prefix = [int(t) for step in reversed(list(node.path())) for t in step.tokens]
+        if FULL not in self.families:
+            return
+        prefix = tokens_of(node)
         table = block_table(node, node.end, self.size)
         for position in range(node.end):
             block = int(table[position // self.size])
-            assert self.memory[block][position % self.size] == tuple(prefix[: position + 1])
+            assert self.memory[0][block][position % self.size] == prefix[: position + 1]
+
+    def assert_checkpoint_readable(self, checkpoint: Checkpoint, node: Node) -> None:
+        """Whatever happened since it was left: it still holds what a resumption at its position needs."""
+        prefix = tokens_of(node)[: checkpoint.position]
+        if self.states:
+            assert self.states[checkpoint.slot] == prefix
+        tails = [(f, rows) for f, rows in zip(self.families, self.memory, strict=True) if f is not FULL]
+        for (family, rows), held in zip(tails, checkpoint.tails, strict=True):
+            for position in range(family.tail_start(checkpoint.position), checkpoint.position):
+                block = int(held.ids[position // self.size - held.first])
+                assert rows[block][position % self.size] == prefix[: position + 1]
 
     def assert_readable(self, lease: Lease) -> None:
-        tokens = lease.tokens.tolist()
-        for position in range(lease.computed):
-            block = int(lease.table[position // self.size])
-            assert self.memory[block][position % self.size] == tuple(tokens[: position + 1]), (
-                f"{lease} reads something else at position {position}"
-            )
+        """Every family has what it needs to go on; what is further back may be gone."""
+        tokens = tuple(lease.tokens.tolist())
+        for family, rows, table in zip(self.families, self.memory, lease.tables, strict=True):
+            for position in range(family.tail_start(lease.computed), lease.computed):
+                block = int(table[position // self.size])
+                assert block >= 0, f"{family.name} has lost position {position}"
+                assert rows[block][position % self.size] == tokens[: position + 1], (
+                    f"{lease}: {family.name} reads something else at position {position}"
+                )
+        if self.states and lease.computed:
+            assert self.states[lease.slot] == tokens[: lease.computed]
 
     def snapshot(self) -> tuple[object, ...]:
-        held, used = self.cache.pool.owners()
-        return (self.cache.stats(), held.tobytes(), used.tobytes(), self.cache.tree.version)
+        owners = [rows.tobytes() for pool in self.cache.pools.every for rows in pool.pool.owners()]
+        return (self.cache.stats(), owners, self.cache.tree.version)
+
+
+def tokens_of(node: Node) -> Prefix:
+    return tuple(int(t) for step in reversed(list(node.path())) for t in step.tokens)
 
 
 TestTreeAndPool = TreeAndPool.TestCase

@@ -1,0 +1,400 @@
+"""Windows, chunks and recurrent states: where a prompt can resume, what is kept for it, and what goes first."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from cache.helpers import (
+    NAMESPACE,
+    admit,
+    checkpoints,
+    decode,
+    hit,
+    ints,
+    make_hybrid,
+    nodes,
+    prefill,
+    run,
+)
+from rootstock.cache import FullAttention
+from rootstock.cache.checkpoints import CheckpointKind
+from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
+from rootstock.cache.plan import NO_BLOCK, StateCopy
+from rootstock.cache.pools import Pools
+from rootstock.cache.resume import deepest_resumable
+
+FULL = FullAttention(1, 1)
+STATE = RecurrentState(1, 8)
+WINDOW = SlidingWindow(1, 1, 8)
+CHUNKED = ChunkedAttention(1, 1, 8)
+
+
+def table(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(ids, np.int32)
+
+
+@pytest.mark.behaviour(14)
+def test_a_window_resumes_where_the_positions_just_before_are_there() -> None:
+    # Blocks of 4, a window of 8: position p reads p-7 … p-1.
+    assert deepest_resumable(WINDOW, table(1, 2, 3, 4), 16, 4) == 16
+    assert deepest_resumable(WINDOW, table(NO_BLOCK, NO_BLOCK, 3, 4), 16, 4) == 16, "9 … 15"
+    assert deepest_resumable(WINDOW, table(NO_BLOCK, 2, 3, 4), 14, 4) == 14, "7 … 13"
+    assert deepest_resumable(WINDOW, table(NO_BLOCK, NO_BLOCK, 3, 4), 14, 4) == 0, "7 is gone"
+    assert deepest_resumable(WINDOW, table(1, 2, NO_BLOCK, 4), 16, 4) == 8, "behind the gap"
+
+
+@pytest.mark.behaviour(14)
+def test_a_run_that_reaches_the_beginning_is_enough_for_a_window() -> None:
+    assert deepest_resumable(WINDOW, table(1), 3, 4) == 3
+    assert deepest_resumable(SlidingWindow(1, 1, 1000), table(1, 2, 3), 11, 4) == 11
+    assert deepest_resumable(SlidingWindow(1, 1, 1000), table(NO_BLOCK, 2, 3), 11, 4) == 0
+
+
+@pytest.mark.behaviour(14)
+def test_a_chunk_resumes_from_its_start_on_and_needs_nothing_at_the_start() -> None:
+    assert deepest_resumable(CHUNKED, table(NO_BLOCK, NO_BLOCK), 8, 4) == 8
+    assert deepest_resumable(CHUNKED, table(NO_BLOCK, NO_BLOCK, 3, 4), 15, 4) == 15
+    assert deepest_resumable(CHUNKED, table(NO_BLOCK, NO_BLOCK, 3, NO_BLOCK), 15, 4) == 12
+    assert deepest_resumable(CHUNKED, table(1, 2, NO_BLOCK, 4), 15, 4) == 8
+
+
+@pytest.mark.behaviour(14)
+def test_the_match_is_the_largest_position_that_all_families_accept_in_whatever_order() -> None:
+    """Brute force over every position, with random gaps in three families' tables."""
+    random = np.random.default_rng(0)
+    families: list[SlidingWindow | ChunkedAttention] = [
+        SlidingWindow(1, 1, 5),
+        SlidingWindow(1, 1, 11),
+        CHUNKED,
+    ]
+    for _ in range(300):
+        at_most = int(random.integers(1, 40))
+        tables = [np.where(random.random(10) < 0.8, 1, NO_BLOCK).astype(np.int32) for _ in families]
+        brute = max(
+            p
+            for p in range(at_most + 1)
+            if all(
+                (t[np.arange(f.tail_start(p), p) // 4] != NO_BLOCK).all()
+                for f, t in zip(families, tables, strict=True)
+            )
+        )
+        for order in itertools.permutations(range(3)):
+            position, before = at_most, -1
+            while position != before:
+                before = position
+                for i in order:
+                    position = deepest_resumable(families[i], tables[i], position, 4)
+            assert position == brute
+
+
+@pytest.mark.behaviour(14)
+def test_a_state_resumes_at_exactly_the_positions_of_its_checkpoints() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(30)), boundaries={10: "system", 21: "user"})
+    for asked, resumed in ((31, 30), (30, 21), (22, 21), (21, 10), (11, 10), (10, 0)):
+        assert hit(cache, ints(range(asked))) == resumed
+    assert hit(cache, ints(range(15), 99)) == 10, "and not where the K/V end"
+
+
+@pytest.mark.behaviour(17)
+def test_the_second_request_leaves_a_checkpoint_where_it_parts_and_the_third_resumes_there() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(20), 100, 101))
+    first = cache.match(ints(range(20), 200, 201), NAMESPACE)
+    assert (first.found, first.length, first.capped_by) == (20, 0, "state")
+    run(cache, ints(range(20), 200, 201))
+    assert hit(cache, ints(range(20), 300, 301)) == 20
+
+
+@pytest.mark.behaviour(17)
+def test_a_prompt_that_is_repeated_leaves_a_checkpoint_before_its_last_token() -> None:
+    cache = make_hybrid(FULL, STATE)
+    for expected in (0, 0, 19, 19):
+        assert hit(cache, ints(range(20))) == expected
+        run(cache, ints(range(20)))
+
+
+@pytest.mark.behaviour(16)
+def test_a_checkpoint_carries_its_position_and_the_digest_of_its_prefix() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(12)), boundaries={8: "user"})
+    kept = checkpoints(cache)
+    assert sorted(kept) == [8, 12]
+    assert all(checkpoint.position == at for at, checkpoint in kept.items())
+    assert len({checkpoint.digest for checkpoint in kept.values()}) == 2
+
+
+@pytest.mark.behaviour(16)
+def test_a_checkpoint_whose_prefix_is_another_is_refused_and_the_next_best_is_used() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(12)), boundaries={8: "user"})
+    checkpoints(cache)[12].digest = b"of something else"
+    lease, plan = admit(cache, ints(range(12), 50))
+    assert lease.hit_tokens == 8, "a miss, never a wrong state"
+    assert len(plan.states) == 1
+    assert cache.stats().checkpoints_refused == 1
+
+
+@pytest.mark.behaviour(18)
+def test_a_checkpoint_survives_a_split_on_the_side_that_owns_its_position() -> None:
+    cache = make_hybrid(FULL, WINDOW, STATE)
+    run(cache, ints(range(20)), boundaries={6: "system", 13: "user"})
+    before = {at: (c.digest, c.slot) for at, c in checkpoints(cache).items()}
+    assert len(nodes(cache)) == 1
+    run(cache, ints(range(10), 99))  # parts inside a block, between the two
+    by_edge = {(n.start, n.end): sorted(n.checkpoints) for n in nodes(cache)}
+    assert by_edge == {(0, 6): [6], (6, 10): [10], (10, 20): [13, 20], (10, 11): [11]}
+    after = {at: (c.digest, c.slot) for at, c in checkpoints(cache).items()}
+    assert before.items() <= after.items()
+    assert hit(cache, ints(range(13), 99)) == 13
+    assert hit(cache, ints(range(6), 99)) == 6
+
+
+@pytest.mark.behaviour(19)
+def test_kv_that_is_evicted_takes_the_checkpoints_behind_it_along() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=10)
+    run(cache, ints(range(24)), boundaries={8: "user"})
+    (leaf,) = nodes(cache)
+    cache.tree.queue.drop(leaf)
+    cache.tree._trim(leaf, 2)
+    assert sorted(checkpoints(cache)) == [8]
+    cache.check()
+    assert hit(cache, ints(range(24), 9)) == 8
+
+
+@pytest.mark.behaviour(19)
+def test_a_checkpoint_that_is_evicted_leaves_the_kv_where_they_are() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(24)), boundaries={8: "user"})
+    cache.tree.drop(checkpoints(cache)[24])
+    cache.check()
+    match = cache.match(ints(range(24), 9), NAMESPACE)
+    assert (match.found, match.length) == (24, 8)
+    assert cache.stats().cached_tokens == 24
+
+
+@pytest.mark.behaviour(20)
+def test_a_working_state_is_never_shared_and_a_checkpoint_is_never_written_to() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(16)))
+    kept = checkpoints(cache)[16]
+    leases = [admit(cache, ints(range(16), 50 + i)) for i in range(3)]
+    slots = [int(lease.slot) for lease, _ in leases]
+    assert len({*slots, int(kept.slot)}) == 4
+    for lease, plan in leases:
+        assert plan.states == (StateCopy(kept.slot, lease.slot),)
+        assert cache.extend(lease, 1)
+        snapshot = cache.commit(lease, lease.tokens[16:].copy())
+        assert [copy.source for copy in snapshot.states] == [lease.slot]
+        assert snapshot.states[0].target not in {*slots, int(kept.slot)}
+    cache.check()
+
+
+@pytest.mark.behaviour(20)
+def test_a_checkpoint_stays_until_those_who_resume_from_it_have_its_copy() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=12)
+    run(cache, ints(range(8)))
+    kept = checkpoints(cache)[8]
+    lease, _ = admit(cache, ints(range(8), 50))
+    assert kept.pins == 1
+    run(cache, ints(range(100, 120)))  # wants all the room that there is
+    assert kept.node is not None
+    prefill(cache, lease)
+    assert kept.pins == 0
+
+
+@pytest.mark.behaviour(21)
+def test_blocks_behind_the_window_go_back_to_the_pool_while_the_sequence_runs() -> None:
+    cache = make_hybrid(FULL, WINDOW, blocks=64)
+    lease, _ = admit(cache, ints(range(8)))
+    prefill(cache, lease)
+    window = cache.pools.tails[0].pool
+    at_prompt_end = int(window.total_blocks - window.free_blocks)
+    decode(cache, lease, ints(range(100, 200)))
+    assert len(lease.table) == 27
+    # The checkpoint at the prompt's end keeps its 2 blocks, the running window at most 3.
+    assert at_prompt_end == 2
+    assert window.total_blocks - window.free_blocks <= 2 + 3
+    assert (lease.tables[1][2:24] == NO_BLOCK).all()
+    cache.finish(lease)
+    cache.check()
+
+
+@pytest.mark.behaviour(21)
+def test_what_a_checkpoint_needs_of_a_window_stays_when_the_sequence_has_moved_on() -> None:
+    cache = make_hybrid(FULL, WINDOW)
+    run(cache, ints(range(40)), ints(range(100, 140)), boundaries={14: "system"})
+    lease, plan = admit(cache, ints(range(14), 99, 98))
+    assert lease.hit_tokens == 14
+    assert [(copy.family, copy.tokens) for copy in plan.copies] == [(0, 2), (1, 2)], "the last block of both"
+    assert (lease.tables[1][1:3] != NO_BLOCK).all()
+
+
+@pytest.mark.behaviour(25)
+def test_a_window_that_still_has_its_blocks_resumes_at_the_exact_token_of_divergence() -> None:
+    cache = make_hybrid(FULL, SlidingWindow(1, 1, 64))
+    run(cache, ints(range(30)))
+    for parts_at in (29, 17, 8, 3):
+        assert hit(cache, ints(range(parts_at), 99)) == parts_at
+    only = make_hybrid(SlidingWindow(1, 1, 64))  # no full attention at all
+    run(only, ints(range(30)))
+    assert hit(only, ints(range(17), 99)) == 17
+
+
+def test_chunked_attention_resumes_at_a_chunk_s_start_though_nothing_was_kept_for_it() -> None:
+    cache = make_hybrid(FULL, CHUNKED)
+    run(cache, ints(range(40)))
+    assert hit(cache, ints(range(19), 99)) == 16, "a multiple of 8, with no checkpoint there"
+
+
+@pytest.mark.behaviour(15)
+@pytest.mark.parametrize(
+    "families", [(FULL, STATE), (FULL, WINDOW), (WINDOW, STATE), (FULL, WINDOW, CHUNKED, STATE)]
+)
+def test_after_any_evictions_every_family_can_resume_where_the_match_says(
+    families: tuple[Family, ...],
+) -> None:
+    """`check` recounts owners; here each hit is taken, and what it reads must be owned and not released."""
+    random = np.random.default_rng(1)
+    cache = make_hybrid(*families, blocks=24)
+    for _ in range(300):
+        prompt = ints(
+            range(int(random.integers(1, 30))), *random.integers(0, 3, int(random.integers(1, 12))).tolist()
+        )
+        lease, _ = admit(cache, prompt, boundaries={int(random.integers(1, len(prompt) + 1)): "user"})
+        for tail, tail_table in zip(cache.pools.tails, lease.tables[-len(cache.pools.tails) :], strict=False):
+            needed = np.arange(tail.family.tail_start(lease.hit_tokens), lease.hit_tokens) // cache.block_size
+            assert (tail_table[needed] != NO_BLOCK).all()
+        if cache.pools.states is not None and lease.hit_tokens:
+            assert lease.resumed_from is not None
+            assert lease.resumed_from.position == lease.hit_tokens
+        prefill(cache, lease)
+        cache.finish(lease)
+    assert cache.stats().checkpoints_evicted > 20
+    assert cache.stats().hit_tokens > 300
+
+
+@pytest.mark.behaviour(26)
+def test_checkpoints_of_user_turns_outlive_checkpoints_of_tool_turns_of_the_same_age() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=16)
+    run(cache, ints(range(40)), boundaries={10: "tool", 20: "user", 30: "tool"})
+    assert sorted(checkpoints(cache)) == [10, 20, 30, 40]
+    victims = []
+    while (chosen := cache.tree.checkpoints.pop()) is not None:
+        victims.append(chosen.position)
+        cache.tree.drop(chosen)
+    assert victims.index(20) > max(victims.index(10), victims.index(30))
+
+
+@pytest.mark.behaviour(31)
+def test_states_and_blocks_share_one_budget_and_neither_starves_the_other() -> None:
+    cache = make_hybrid(FULL, RecurrentState(1, 64), blocks=8, block_size=4)
+    run(cache, ints(range(40)), boundaries=dict.fromkeys(range(4, 40, 4), "user"))
+    stats = cache.stats()
+    assert stats.used_bytes <= stats.budget_bytes
+    assert stats.checkpoints_taken > 5
+    assert stats.checkpoints_evicted + stats.checkpoints_skipped > 0
+    long = cache.capacity_tokens
+    run(cache, ints(range(1000, 1000 + long)))  # a prompt of all that there is
+    assert cache.stats().used_bytes <= stats.budget_bytes
+    cache.check()
+
+
+@pytest.mark.behaviour(36)
+def test_capacity_says_how_much_one_request_can_have_besides_its_state_and_its_window() -> None:
+    cache = make_hybrid(FULL, WINDOW, STATE, blocks=32)
+    cache_bytes = cache.pools.budget_bytes
+    tokens = cache.capacity_tokens
+    blocks = tokens // 4
+    assert blocks * 4 + 4 * 4 + 8 <= cache_bytes < (blocks + 1) * 4 + 4 * 4 + 8 + 4
+    lease, _ = admit(cache, ints(range(tokens)))
+    while lease.computed < tokens:
+        prefill(cache, lease, min(tokens, lease.computed + 4))
+
+
+@pytest.mark.behaviour(8)
+def test_a_rejected_admission_changes_nothing_in_any_pool() -> None:
+    cache = make_hybrid(FULL, WINDOW, STATE, blocks=8)
+    run(cache, ints(range(12)), boundaries={8: "user"})
+    lease, _ = admit(cache, ints(range(100, 124)))
+    prefill(cache, lease)
+    before = (
+        cache.stats(),
+        cache.tree.version,
+        [[o.tobytes() for o in p.pool.owners()] for p in cache.pools.every],
+    )
+    answer = cache.admit(cache.match(ints(range(8), *range(200, 260)), NAMESPACE))
+    assert not hasattr(answer, "lease")
+    after = (
+        cache.stats(),
+        cache.tree.version,
+        [[o.tobytes() for o in p.pool.owners()] for p in cache.pools.every],
+    )
+    assert before == after
+
+
+def test_a_checkpoint_at_the_end_of_a_prompt_goes_when_the_answer_s_end_makes_it_superfluous() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(40)), ints(100, 101), boundaries={37: "user"})
+    assert sorted(checkpoints(cache)) == [37, 42]
+    run(cache, ints(range(500, 540)), ints(100, 101))
+    assert 40 in checkpoints(cache), "there is no other near it"
+    assert checkpoints(cache)[40].kind is CheckpointKind.PROMPT
+
+
+def test_a_failed_forward_leaves_no_state_behind() -> None:
+    cache = make_hybrid(FULL, STATE)
+    lease, _ = admit(cache, ints(range(20)), boundaries={8: "user"})
+    prefill(cache, lease, 14)
+    cache.fail(lease)
+    cache.check()
+    match = cache.match(ints(range(20)), NAMESPACE)
+    assert (match.found, match.length) == (14, 8)
+
+
+def test_what_may_be_wrong_is_not_kept_as_a_checkpoint_either() -> None:
+    cache = make_hybrid(FULL, WINDOW, STATE)
+    lease, _ = admit(cache, ints(range(20)), boundaries={8: "user"})
+    prefill(cache, lease, 14)
+    cache.discard(lease)
+    cache.check()
+    assert checkpoints(cache) == {}
+    assert cache.pools.owned_bytes == 0
+    assert cache.tree.roots == {}, "an empty namespace is forgotten"
+
+
+def test_a_model_that_resumes_anywhere_leaves_no_checkpoints() -> None:
+    cache = make_hybrid(FULL)
+    lease = run(cache, ints(range(20)), boundaries={8: "user"})
+    assert lease.cuts == {}
+    assert cache.stats().checkpoints_taken == 0
+
+
+def test_explain_says_which_family_stopped_a_prompt_and_why() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(40)), boundaries={30: "user"})
+    found = cache.explain(ints(range(36), 99), NAMESPACE)
+    assert (found.cap, found.capped_by, found.found_tokens, found.matched_tokens) == (
+        "no_checkpoint",
+        "state",
+        36,
+        30,
+    )
+    assert found.message == (
+        "KV to 36, state only to 30: 6 tokens recomputed because no checkpoint was left at the divergence point."
+    )
+
+
+def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_given_out_again() -> None:
+    pool = Pools([FULL], 64, 4).full.pool
+    first = pool.allocate(3)
+    references = pool.references(first)
+    assert pool.resolve(references).tolist() == first.tolist()
+    pool.unuse(first[:2])
+    again = pool.allocate(2)
+    assert set(again.tolist()) == set(first[:2].tolist())
+    assert pool.resolve(references).tolist() == [NO_BLOCK, NO_BLOCK, int(first[2])]
+    assert pool.resolve(np.array([-1], np.int64)).tolist() == [NO_BLOCK]
