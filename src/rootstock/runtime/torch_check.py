@@ -44,7 +44,7 @@ from rootstock.cache.plan import (
 )
 from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
-from rootstock.runtime.torch_probe import Calling
+from rootstock.runtime.torch_survey import Calling
 
 BLOCK_SIZE = 4
 _LONG, _SHORT = 45, 22  # tokens of the two sequences

@@ -18,8 +18,11 @@ from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import ModelDescription, Rung, Runtime
 from rootstock.runtime.torch_check import Disagreement, self_check, use_attention
 from rootstock.runtime.torch_hooks import LayerUnsupported
+from rootstock.runtime.torch_layout import Layout, sequential_layout
 from rootstock.runtime.torch_masks import IMPLEMENTATION
-from rootstock.runtime.torch_probe import Layout, Surveyed, probe_packed, sequential_layout, undo_parts
+from rootstock.runtime.torch_memory import OutOfMemory
+from rootstock.runtime.torch_probe import probe_packed, undo_parts
+from rootstock.runtime.torch_survey import Surveyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def climb(
     for rung in rungs:
         try:
             return _try(rung, model, found, describe, make_runtime, progress, reasons)
-        except InvalidOption:
+        except (InvalidOption, *OutOfMemory):
             raise
         except Exception as failure:  # whatever the model's own code raises where it meets ours
             undo_parts(model)

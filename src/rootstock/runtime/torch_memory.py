@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rootstock.errors import InvalidOption
 
+OutOfMemory = (MemoryError, torch.OutOfMemoryError)
+
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, contiguous. On a CPU the system gives each page when it is first written: `torch.zeros` would write

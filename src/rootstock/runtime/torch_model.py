@@ -29,9 +29,10 @@ from rootstock.runtime.torch_files import (
 )
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
+from rootstock.runtime.torch_layout import Layout
 from rootstock.runtime.torch_pool import TorchPool
-from rootstock.runtime.torch_probe import Layout, survey
 from rootstock.runtime.torch_step import PackedCache, SequenceCache
+from rootstock.runtime.torch_survey import survey
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}

@@ -1,0 +1,81 @@
+"""From layers to families: the memory that a model needs on one rung of the ladder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily
+from rootstock.kernels.spans import EVERYTHING
+from rootstock.runtime.torch_pool import Kind, LayerShape
+from rootstock.runtime.torch_states import StateShape
+from rootstock.runtime.torch_survey import Calling, Surveyed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What every layer keeps, and how the model is called."""
+
+    calling: Calling
+    vocab_size: int
+    families: tuple[Family, ...]
+    layers: tuple[LayerShape, ...]  # that keep something per position, in the order in which they run
+    states: tuple[StateShape, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of everything that is kept."""
+        return {layer.dtype for layer in self.layers} | {state.stored for state in self.states}
+
+    def with_stored_states(self, stored: torch.dtype) -> Layout:
+        """Recurrent states rounded to this dtype in their slots."""
+        states = tuple(state.stored_as(stored) for state in self.states)
+        families = tuple(
+            replace(family, bytes_per_state=sum(state.bytes_per_state for state in states))
+            if isinstance(family, RecurrentState)
+            else family
+            for family in self.families
+        )
+        return replace(self, families=families, states=states)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How a layer attends."""
+
+    kind: Kind
+    family: TokenFamily  # its rule; counts mean nothing
+    softcap: bool = False
+
+
+def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layout:
+    """Families of all that was surveyed, in the order of the description: full attention, windows and chunks as they
+    come, states."""
+    rules = {index: _within(layer.family, context_limit) for index, layer in seen.items()}
+    order = sorted(dict.fromkeys(rules.values()), key=lambda rule: not isinstance(rule, FullAttention))
+    layers = tuple(
+        found.shape(index, seen[index].kind, order.index(rules[index]), softcap=seen[index].softcap)
+        for index in found.keys
+    )
+    families: list[Family] = []
+    for number, rule in enumerate(order):
+        its = [layer for layer in layers if layer.family == number]
+        families.append(
+            replace(rule, layers=len(its), bytes_per_token=sum(layer.bytes_per_token for layer in its))
+        )
+    if found.states:
+        kept = len({shape.key.layer for shape in found.states})
+        families.append(RecurrentState(kept, sum(shape.bytes_per_state for shape in found.states)))
+    return Layout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
+
+
+def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
+    """A window or chunk as long as all that the model reads hides nothing."""
+    return EVERYTHING if family.tail_start(context_limit - 1) == 0 else family
+
+
+def sequential_layout(found: Surveyed) -> Layout:
+    """For one sequence per forward: every layer keeps every position, and the model's own masks say what it sees."""
+    seen = {index: Seen("alone", EVERYTHING) for index in found.keys}
+    return lay_out(found, seen, context_limit=1)
