@@ -150,7 +150,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 
 def boundaries_ms(model: Path) -> dict[str, float]:
-    """For 100 messages: one long turn of tool calls, which has the most to look at."""
+    """Of the processor, for 100 messages: one long turn of tool calls, which has the most to look at."""
     codec = HFTextCodec.load(str(model))
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
@@ -158,12 +158,12 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     conversation = conversation_of(agent.messages, TOOLS)
     prompt_ms, own_ms = [], []
     for _ in range(40):
-        began = time.perf_counter()
+        began = time.thread_time()
         placed = placed_chat(codec, conversation)
-        half = time.perf_counter()
+        half = time.thread_time()
         boundaries_of(codec, conversation, placed)
         prompt_ms.append(1e3 * (half - began))
-        own_ms.append(1e3 * (time.perf_counter() - half))
+        own_ms.append(1e3 * (time.thread_time() - half))
     print(
         f"\n{len(agent.messages)} messages, {len(placed.tokens)} tokens:",
         boundaries_of(codec, conversation, placed),
