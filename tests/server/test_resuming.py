@@ -139,6 +139,39 @@ def test_a_cache_key_is_a_hint_and_a_salt_is_a_border(chat: Chat) -> None:
     assert chat.cached(asked, prompt_cache_key="a", cache_salt="another tenant") == 0
 
 
+@pytest.mark.behaviour(30)
+def test_a_family_that_cannot_resume_where_kv_is_cached_is_named(serve: Any) -> None:
+    with serve(families=HYBRIDS["states"]) as served:
+        first = served.complete("The same beginning, and one end.", max_tokens=1, ignore_eos=True)
+        assert first.status_code == 200
+        explained = served.client.post(
+            "/v1/cache/explain", json={"prompt": "The same beginning, and another."}
+        ).json()
+    beginning = len("The same beginning, and ")
+    assert (explained["cap"], explained["capped_by"]) == ("no_checkpoint", "state")
+    assert (explained["found_tokens"], explained["matched_tokens"]) == (beginning, 0)
+    assert explained["divergence"]["asked"]["text"] == "a"
+    assert explained["message"].startswith(
+        f"KV to {beginning}, state only to 0: {beginning} tokens recomputed"
+    )
+
+
+def test_checkpoints_and_every_familys_rows_are_counted(serve: Any) -> None:
+    with serve(families=HYBRIDS["both"]) as served:
+        served.chat("Hello.", max_tokens=4, ignore_eos=True)
+        stats = served.client.get("/v1/cache/stats").json()["cache"]
+        assert [family["name"] for family in stats["families"]] == ["full", "window(24)", "state"]
+        assert stats["checkpoints"] >= 2
+        assert served.metric("rootstock_cache_checkpoints") == stats["checkpoints"]
+        assert served.metric("rootstock_cache_bytes", of="checkpoints") == stats["checkpoint_bytes"]
+        assert served.metric("rootstock_cache_bytes", of="used") == stats["used_bytes"]
+        assert served.metric("rootstock_checkpoint_events_total", event="taken") == stats["checkpoints_taken"]
+        assert served.metric("rootstock_cache_rows", family="state", state="cached") == stats["checkpoints"]
+        [model] = served.client.get("/v1/models").json()["data"]
+        assert model["rung"] == "packed"
+        assert model["bytes_per_checkpoint"] == 64 + 4 * 8 * 16
+
+
 def test_a_model_that_resumes_anywhere_pays_nothing_for_boundaries(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

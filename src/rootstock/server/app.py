@@ -162,7 +162,9 @@ def explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dic
     return {
         "prompt_tokens": explanation.prompt_tokens,
         "matched_tokens": explanation.matched_tokens,
+        "found_tokens": explanation.found_tokens,
         "cap": explanation.cap,
+        "capped_by": explanation.capped_by,
         "message": message,
         "divergence": divergence,
         "evicted_tokens": explanation.evicted_tokens,
