@@ -13,7 +13,7 @@ by tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -206,7 +206,8 @@ def _without_calls(message: Message) -> Message:
 def _name_of_a_tool(conversation: Conversation) -> str | None:
     """None if nothing can be called."""
     for tool in conversation.tools:
-        return str(tool.get("function", tool).get("name", "tool"))
+        function = tool.get("function", tool)
+        return str(function.get("name", "tool")) if isinstance(function, Mapping) else "tool"
     called = any(message.get("tool_calls") for message in conversation.messages)
     return "tool" if called else None
 
