@@ -62,6 +62,7 @@ class Outcome:
     checkpoints_hit: int = 0
     checkpoints_evicted: int = 0
     checkpoints_skipped: int = 0
+    returned_rows: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -131,6 +132,7 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine._scheduler.sequences()
         )
+        assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
         if check_every_step:
             cache.check()
             engine._scheduler.check()
@@ -148,6 +150,7 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
     outcome.checkpoints_taken += stats.checkpoints_taken
     outcome.checkpoints_hit += stats.checkpoints_hit
     outcome.checkpoints_evicted += stats.checkpoints_evicted
+    outcome.returned_rows += runtime.returned_rows
     outcome.checkpoints_skipped += stats.checkpoints_skipped
     assert stats.checkpoints_refused == 0
     assert all(family.live_rows == 0 for family in stats.families)

@@ -40,6 +40,8 @@ class BlockPool:
         self._held = np.zeros(blocks, np.int32)
         self._used = np.zeros(blocks, np.int32)
         self._freed = np.zeros(blocks, np.int64)  # how often each became free
+        self._backed = np.zeros(blocks, np.bool_)  # has memory: was written since it was last given back
+        self.backed_blocks: int = 0
         self._cached_blocks = 0
         self._free = FreeExtents(blocks)
 
@@ -79,6 +81,19 @@ class BlockPool:
         assert 0 <= blocks <= self._free.blocks, f"{blocks} of {self._free.blocks} free blocks asked"
         ids = self._free.take(blocks, after)
         self._used[ids] = 1
+        fresh = len(ids) - int(np.count_nonzero(self._backed[ids]))
+        if fresh:
+            self._backed[ids] = True
+            self.backed_blocks += fresh
+        return ids
+
+    def give_back(self, blocks: int) -> BlockIds:
+        """Up to so many free blocks that have memory; the caller sees to it that they lose it. O(blocks)."""
+        idle = np.flatnonzero(self._backed & (self._held == 0) & (self._used == 0))
+        # The last ones first: allocation prefers low addresses.
+        ids = idle[max(0, len(idle) - blocks) :].astype(np.int32)
+        self._backed[ids] = False
+        self.backed_blocks -= len(ids)
         return ids
 
     def use(self, ids: BlockIds) -> None:
@@ -147,6 +162,8 @@ class BlockPool:
         assert bool((owned | free).all()), "a block has neither owner nor place among the free"
         cached = int(np.count_nonzero((self._held > 0) & (self._used == 0)))
         assert cached == self._cached_blocks, f"{cached} cached blocks, {self._cached_blocks} counted"
+        assert int(np.count_nonzero(self._backed)) == self.backed_blocks
+        assert bool(self._backed[owned].all()), "an owned block has no memory"
 
     def owners(self) -> tuple[BlockIds, BlockIds]:
         """Copies of (held, used) per block, for integrity checks."""

@@ -328,7 +328,7 @@ class KVCache:
             lease.slot = SlotId(int(self.pools.states.pool.allocate(1)[0]))
             if lease.resumed_from is not None:
                 states = (StateCopy(lease.resumed_from.slot, lease.slot),)
-        return Plan(tuple(copies), states) if copies or states else NOTHING
+        return Plan(copies=tuple(copies), states=states) if copies or states else NOTHING
 
     def _plan_cuts(self, lease: Lease, match: Match, boundaries: Sequence[Boundary]) -> None:
         """Where the prefill is cut to leave a checkpoint: at the prompt's end, at its boundaries, and where it parts
@@ -364,7 +364,8 @@ class KVCache:
             # Without its path's pins, the replaced tails that only this lease uses can be evicted, too.
             gained = pools.full.pool.used_once_among(np.array(lease.replaced, np.int32))
             besides = [-gained, *([0] * (len(rows) - 1))]
-            if lease.tip is None or not gained or not pools.can_have(rows, besides):
+            started = lease.computed > lease.hit_tokens  # else its first plan has yet to read them
+            if lease.tip is None or not started or not gained or not pools.can_have(rows, besides):
                 return Deferred(pools.cost(rows), pools.available_bytes)
             self.tree.detach(lease)
         self.tree.make_room(rows)
@@ -418,6 +419,13 @@ class KVCache:
                 self.pools.states.pool.unuse(np.array([lease.resumed_from.slot], np.int32))
             self.tree.unpin(lease.resumed_from)
             lease.resumed_from = None
+
+    def make_real(self) -> Plan:
+        """Memory that free rows must give back, so that the budget holds for what is really taken. To be executed
+        before anything is written to rows that were reserved since."""
+        if self.pools.backed_bytes <= self.pools.budget_bytes or self._fixed_rows is not None:
+            return NOTHING
+        return Plan(returned=tuple(self.pools.give_back()))
 
     # ------------------------------------------------------------------------------------- checkpoints
 

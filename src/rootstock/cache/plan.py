@@ -37,14 +37,25 @@ class StateCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsReturned:
+    """Give the memory of these rows back to the system: another family needs it. Their content is void, and they
+    take memory again when they are next written."""
+
+    family: int  # an index into the model's families
+    rows: BlockIds
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Executed in full and in order before the next forward; the sources stay valid until then."""
+    """Executed in full before the next forward: first what is returned, then the copies, each in order. The sources
+    stay valid until then."""
 
     copies: tuple[BlockCopy, ...] = ()
     states: tuple[StateCopy, ...] = ()
+    returned: tuple[RowsReturned, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.copies or self.states)
+        return bool(self.returned or self.copies or self.states)
 
 
 NOTHING = Plan()
@@ -58,4 +69,5 @@ def together(plans: Iterable[Plan]) -> Plan:
     return Plan(
         tuple(copy for plan in plans for copy in plan.copies),
         tuple(state for plan in plans for state in plan.states),
+        tuple(rows for plan in plans for rows in plan.returned),
     )

@@ -2,7 +2,8 @@
 
 Each family takes rows from a pool of its own; what all rows in use cost together never exceeds the budget. A pool
 therefore has as many rows as the budget could pay for if only that family used it, unless the device needs memory to
-be divided beforehand.
+be divided beforehand. A row takes memory when it is first written; free rows give theirs back when other families
+need it, so that what all pools really take stays within the budget, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from rootstock.cache.blocks import BlockPool
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
+from rootstock.cache.plan import RowsReturned
 from rootstock.errors import BudgetTooSmall
 
 # A model without full attention keeps nothing for most positions. The tree still gives them blocks, of no bytes: they
@@ -27,6 +29,7 @@ class FamilyPool:
     pool: BlockPool
     row_bytes: int
     table: int  # the family's index among the model's token families; -1 if it has no block table
+    index: int = -1  # the family's index among the model's families
 
     @property
     def owned_bytes(self) -> int:
@@ -84,22 +87,20 @@ class Pools:
         self.full = FamilyPool(None, BlockPool(max(_LEAST_UNPAID_BLOCKS, unpaid // block_size)), 0, -1)
         self.states: FamilyPool | None = None
         table = 0
-        for family, cost, count in zip(families, costs, self.rows, strict=True):
+        tails: list[FamilyPool] = []
+        for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
             pool = BlockPool(count)
             if isinstance(family, RecurrentState):
-                self.states = FamilyPool(family, pool, cost, -1)
+                self.states = FamilyPool(family, pool, cost, -1, index)
                 continue
             if isinstance(family, FullAttention):
-                self.full = FamilyPool(family, pool, cost, table)
+                self.full = FamilyPool(family, pool, cost, table, index)
             else:
                 self.tails.append(TailPool(family, pool, cost, table))
+                tails.append(FamilyPool(family, pool, cost, table, index))
             table += 1
         self.tables = table
-        self.every: list[FamilyPool] = [
-            self.full,
-            *(FamilyPool(t.family, t.pool, t.row_bytes, t.table) for t in self.tails),
-            *(() if self.states is None else (self.states,)),
-        ]
+        self.every = [self.full, *tails, *(() if self.states is None else (self.states,))]
 
     @property
     def resume_anywhere(self) -> bool:
@@ -117,7 +118,24 @@ class Pools:
     @property
     def available_bytes(self) -> int:
         """Free, or held and used by nobody: all of it can be evicted."""
-        return self.free_bytes + sum(pool.cached_bytes for pool in self.every)
+        cached_bytes: int = sum(pool.cached_bytes for pool in self.every)
+        return self.free_bytes + cached_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        """Of rows that have memory, in use or not."""
+        return sum(pool.pool.backed_blocks * pool.row_bytes for pool in self.every)
+
+    def give_back(self) -> list[RowsReturned]:
+        """Free rows that must lose their memory for the rest to stay within the budget."""
+        returned: list[RowsReturned] = []
+        for pool in sorted(self.every, key=lambda p: p.owned_bytes - p.pool.backed_blocks * p.row_bytes):
+            over = self.backed_bytes - self.budget_bytes
+            if over > 0 and pool.row_bytes:
+                rows = pool.pool.give_back(-(-over // pool.row_bytes))
+                if len(rows):
+                    returned.append(RowsReturned(pool.index, rows))
+        return returned
 
     def cost(self, rows: Rows) -> int:
         return sum(count * pool.row_bytes for count, pool in zip(rows, self.every, strict=True))

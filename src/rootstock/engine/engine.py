@@ -385,12 +385,13 @@ class Engine:
             rows = self._rows_wanted(item)
             kept.append(self._take(item, logits[row : row + rows]))
             row += rows
-        snapshots = together(kept)
-        if snapshots:
-            self._runtime.apply(snapshots)
+        # First the snapshots: a working state that was freed since may be the source of one.
+        for plan in (together(kept), self._cache.make_real()):
+            if plan:
+                self._runtime.apply(plan)
 
     def _forward(self, work: list[Work]) -> Logits:
-        plan = together(item.sequence.plan for item in work)
+        plan = together([self._cache.make_real(), *(item.sequence.plan for item in work)])
         if plan:
             self._runtime.apply(plan)
             for item in work:

@@ -24,7 +24,7 @@ from rootstock.cache.families import (
     TokenFamily,
     token_families,
 )
-from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, Plan, Tokens
+from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, Plan, RowsReturned, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
@@ -152,6 +152,7 @@ class FakeRuntime:
         self.fault = fault
         self.forwards = 0
         self.computed_tokens = 0
+        self.returned_rows = 0
         self._has_states = any(isinstance(family, RecurrentState) for family in families)
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
@@ -167,10 +168,23 @@ class FakeRuntime:
         self._states = garbage.integers(0, 1 << 62, (slots, 2), np.uint64)  # position and hash
 
     def apply(self, plan: Plan) -> None:
+        for returned in plan.returned:
+            self.returned_rows += len(returned.rows)
+            self._spoil(returned)
         for copy in plan.copies:
             self._pools[copy.family].copy(copy)
         for state in plan.states:
             self._states[state.target] = self._states[state.source]
+
+    def _spoil(self, returned: RowsReturned) -> None:
+        """Rows without memory hold garbage: whoever still reads them shows it."""
+        family = self.description.families[returned.family]
+        if isinstance(family, RecurrentState):
+            self._states[returned.rows] = 12345
+        else:
+            pool = self._pools[token_families(self.description.families).index(family)]
+            pool.hashes[returned.rows] = 12345
+            pool.tokens[returned.rows] = 12345
 
     def forward(self, batch: Batch) -> Logits:
         if self.fault is not None:
