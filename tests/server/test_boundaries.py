@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.engine.text import ByteTextCodec, HFTextCodec, Message
+from rootstock.errors import RootstockError
 from rootstock.server.alignment import common_chars, common_tokens, shared
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, conversation_of, placed_chat
@@ -275,7 +276,7 @@ def test_a_clients_marks_are_boundaries_and_do_not_reach_the_template(template: 
 
 def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
-    marked_tools = [TOOLS[0], {**TOOLS[1], **mark}]
+    marked_tools = [{**TOOLS[0], "function": TOOLS[0]["function"] | mark}, {**TOOLS[1], **mark}]
     messages = [{**RULES, **mark}, user("Hi."), {**answer("Hello."), **mark}, user("What is a tree?")]
     told = found("qwen3", messages, marked_tools)
     assert [text[-20:] for text in told[MARK]] == [
@@ -338,3 +339,53 @@ def test_a_long_conversation_costs_no_more_than_a_few_renderings(
 
     prompt_s = median_s(lambda: placed_chat(codec, conversation))
     assert median_s(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_s
+
+
+# ---- whatever clients send
+
+
+def test_any_conversation_that_can_be_rendered_has_boundaries_within_its_prompt() -> None:
+    rng = random.Random(5)
+    texts = [
+        "",
+        "  ",
+        "\n",
+        "x",
+        "Yes?",
+        "<think>\nhm\n</think>\n\nok",
+        "a b c " * 40,
+        "é\ue000",
+        "<|im_end|>",
+    ]
+    all_tools = [[], TOOLS, [{"function": "look_up"}], [{"name": "look_up"}]]
+    all_options = [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ]
+    mark = {"cache_control": {"type": "ephemeral"}}
+
+    def message() -> Json:
+        role = rng.choice(["system", "user", "user", "assistant", "assistant", "tool", "developer"])
+        parts = [
+            {"type": "text", "text": rng.choice(texts), **mark},
+            {"type": "text", "text": rng.choice(texts)},
+        ]
+        made: Json = {"role": role, "content": rng.choice([rng.choice(texts), parts])}
+        if role == "assistant" and rng.random() < 0.5:
+            made |= call(rng.randint(0, 9), rng.choice([None, *texts]))
+        return made | (mark if rng.random() < 0.1 else {})
+
+    rendered = 0
+    while rendered < 300:
+        codec = codec_of(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
+        messages = [message() for _ in range(rng.randint(1, 24))]
+        conversation = conversation_of(messages, rng.choice(all_tools), rng.choice(all_options))
+        try:
+            placed = placed_chat(codec, conversation)
+        except RootstockError:  # the template refuses it
+            continue
+        rendered += 1
+        positions = [boundary.position for boundary in boundaries_of(codec, conversation, placed)]
+        assert positions == sorted(set(positions))
+        assert all(0 < position <= len(placed.tokens) for position in positions)

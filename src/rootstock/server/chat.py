@@ -49,10 +49,10 @@ def conversation_of(
     """From what clients send. Raises InvalidParameter, MissingParameter and Unsupported."""
     taken = template_messages(messages)
     marks = [mark for i, message in enumerate(messages) for mark in _marks_of(message, i, taken[i])]
-    if any(tool.get(MARK) for tool in tools):
+    plain = [_unmarked(tool) for tool in tools]
+    if any(tool != given for tool, given in zip(plain, tools, strict=True)):
         marks.insert(0, Mark(None))
-    unmarked = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
-    return Conversation(taken, unmarked, options or {}, tuple(dict.fromkeys(marks)))
+    return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
 
 
 def chat_tokens(codec: TextCodec, conversation: Conversation) -> Tokens:
@@ -107,6 +107,15 @@ def _template_message(message: Mapping[str, Any], path: str) -> Message:
     if calls:
         result["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
     return result
+
+
+def _unmarked(tool: Tool) -> Tool:
+    """Without its mark, which some clients set at the function within."""
+    plain = {name: value for name, value in tool.items() if name != MARK}
+    function = plain.get("function")
+    if isinstance(function, Mapping):
+        plain["function"] = {name: value for name, value in function.items() if name != MARK}
+    return plain
 
 
 def _marks_of(message: Mapping[str, Any], index: int, taken: Message) -> Iterator[Mark]:
