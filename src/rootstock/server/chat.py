@@ -50,7 +50,7 @@ def conversation_of(
     taken = template_messages(messages)
     marks = [mark for i, message in enumerate(messages) for mark in _marks_of(message, i, taken[i])]
     plain = [_unmarked(tool) for tool in tools]
-    if any(tool != given for tool, given in zip(plain, tools, strict=True)):
+    if any(map(_is_marked, tools)):
         marks.insert(0, Mark(None))
     return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
 
@@ -107,6 +107,11 @@ def _template_message(message: Mapping[str, Any], path: str) -> Message:
     if calls:
         result["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
     return result
+
+
+def _is_marked(tool: Tool) -> bool:
+    function = tool.get("function")
+    return bool(tool.get(MARK) or (isinstance(function, Mapping) and function.get(MARK)))
 
 
 def _unmarked(tool: Tool) -> Tool:
