@@ -34,13 +34,18 @@ _ID = np.int64(2**32 - 1)
 
 
 class BlockPool:
-    def __init__(self, blocks: int) -> None:
+    """`referred` pools can be referred to; `returnable` ones know which rows have memory. Both cost a little."""
+
+    def __init__(self, blocks: int, *, referred: bool = False, returnable: bool = False) -> None:
         assert blocks > 0
         self.total_blocks = blocks
         self._held = np.zeros(blocks, np.int32)
         self._used = np.zeros(blocks, np.int32)
-        self._freed = np.zeros(blocks, np.int64)  # how often each became free
-        self._backed = np.zeros(blocks, np.bool_)  # has memory: was written since it was last given back
+        self._referred = referred
+        self._returnable = returnable
+        self._freed = np.zeros(blocks if referred else 0, np.int64)  # how often each became free
+        # Has memory: was written since it was last given back.
+        self._backed = np.zeros(blocks if returnable else 0, np.bool_)
         self.backed_blocks: int = 0
         self._cached_blocks = 0
         self._free = FreeExtents(blocks)
@@ -81,10 +86,11 @@ class BlockPool:
         assert 0 <= blocks <= self._free.blocks, f"{blocks} of {self._free.blocks} free blocks asked"
         ids = self._free.take(blocks, after)
         self._used[ids] = 1
-        fresh = len(ids) - int(np.count_nonzero(self._backed[ids]))
-        if fresh:
-            self._backed[ids] = True
-            self.backed_blocks += fresh
+        if self._returnable:
+            fresh = len(ids) - int(np.count_nonzero(self._backed[ids]))
+            if fresh:
+                self._backed[ids] = True
+                self.backed_blocks += fresh
         return ids
 
     def give_back(self, blocks: int) -> BlockIds:
@@ -138,11 +144,13 @@ class BlockPool:
                 self._give(unowned)
 
     def _give(self, ids: BlockIds) -> None:
-        self._freed[ids] += 1
+        if self._referred:
+            self._freed[ids] += 1
         self._free.give(ids)
 
     def references(self, ids: BlockIds) -> References:
         """References to these blocks, which have owners now; NO_BLOCK gives -1."""
+        assert self._referred
         found: References = np.where(ids == NO_BLOCK, np.int64(-1), ids + (self._freed[ids] << 32))
         return found
 
@@ -162,8 +170,9 @@ class BlockPool:
         assert bool((owned | free).all()), "a block has neither owner nor place among the free"
         cached = int(np.count_nonzero((self._held > 0) & (self._used == 0)))
         assert cached == self._cached_blocks, f"{cached} cached blocks, {self._cached_blocks} counted"
-        assert int(np.count_nonzero(self._backed)) == self.backed_blocks
-        assert bool(self._backed[owned].all()), "an owned block has no memory"
+        if self._returnable:
+            assert int(np.count_nonzero(self._backed)) == self.backed_blocks
+            assert bool(self._backed[owned].all()), "an owned block has no memory"
 
     def owners(self) -> tuple[BlockIds, BlockIds]:
         """Copies of (held, used) per block, for integrity checks."""

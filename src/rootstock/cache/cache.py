@@ -143,6 +143,9 @@ class KVCache:
             return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
         pending = self.tree.pending(node, found, tokens, limit) if self._leases else None
+        if self.pools.resume_anywhere:
+            length = max(min(found, limit), 0)
+            return Match(tokens, namespace, length, found, node, pending, self.tree.version, max(limit, 0))
         resume = resume_point(node, max(min(found, limit), 0), self.pools)
         return Match(
             tokens,
@@ -353,7 +356,8 @@ class KVCache:
 
         Blocks behind the windows are released first, for good, also if the answer is Deferred.
         """
-        self._release_behind(lease)
+        if lease._tails:
+            self._release_behind(lease)
         blocks = self.blocks_for(lease.computed + new_tokens)
         missing = [max(0, blocks - lease.table_blocks), *(max(0, blocks - t.length) for t in lease._tails)]
         if not any(missing):
@@ -409,10 +413,11 @@ class KVCache:
 
     def _release_sources(self, lease: Lease) -> None:
         """What the first plan read is not needed any more."""
-        for tail, source in zip(self.pools.tails, lease.sources, strict=True):
-            if source is not None:
-                tail.pool.unuse(source.ids)
-        lease.sources = [None] * len(lease.sources)
+        if lease.sources:
+            for tail, source in zip(self.pools.tails, lease.sources, strict=True):
+                if source is not None:
+                    tail.pool.unuse(source.ids)
+            lease.sources = []
         if lease.resumed_from is not None:
             if lease.resumed_from.slot != NO_SLOT:
                 assert self.pools.states is not None
@@ -554,9 +559,10 @@ class KVCache:
                 self._leave_own(lease)
             self.tree.detach(lease)
         self._release_sources(lease)
-        pools.full.pool.unuse(lease.table)
-        for tail, table in zip(pools.tails, lease._tails, strict=True):
-            tail.pool.unuse(table.owned)
+        self.pool.unuse(lease.table)
+        if lease._tails:
+            for tail, table in zip(pools.tails, lease._tails, strict=True):
+                tail.pool.unuse(table.owned)
         if pools.states is not None:
             pools.states.pool.unuse(np.array([lease.slot], np.int32))
         lease.ended = True
@@ -655,7 +661,7 @@ class KVCache:
             used[0][owned] += 1
             for i in tails:
                 used[1 + i][lease._tails[i].owned] += 1
-                source = lease.sources[i]
+                source = lease.sources[i] if lease.sources else None
                 if source is not None:
                     used[1 + i][source.ids] += 1
             if self.pools.states is not None:

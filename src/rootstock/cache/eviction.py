@@ -43,7 +43,8 @@ def most_valuable_last(use: Use) -> float:
     value = worth · exp(-(now - last_used) / PATIENCE_S). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.
     """
-    return use.last_used + PATIENCE_S * math.log(max(use.worth, 1e-9))
+    worth = use.worth
+    return use.last_used if worth == 1.0 else use.last_used + PATIENCE_S * math.log(max(worth, 1e-9))
 
 
 class Evictable(Use, Protocol):

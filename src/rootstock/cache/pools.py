@@ -89,7 +89,8 @@ class Pools:
         table = 0
         tails: list[FamilyPool] = []
         for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
-            pool = BlockPool(count)
+            is_tail = not isinstance(family, RecurrentState | FullAttention)
+            pool = BlockPool(count, referred=is_tail, returnable=rows is None and len(families) > 1)
             if isinstance(family, RecurrentState):
                 self.states = FamilyPool(family, pool, cost, -1, index)
                 continue
@@ -101,11 +102,8 @@ class Pools:
             table += 1
         self.tables = table
         self.every = [self.full, *tails, *(() if self.states is None else (self.states,))]
-
-    @property
-    def resume_anywhere(self) -> bool:
-        """Whether everything cached can be resumed at any position: full attention alone."""
-        return len(self.every) == 1
+        # Whether everything cached can be resumed at any position, so that checkpoints have no use.
+        self.resume_anywhere = len(self.every) == 1
 
     @property
     def owned_bytes(self) -> int:
@@ -143,6 +141,9 @@ class Pools:
     def can_have(self, rows: Rows, kept: Rows | None = None) -> bool:
         """Whether so many rows can be had by eviction, while `kept` of the cached ones must stay (or, if negative,
         so many more than the cached ones can go)."""
+        if self.resume_anywhere:  # one pool, every row of which the budget pays for
+            full = self.full.pool
+            return rows[0] + (kept[0] if kept else 0) <= full.free_blocks + full.cached_blocks
         kept = kept or [0] * len(rows)
         for pool, wanted, stay in zip(self.every, rows, kept, strict=True):
             if wanted > pool.pool.free_blocks + pool.pool.cached_blocks - stay:
@@ -150,6 +151,8 @@ class Pools:
         return self.cost(rows) <= self.available_bytes - self.cost(kept)
 
     def has_free(self, rows: Rows) -> bool:
+        if self.resume_anywhere:
+            return rows[0] <= self.full.pool.free_blocks
         return self.cost(rows) <= self.free_bytes and all(
             wanted <= pool.pool.free_blocks for pool, wanted in zip(self.every, rows, strict=True)
         )

@@ -93,6 +93,8 @@ class Node:
     def worth(self) -> float:
         """For eviction policies: what its last block saves per byte, 1 for plain blocks. A tail that carries a
         checkpoint is worth at least as much as that."""
+        if not self.checkpoints:
+            return 1.0
         last = self.deepest_checkpoint
         return 1.0 if last is None or last.position != self.end else max(1.0, last.worth)
 

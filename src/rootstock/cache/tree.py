@@ -204,7 +204,7 @@ class PrefixTree:
             if tail != int(lease.table[first + whole]) and tail not in lease.replaced:
                 self.pool.use(node.blocks[-1:])
                 lease.replaced.append(tail)
-        ours = self._references(lease, node.start, node.end)
+        ours = self._references(lease, node.start, node.end) if node.tails else []
         for of_family, of_node, of_lease in zip(self.pools.tails, node.tails, ours, strict=True):
             gone = of_family.pool.resolve(of_node) < 0  # where nobody has them any more, ours will do
             of_node[gone] = of_lease[gone]
@@ -213,6 +213,8 @@ class PrefixTree:
 
     def _references(self, lease: Lease, start: int, end: int) -> list[References]:
         """To the lease's tail blocks of the positions start … end-1."""
+        if not lease._tails:
+            return []
         size = self.block_size
         part = slice(start // size, -(-end // size))
         return [
