@@ -389,7 +389,7 @@ def test_explain_says_which_family_stopped_a_prompt_and_why() -> None:
 
 
 def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_given_out_again() -> None:
-    pool = Pools([FULL], 64, 4).full.pool
+    pool = Pools([FULL, WINDOW], 256, 4).tails[0].pool
     first = pool.allocate(3)
     references = pool.references(first)
     assert pool.resolve(references).tolist() == first.tolist()
