@@ -83,7 +83,14 @@ class Client:
         return bool(self.events) and isinstance(self.events[-1], Finished | Failed | Aborted)
 
 
-def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
+# Every kind of family at once, windows shorter and longer than a block.
+EVERYTHING: tuple[Family, ...] = (FULL, window(5), window(24), chunked(8), STATE)
+
+
+def run_schedule(
+    seed: int, check_every_step: bool = True, families: tuple[Family, ...] | None = None
+) -> Outcome:
+    """`families` None: the seed chooses them."""
     rng = np.random.default_rng(seed)
     fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
 
@@ -91,7 +98,7 @@ def run_schedule(seed: int, check_every_step: bool = True) -> Outcome:
         if fail_rate and rng.random() < fail_rate:
             raise Injected
 
-    families = _families(rng)
+    families = families or _families(rng)
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
