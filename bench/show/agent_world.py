@@ -205,7 +205,7 @@ class World:
         while not agent.done:
             self.ask(agent)()
 
-    def run_interleaved(self, agents: Sequence[Agent], seed: int, at_once: int = 2) -> None:
+    def run_interleaved(self, agents: Sequence[Agent], seed: int, at_once: int = 4) -> None:
         """One to `at_once` agents at a time, drawn at random, until all are done."""
         rng = random.Random(seed)
         while waiting := [agent for agent in agents if not agent.done]:

@@ -6,7 +6,7 @@ windows. The best possible of a request is the longest prefix that anything sent
 position could be resumed at and nothing were evicted. For one agent, every request from the second on is to find
 95 % of it.
 
-Then four agents, one or two of them at a time in random order, in three quarters of the memory that they use with
+Then four agents, one to four of them at a time in random order, in three quarters of the memory that they use with
 ample of it; and, harder and without a bar, in what the conversations of three of them take at their longest. They
 are compared with the same best and with what a clairvoyant cache of that size would find: tokens are its pages, it
 drops those that are needed last (Belady 1966, optimal for pages of one size), it pays for K and V of full attention,
