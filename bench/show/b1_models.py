@@ -8,6 +8,7 @@ Windows are 7 and chunks 8 positions long, so that they really slide. Four seque
     resumed     from a checkpoint after every piece, by another sequence first and then by the same one
     cached      through the real cache, which leaves checkpoints and is hit at every one of them
     readmitted  through a cache that holds hardly more than the longest, so that each turns the others out
+    served      by the real engine, four requests at a time that share prefixes, with room for hardly more than two
 
 and no logit may differ from the reference by more than four times what the model's own cache costs: the largest
 difference between one pass without a cache and the model's own cache, prefilled and then decoded, and filled in the
@@ -39,7 +40,7 @@ from twins.architectures import ARCHITECTURES, DECODES_OTHERWISE, OWN_PIECES_ARE
 from twins.checkpoints import save
 from twins.driving import allocate, load, random_tokens
 from twins.reference import Reference, largest_difference
-from twins.ways import WAYS
+from twins.ways import WAYS, ways_of
 
 LENGTHS = (60, 33, 45, 23)
 ALLOWED = 4.0  # times the model's own noise
@@ -99,15 +100,14 @@ def measure(model_type: str) -> Measured:
         reference = Reference(model_type, directory)
         sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate(LENGTHS)]
         compared = []
-        for name, way in WAYS.items():
+        for name, way in ways_of(model_type).items():
             try:
                 ran = list(way(runtime, sequences))
             except Exception as error:
                 measured.failed = f"{name}: {type(error).__name__}: {error}"
                 return measured
             measured.differences[name] = max(
-                largest_difference(r.logits, reference.logits(r.tokens, r.cuts)[-len(r.logits) :])
-                for r in ran
+                largest_difference(r.logits, reference.logits(r.tokens, r.cuts)[r.first :]) for r in ran
             )
             compared += ran
         measured.noise = reference.noise(compared)

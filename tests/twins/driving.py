@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
-from rootstock.cache.lease import Admitted, Extended
+from rootstock.cache.lease import Admitted, Extended, Lease, LeaseId
 from rootstock.cache.plan import (
     NO_BLOCK,
     NO_SLOT,
@@ -30,7 +30,7 @@ from rootstock.cache.plan import (
     Tokens,
 )
 from rootstock.config import ModelConfig
-from rootstock.runtime.base import Batch, Logits, Segment
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 from rootstock.runtime.torch_model import TorchRuntime, load_model
 
 BLOCK_SIZE = 8
@@ -251,20 +251,87 @@ class Hit:
     logits: Logits  # [prompt - tokens, vocab]
 
 
-class Cached:
-    """One prompt after the other through the real cache: match, admit, extend, forward, commit, finish.
+def small_cache(runtime: TorchRuntime, tokens: int | None, block_size: int = BLOCK_SIZE) -> KVCache:
+    """Its budget pays for so many tokens in every family, and for as many states as blocks; for all that
+    `allocate` made, if nothing is said."""
+    families = runtime.description.families
+    budget = pool_bytes(families, block_size)
+    if tokens is not None:
+        budget = -(-tokens // block_size) * sum(row_bytes(family, block_size) for family in families)
+    return KVCache(families, budget, block_size)
 
-    The budget pays for so many `tokens` in every family, and for as many states as blocks.
-    """
+
+class OfLease:
+    """What was computed for one lease, which need not be all of a request: one that is preempted gets another."""
+
+    def __init__(self, cuts: Sequence[int]) -> None:
+        self.tokens: Tokens = np.empty(0, np.int32)  # from position 0 to the end of what was computed
+        self.logits: list[Logits] = []  # of the forwards
+        self.cuts = list(cuts)
+
+
+class Scored:
+    """A runtime whose every row is scored and kept by lease, whatever the engine asks for."""
+
+    def __init__(self, runtime: TorchRuntime, cache: KVCache) -> None:
+        self._runtime = runtime
+        self._cache = cache
+        self._cuts: dict[
+            bytes, list[int]
+        ] = {}  # tokens of a prefix → into what it was cut when it was computed
+        self.leases: dict[LeaseId, OfLease] = {}
+
+    @property
+    def description(self) -> ModelDescription:
+        return self._runtime.description
+
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        raise AssertionError("it is allocated already")
+
+    def apply(self, plan: Plan) -> None:
+        self._runtime.apply(plan)
+
+    def forward(self, batch: Batch) -> Logits:
+        every = [replace(segment, score_last=len(segment.tokens)) for segment in batch.segments]
+        logits, wanted, row = self._runtime.forward(Batch(every)), [], 0
+        for segment in batch.segments:
+            rows = logits[row : row + len(segment.tokens)]
+            self._keep(segment, rows)
+            wanted.append(rows[len(rows) - segment.score_last :])
+            row += len(rows)
+        return np.concatenate(wanted)
+
+    def _keep(self, segment: Segment, rows: Logits) -> None:
+        lease, past = self._lease(segment), segment.past
+        computed = np.concatenate([lease.tokens[:past], segment.tokens])
+        one = self.leases.get(lease.id)
+        if one is None:
+            one = self.leases[lease.id] = OfLease(self._cuts.get(computed[:past].tobytes(), ()))
+        one.cuts += [past] if past else []
+        one.logits.append(rows)
+        one.tokens = computed
+        self._cuts.setdefault(computed.tobytes(), list(one.cuts))
+
+    def _lease(self, segment: Segment) -> Lease:
+        """Two live leases never write to the same block or state."""
+        (lease,) = (
+            lease
+            for lease in self._cache._leases.values()
+            if lease.computed == segment.past
+            and lease.slot == segment.state
+            and all(np.array_equal(a, b) for a, b in zip(lease.tables, segment.tables, strict=True))
+        )
+        return lease
+
+
+class Cached:
+    """One prompt after the other through the real cache: match, admit, extend, forward, commit, finish."""
 
     def __init__(
         self, runtime: TorchRuntime, block_size: int = BLOCK_SIZE, *, tokens: int | None = None
     ) -> None:
         described = runtime.description
-        budget = pool_bytes(described.families, block_size)
-        if tokens is not None:
-            budget = -(-tokens // block_size) * sum(row_bytes(f, block_size) for f in described.families)
-        self.cache = KVCache(described.families, budget, block_size)
+        self.cache = small_cache(runtime, tokens, block_size)
         self._runtime = runtime
         self._namespace = Namespace(described.weights_fingerprint, described.kv_dtype, described.rope_regime)
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rootstock.cache.plan import Tokens
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
-from rootstock.runtime.base import Logits, Rung
+from rootstock.runtime.base import Rung
 from rootstock.runtime.torch_model import TorchRuntime
 from twins import ways
 from twins.architectures import VOCAB
@@ -79,13 +78,12 @@ class Twin:
     def assert_agrees(self, way: ways.Way) -> None:
         sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((33, 22, 14, 9))]
         for ran in way(self.runtime, sequences):
-            self.assert_right(ran.logits, ran.tokens, ran.cuts)
+            self.assert_right(ran)
 
-    def assert_right(self, logits: Logits, tokens: Tokens, cuts: tuple[int, ...] | list[int] = ()) -> None:
-        """logits [≤ tokens, vocab] of the last ones"""
-        expected = self.reference.logits(tokens, cuts)
-        assert np.isfinite(logits).all()
-        assert largest_difference(logits, expected[-len(logits) :]) <= TOLERANCE * float(expected.std())
+    def assert_right(self, ran: ways.Ran) -> None:
+        expected = self.reference.logits(ran.tokens, ran.cuts)
+        assert np.isfinite(ran.logits).all()
+        assert largest_difference(ran.logits, expected[ran.first :]) <= TOLERANCE * float(expected.std())
 
 
 def twin_in(directory: Path, model_type: str) -> Twin:
@@ -133,6 +131,11 @@ def test_what_was_evicted_is_computed_again_and_right(twin: Twin) -> None:
     twin.assert_agrees(ways.readmitted)
 
 
+@pytest.mark.behaviour(23, 48)
+def test_the_engine_serves_several_that_share_prefixes_as_each_alone(twin: Twin) -> None:
+    twin.assert_agrees(ways.ways_of(twin.model_type)["served"])
+
+
 @pytest.mark.behaviour(23)
 @pytest.mark.parametrize("twin", FULL, indirect=True)
 def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
@@ -141,7 +144,7 @@ def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
     first = random_tokens(VOCAB, 6 * BLOCK_SIZE + 3, seed=20)
     hit = cached.run(first)
     assert hit.tokens == 0
-    twin.assert_right(hit.logits, first)
+    twin.assert_right(ways.Ran(first, hit.logits, ()))
     for end, copies in (
         (len(first), 1),  # the whole edge, which ends inside a block
         (4 * BLOCK_SIZE, 0),  # inside the edge, at the end of a block
@@ -152,10 +155,10 @@ def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
         prompt = np.concatenate([first[:end], other, rest]).astype(np.int32)
         hit = cached.run(prompt)
         assert (hit.tokens, hit.copies) == (end, copies)
-        twin.assert_right(hit.logits, prompt)
+        twin.assert_right(ways.Ran(prompt, hit.logits, ()))
     again = cached.run(first)  # nothing that was written since has touched it
     assert again.tokens == len(first) - 1
-    twin.assert_right(again.logits, first)
+    twin.assert_right(ways.Ran(first, again.logits, ()))
     cached.cache.check()
 
 

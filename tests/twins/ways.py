@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.plan import Tokens
+from rootstock.config import EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams
 from rootstock.runtime.torch_model import TorchRuntime
-from twins.architectures import VOCAB
-from twins.driving import ByHand, Cached, mixed_steps, random_tokens
+from twins.architectures import DECODES_OTHERWISE, VOCAB
+from twins.driving import ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
 
 LONGEST_PIECE = 13
+ANSWER_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,10 @@ class Ran:
     tokens: Tokens
     logits: NDArray[np.float32]  # [≤ tokens, vocab]
     cuts: Sequence[int]
+
+    @property
+    def first(self) -> int:
+        return len(self.tokens) - len(self.logits)
 
 
 Way = Callable[[TorchRuntime, Sequence[Tokens]], Iterator[Ran]]
@@ -100,6 +110,43 @@ def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[R
     assert cache.cache.stats().evicted_blocks or cache.cache.stats().checkpoints_evicted
 
 
+def served(
+    runtime: TorchRuntime, sequences: Sequence[Tokens], answer_tokens: int = ANSWER_TOKENS
+) -> Iterator[Ran]:
+    """By the real engine, four requests at a time that share prefixes, with room for hardly more than two; twice."""
+    cache = small_cache(runtime, tokens=2 * max(map(len, sequences)) + 2 * LONGEST_PIECE)
+    scored = Scored(runtime, cache)
+    engine = Engine(scored, cache, EngineConfig(max_batch=4, chunk_tokens=64))
+    for _ in range(2):
+        for seed, tokens in enumerate(sequences):
+            cuts = random_cuts(len(tokens), 80 + seed, shortest=2)
+            for prompt in (tokens, *(_other_after(tokens, position, seed) for position in cuts[::2])):
+                engine.submit(_greedy(prompt, cuts, answer_tokens), _no_failure)
+        while engine.step():
+            pass
+        cache.check()
+    for one in scored.leases.values():
+        yield Ran(one.tokens, np.concatenate(one.logits), one.cuts)
+    assert cache.stats().hit_tokens
+
+
+def served_prompts(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
+    """So, without a decode: what one request decoded, another may prefill, and the cache keeps one of both."""
+    return served(runtime, sequences, answer_tokens=1)
+
+
+def _greedy(prompt: Tokens, boundaries: Sequence[int], answer_tokens: int) -> Request:
+    stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
+    marks = tuple(Boundary(position, CheckpointKind.USER) for position in boundaries)
+    return Request(
+        RequestId(str(uuid.uuid4())), prompt, SamplingParams(temperature=0.0), stop, boundaries=marks
+    )
+
+
+def _no_failure(event: Event) -> None:
+    assert not isinstance(event, Failed), event
+
+
 WAYS: dict[str, Way] = {
     "whole": whole,
     "chunked": chunked,
@@ -107,7 +154,12 @@ WAYS: dict[str, Way] = {
     "resumed": resumed,
     "cached": cached,
     "readmitted": readmitted,
+    "served": served,
 }
+
+
+def ways_of(model_type: str) -> dict[str, Way]:
+    return WAYS | ({"served": served_prompts} if model_type in DECODES_OTHERWISE else {})
 
 
 def random_cuts(length: int, seed: int, shortest: int = 1) -> list[int]:
