@@ -268,8 +268,25 @@ def test_noise_is_that_of_one_rounding(llama: Path) -> None:
     """Coarser numbers make more of it, about in proportion, and the embedding is left without a hook."""
     model = load(llama)._model
     tokens = np.arange(3, 40, dtype=np.int32)
+
+    def noise(dtype: str) -> float:
+        return torch_check.noise(model, tokens, dtype, torch_check.relative_error)
+
     with torch_check.own_attention(model):
-        coarse, fine = (torch_check.noise(model, tokens, dtype) for dtype in ("bfloat16", "float16"))
-        assert torch_check.noise(model, tokens, "float16") == fine
+        coarse, fine = noise("bfloat16"), noise("float16")
+        assert noise("float16") == fine
     assert 4 < coarse / fine < 16
     assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, if it is off by more than is allowed to a quiet model."""
+    save(tmp_path, "minimax")
+    monkeypatch.setattr(torch_check, "_FLOAT32_TOLERANCE", 1e-4)
+    asked = []
+    noise = torch_check.noise
+    monkeypatch.setattr(torch_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])
+    assert load(tmp_path).description.rung == "packed"
+    assert asked

@@ -10,12 +10,16 @@ Some models compute otherwise when they decode than when they prefill. Rows that
 equal what the model itself computes with its own cache: the prompt in one pass, then token by token, as `generate`
 does. Never chunk by chunk: there some models ignore what they stored.
 
-In float32 no logit may be off by more than 1e-3 of the logits' standard deviation: a wrong mask, position or
-scale shows as 1e-1 and more. In bfloat16 and float16 both sides round in every layer, how much of that reaches the
-logits depends on the model, and in a mixture of experts a rounding can send a row to another expert. So the model
-tells what rounding does to it: its own logits with and without one more rounding's worth of noise on the embedded
-tokens. The figure is the median over rows of the relative root mean square error, for each kind of row. Correct
-models measured 0.7 to 1.1 times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.
+Both sides round in every layer, and how much of that reaches the logits depends on the model. So the model tells what
+rounding does to it: its own logits with and without one more rounding's worth of noise on the embedded tokens.
+
+- In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
+  and to a model that is noisier than that 8 times its own noise, but never more than 1e-2. Of 97 architectures with
+  random weights the right ones measured up to 2.1 times their noise, wrong ones 160 times and more: a wrong mask,
+  position or scale shows as 1e-1 and more.
+- In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert, so the figure is the
+  median over rows of the relative root mean square error, for each kind of row. Right models measured 0.7 to 1.1
+  times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.
 """
 
 from __future__ import annotations
@@ -49,9 +53,7 @@ from rootstock.runtime.torch_survey import Calling
 BLOCK_SIZE = 4
 _LONG, _SHORT = 45, 22  # tokens of the two sequences
 _FLOAT32_TOLERANCE = 1e-3
-_NOISE_FACTOR = 2.0
 _NOISE_SAMPLES = 3
-_MOST_ALLOWED = 1.0  # logits that have nothing to do with each other differ by 1.4
 _SEQUENCES = 5
 
 
@@ -85,31 +87,31 @@ def self_check(
         for name, length in (("long", _LONG), ("short", _SHORT))
     }
     exact = description.dtype == "float32"
+    measure, said = (
+        (largest_difference, "largest difference of a logit") if exact else (relative_error, "relative error")
+    )
     with own_attention(model):
         expected = {name: dense_logits(model, sequence[None])[0] for name, sequence in tokens.items()}
         progress(0.3)
-        if exact:
-            allowed = _FLOAT32_TOLERANCE
-        else:
-            allowed = min(_MOST_ALLOWED, _NOISE_FACTOR * noise(model, tokens["long"], description.dtype))
+        allowed = _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
     progress(0.5)
     trial = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"])
-    measure = largest_difference if exact else relative_error
     figures, remarks = {}, []
     for kind, rows in trial.run().items():
         ours = np.concatenate([row.logits for row in rows])
         own = np.concatenate([expected[row.sequence][row.positions] for row in rows])
-        figures[kind] = figure = measure(ours, own)
-        if not figure <= allowed:  # also if it is not a number
-            with own_attention(model):
-                decoded = np.concatenate(
-                    [_decoded(model, calling, tokens[row.sequence], row) for row in rows]
-                )
+        figures[kind] = measure(ours, own)
+        if figures[kind] <= allowed:
+            continue
+        # It is off, or not a number. What else could be said for it?
+        with own_attention(model):
+            decoded = np.concatenate([_decoded(model, calling, tokens[row.sequence], row) for row in rows])
+            allowed = max(allowed, _allowed_by_noise(model, tokens["long"], description.dtype))
+        if measure(ours, decoded) < figures[kind]:
             figures[kind] = measure(ours, decoded)
             remarks.append(f"{kind} by the model itself differs from one pass by {measure(decoded, own):.2g}")
         if not figures[kind] <= allowed:
-            said = "largest difference of a logit" if exact else "relative error"
-            raise Disagreement(min(figure, figures[kind]), allowed, f"the {said} of {kind}")
+            raise Disagreement(figures[kind], allowed, f"the {said} of {kind}")
     progress(1.0)
     return Verdict(figures, "; ".join(remarks))
 
@@ -149,8 +151,15 @@ def relative_error(ours: Logits, own: Logits) -> float:
     return float(np.median(np.sqrt(np.mean((ours - own) ** 2, -1)) / spread))
 
 
-def noise(model: nn.Module, tokens: Tokens, dtype: str) -> float:
-    """The relative error that one more rounding of the embedded tokens makes in the model's own logits."""
+def _allowed_by_noise(model: nn.Module, tokens: Tokens, dtype: str) -> float:
+    if dtype == "float32":
+        return min(10 * _FLOAT32_TOLERANCE, 8 * noise(model, tokens, dtype, largest_difference))
+    # Logits that have nothing to do with each other differ by 1.4: a noise like that would allow everything.
+    return min(1.0, 2 * noise(model, tokens, dtype, relative_error))
+
+
+def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Callable[[Logits, Logits], float]) -> float:
+    """What one more rounding of the embedded tokens changes in the model's own logits."""
     eps = torch.finfo(getattr(torch, dtype)).eps
     random = torch.Generator().manual_seed(0)
 
@@ -166,7 +175,7 @@ def noise(model: nn.Module, tokens: Tokens, dtype: str) -> float:
     finally:
         hook.remove()
     # The logits themselves are rounded, so two sides can differ by that much even if nothing else does.
-    return max(float(eps), relative_error(np.concatenate(shaken), np.concatenate([still] * _NOISE_SAMPLES)))
+    return max(float(eps), measure(np.concatenate(shaken), np.concatenate([still] * _NOISE_SAMPLES)))
 
 
 @contextlib.contextmanager
