@@ -1,13 +1,14 @@
 """How a model is run, from best to last resort. The self-check of each rung decides whether to step down.
 
-packed                       one forward a step, for all sequences
-packed, token-wise mixers    so, but recurrent layers continue a state one token at a time: the multi-token path
-                             of some ignores what they stored
-one sequence per forward     the model's own attention and masks on K and V gathered from the pool
+- packed: one forward a step, for all sequences
+- packed, token-wise mixers: so, but recurrent layers continue a state one token at a time, since the multi-token path
+  of some ignores what they stored
+- one sequence per forward: the model's own attention and masks on K and V gathered from the pool
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ class Served:
 def climb(
     model: nn.Module,
     found: Surveyed,
+    context_limit: int,
     describe: Callable[[Layout], ModelDescription],
     make_runtime: Callable[[Served, Tuning], Runtime],
     progress: Callable[[float], None],
@@ -45,53 +47,45 @@ def climb(
     if not found.states:
         rungs.remove("packed, token-wise mixers")
     failures: list[Exception] = []
-    reasons: list[str] = []
     for rung in rungs:
         try:
-            return _try(rung, model, found, describe, make_runtime, progress, reasons)
+            layout = _put_on(rung, model, found, context_limit)
+            served = Served(layout, replace(describe(layout), rung=rung))
+            remark = self_check(
+                model,
+                layout.calling,
+                served.description,
+                functools.partial(make_runtime, served),
+                progress,
+            ).remark
         except (InvalidOption, *OutOfMemory):
             raise
         except Exception as failure:  # whatever the model's own code raises where it meets ours
             undo_parts(model)
             failures.append(failure)
-            reasons.append(_reason(failure))
+            continue
+        reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
+        return Served(layout, replace(served.description, rung_reason="; ".join(reasons)))
     name = describe(sequential_layout(found)).name
-    checked = [failure for failure in failures if isinstance(failure, Disagreement)]
-    if checked:
-        last = checked[-1]
+    disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
+    if disagreements:
+        last = disagreements[-1]
         raise SelfCheckFailed(name, last.figure, last.allowed, last.what) from last
-    raise ModelUnsupported(name, "; ".join(dict.fromkeys(reasons))) from failures[-1]
+    raise ModelUnsupported(name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[-1]
 
 
-def _try(
-    rung: Rung,
-    model: nn.Module,
-    found: Surveyed,
-    describe: Callable[[Layout], ModelDescription],
-    make_runtime: Callable[[Served, Tuning], Runtime],
-    progress: Callable[[float], None],
-    reasons: list[str],
-) -> Served:
+def _put_on(rung: Rung, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
+    """Makes the model run as this rung says. Raises LayerUnsupported if it cannot."""
     if rung == "one sequence per forward":
         use_attention(model, "eager")
-        layout = sequential_layout(found)
-        description = describe(layout)
-    else:
-        if not model._can_set_attn_implementation():  # type: ignore[operator]
-            raise LayerUnsupported(
-                "does not call attention through transformers' AttentionInterface, so sequences cannot be packed",
-                module=type(model).__name__,
-            )
-        use_attention(model, IMPLEMENTATION)
-        device = next(model.parameters()).device
-        layout = probe_packed(model, found, device, describe(sequential_layout(found)).context_limit)
-        description = describe(layout)
-    served = Served(layout, replace(description, rung=rung))
-    verdict = self_check(
-        model, layout.calling, served.description, lambda tuning: make_runtime(served, tuning), progress
-    )
-    said = "; ".join([*dict.fromkeys(reasons), *([verdict.remark] if verdict.remark else [])])
-    return Served(layout, replace(served.description, rung_reason=said))
+        return sequential_layout(found)
+    if not model._can_set_attn_implementation():  # type: ignore[operator]
+        raise LayerUnsupported(
+            "does not call attention through transformers' AttentionInterface, so sequences cannot be packed",
+            module=type(model).__name__,
+        )
+    use_attention(model, IMPLEMENTATION)
+    return probe_packed(model, found, next(model.parameters()).device, context_limit)
 
 
 def _reason(failure: Exception) -> str:

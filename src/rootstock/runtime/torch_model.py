@@ -84,6 +84,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
     served = climb(
         model,
         found,
+        limit,
         describe,
         lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),

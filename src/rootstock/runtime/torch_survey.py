@@ -97,13 +97,9 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
         try:
             with cache.watching(model):
                 logits = forward_few(model, calling, cache, device)
-        except LayerUnsupported:
+        except (LayerUnsupported, *OutOfMemory):
             raise
-        except OutOfMemory:
-            raise
-        except (
-            Exception
-        ) as error:  # whatever the model's code raises when it meets a cache that it does not know
+        except Exception as error:  # of the model's own code, when it meets a cache that it does not know
             raise LayerUnsupported(f"cannot use a cache from outside ({say(error)})", module=name) from error
         found = cache.found(calling, logits.shape[-1])
         if found.keys or found.states:
@@ -119,12 +115,14 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
 
 
 def forward_few(model: nn.Module, calling: Calling, cache: object, device: torch.device) -> Tensor:
+    """→ [PROBE_TOKENS, vocab]"""
     tokens = torch.arange(PROBE_TOKENS, device=device)
     with torch.inference_mode():
         return calling(model, (tokens + 1) % text_config(model).vocab_size, tokens, cache, tokens)
 
 
 def say(error: Exception) -> str:
+    """In one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -182,16 +180,15 @@ class SurveyCache(Watch, StateCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        shape = key_states.shape
-        where = {"module": f"({type(self.running[-1]).__name__})", "layer": layer_idx}
+        shape, heads = tuple(key_states.shape), value_states.shape[1]
         if layer_idx in self._keys:
-            raise LayerUnsupported("gives K and V to the cache twice", **where)  # type: ignore[arg-type]
+            raise self._refusal("gives K and V to the cache twice", layer_idx)
         if len(shape) != 4 or shape[0] != 1 or shape[2] != PROBE_TOKENS:
-            said = f"gives the cache K of shape {tuple(shape)} for {PROBE_TOKENS} tokens"
-            raise LayerUnsupported(said, **where)  # type: ignore[arg-type]
-        if value_states.shape[1] != shape[1] or value_states.dtype != key_states.dtype:
-            said = f"has {shape[1]} heads of {key_states.dtype} keys, and {value_states.shape[1]} of values"
-            raise LayerUnsupported(said, **where)  # type: ignore[arg-type]
+            raise self._refusal(f"gives the cache K of shape {shape} for {PROBE_TOKENS} tokens", layer_idx)
+        if heads != shape[1]:
+            raise self._refusal(f"has {shape[1]} heads of keys, and {heads} of values", layer_idx)
+        if key_states.dtype != value_states.dtype:
+            raise self._refusal(f"mixes {key_states.dtype} and {value_states.dtype} in K and V", layer_idx)
         self._keys[layer_idx], self._values[layer_idx] = key_states, value_states
         self._attention[layer_idx] = self.running[-1]
         return key_states, value_states
@@ -199,6 +196,9 @@ class SurveyCache(Watch, StateCache):
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         self._indexer[layer_idx] = indexer_key_states
         return indexer_key_states
+
+    def _refusal(self, reason: str, layer_idx: int) -> LayerUnsupported:
+        return LayerUnsupported(reason, module=f"({type(self.running[-1]).__name__})", layer=layer_idx)
 
     def _touch(self, layer_idx: int) -> Any:
         mixers = self._mixers.setdefault(layer_idx, [])
