@@ -5,7 +5,7 @@ state, … For each of them a tiny model that needs the thing is loaded with the
 refuse or avoid by stepping down to a rung that does not use it; and the tests of tests/twins are run on a model
 that was loaded without it. A mutation is caught if either notices; both are reported.
 
-The same models without a mutation must load as expected and pass the same tests.
+The same models without a mutation must load as expected, and pass the same tests before and after.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import torch
 from common import conclude, exactly
 from transformers.utils import logging as transformers_logging
 
+from rootstock.cache import KVCache
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
-from rootstock.cache.plan import StateCopy
+from rootstock.cache.lease import BlockTable
+from rootstock.cache.plan import Plan, StateCopy
 from rootstock.kernels.scores import Scores
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch_gather import GatherAttention
@@ -49,6 +51,7 @@ TESTS: tuple[Callable[[Twin], None], ...] = (
     test_twins.test_every_checkpoint_can_be_resumed_from_again_and_again,
     test_twins.test_the_cache_resumes_at_every_checkpoint_that_it_left,
     test_twins.test_what_was_evicted_is_computed_again_and_right,
+    test_twins.test_the_engine_serves_several_that_share_prefixes_as_each_alone,
 )
 
 
@@ -197,6 +200,27 @@ def values_lost(right: Any) -> Any:
     return write
 
 
+def without_states(right: Any) -> Any:
+    """A plan that copies blocks and forgets the states."""
+    return lambda *args: Plan(copies=right(*args).copies)
+
+
+def another_checkpoint(right: Any) -> Any:
+    def first_plan(self: KVCache, *args: Any) -> Plan:
+        plan = right(self, *args)
+        slots = self.pools.states.pool.total_blocks
+        return replace(plan, states=tuple(StateCopy((c.source + 1) % slots, c.target) for c in plan.states))
+
+    return first_plan
+
+
+def one_block_early(right: Any) -> Any:
+    def release_before(self: BlockTable, index: int) -> Any:
+        return right(self, min(index + 1, self.length - 1))
+
+    return release_before
+
+
 def only_full_blocks(right: Any) -> Any:
     """Copies of blocks are made in the first family only."""
 
@@ -291,6 +315,15 @@ MUTATIONS = (
         several_at_a_time,
     ),
     Mutation("so beside attention", "jamba", ((PackedCache, "__init__"),), several_at_a_time),
+    # what only the cache knows, so that no self-check can notice
+    Mutation("the cache plans no restored state", "mamba2", ((KVCache, "_first_plan"),), without_states),
+    Mutation(
+        "the cache restores another checkpoint", "falcon_h1", ((KVCache, "_first_plan"),), another_checkpoint
+    ),
+    Mutation("a checkpoint is left without its state", "lfm2", ((KVCache, "_leave_copy"),), without_states),
+    Mutation(
+        "blocks of a window go too early", "gemma3n_text", ((BlockTable, "release_before"),), one_block_early
+    ),
 )
 
 
@@ -310,21 +343,24 @@ def self_check_says(mutation: Mutation, directory: Path, rung: str) -> str:
 def failing_test(mutation: Mutation, twin: Twin) -> str:
     """The first of the tests that fails on a model that was loaded without the mutation."""
     with mutation.made():
-        for test in TESTS:
-            try:
-                test(twin)
-            except Exception:
-                return test.__name__
-    return ""
+        return first_failure(twin, TESTS)
 
 
-def failing_control(twin: Twin) -> str:
-    for test in (test_twins.test_the_loader_finds_what_each_layer_keeps, *TESTS):
+def first_failure(twin: Twin, tests: Sequence[Callable[[Twin], None]]) -> str:
+    for test in tests:
         try:
             test(twin)
         except Exception as error:
-            return f"{test.__name__}: {type(error).__name__}: {error}"
+            return f"{test.__name__} ({type(error).__name__})"
     return ""
+
+
+def control(twin: Twin, broken: dict[str, str]) -> None:
+    """Without a mutation everything passes."""
+    failure = first_failure(twin, (test_twins.test_the_loader_finds_what_each_layer_keeps, *TESTS))
+    if failure:
+        broken[twin.model_type] = failure
+        print(f"{twin.model_type:16} CONTROL FAILS: {failure}", flush=True)
 
 
 def main() -> None:
@@ -332,14 +368,13 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     began = time.monotonic()
-    by_self_check, by_tests, missed, broken = 0, 0, [], {}
+    by_self_check, by_tests, missed = 0, 0, []
+    broken: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model_type in dict.fromkeys(mutation.model_type for mutation in MUTATIONS):
             directory = save(Path(folder) / model_type, model_type)
             twin = twin_in(directory, model_type)
-            if failure := failing_control(twin):
-                broken[model_type] = failure
-                print(f"{model_type:16} CONTROL FAILS: {failure}", flush=True)
+            control(twin, broken)
             for mutation in (each for each in MUTATIONS if each.model_type == model_type):
                 said = self_check_says(mutation, directory, twin.runtime.description.rung)
                 failed = failing_test(mutation, twin)
@@ -351,6 +386,7 @@ def main() -> None:
                     f"tests: {failed or 'nothing'}",
                     flush=True,
                 )
+            control(twin, broken)  # whatever was left behind in the pools changes nothing
     conclude(
         "B2",
         {
