@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.plan import BlockCopy, BlockId, Plan, SlotId, StateCopy
+from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowsReturned, SlotId, StateCopy
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch_check import relative_error
+from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_model import TorchRuntime, load_model
 from twins.checkpoints import VOCAB, save
 from twins.driving import allocate, load, packed_logits, random_tokens
@@ -100,6 +102,61 @@ print(resident() - before)
     assert grown < 256 << 20, "of two pools of a gigabyte each"
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_rows_that_are_given_back_take_no_memory_and_leave_their_neighbours_alone() -> None:
+    rows = LazyRows((64, 1 << 18), torch.float32, torch.device("cpu"))  # of 1 MiB each
+    rows.tensor.fill_(1)
+    before = resident_bytes()
+    returned = np.array([40, 3, 41, 7, 42], np.int32)
+    rows.give_back(returned)
+    assert before - resident_bytes() > 4 << 20  # of 5; the system counts a little late
+    kept = [row for row in range(64) if row not in returned]
+    assert (rows.tensor[kept] == 1).all()
+    rows.tensor[40] = 2
+    assert (rows.tensor[40] == 2).all()
+
+
+def test_a_page_that_two_rows_share_is_given_back_with_neither() -> None:
+    rows = LazyRows(
+        (96, 10), torch.float32, torch.device("cpu")
+    )  # 40 bytes each, blocks of 3 rows of 120 bytes
+    rows.tensor.fill_(1)
+    rows.give_back(np.array([5], np.int32), positions=3)
+    assert (rows.tensor == 1).all()
+    wide = LazyRows(
+        (9, 1500), torch.float32, torch.device("cpu")
+    )  # 6000 bytes each: one page and a part of another
+    wide.tensor.fill_(1)
+    wide.give_back(np.array([1, 2], np.int32))
+    assert (wide.tensor[[0, *range(3, 9)]] == 1).all()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next"])
+def test_a_plan_gives_back_rows_of_the_family_that_it_names(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = load(save(tmp_path, model_type))
+    runtime.allocate([10, 10], 4)
+    pool = runtime._pool
+    assert pool is not None
+    given: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        LazyRows, "give_back", lambda self, rows, positions=1: given.append((*rows, positions))
+    )
+    for family in (0, 1):
+        given.clear()
+        runtime.apply(Plan(returned=(RowsReturned(family, np.array([4, 8], np.int32)),)))
+        if isinstance(runtime.description.families[family], RecurrentState):
+            assert given == [(4, 8, 1)] * 6  # a convolution's and a recurrent state in each of three layers
+        else:
+            layers = [layer for layer in pool.layers.values() if layer.family == family]
+            assert given == [(4, 8, 4)] * 2 * len(layers)
+
+
 def test_states_larger_than_the_memory_are_refused_with_the_option(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="--kv-budget"):
         load(save(tmp_path, "mamba")).allocate([1 << 45], 32)
@@ -128,11 +185,12 @@ def test_states_are_copied_in_order(tmp_path: Path) -> None:
     assert states is not None
     with torch.inference_mode():
         for memory in states._memory.values():
-            memory.copy_(torch.arange(4.0).view(4, *[1] * (memory.dim() - 1)).expand_as(memory))
+            numbers = torch.arange(4.0).view(4, *[1] * (memory.tensor.dim() - 1))
+            memory.tensor.copy_(numbers.expand_as(memory.tensor))
     order = [(0, 1), (1, 2), (3, 0)]
     runtime.apply(Plan(states=tuple(StateCopy(SlotId(s), SlotId(t)) for s, t in order)))
     for memory in states._memory.values():
-        assert memory.flatten(1)[:, 0].tolist() == [3, 0, 0, 3]
+        assert memory.tensor.flatten(1)[:, 0].tolist() == [3, 0, 0, 3]
 
 
 def rounded(directory: Path) -> TorchRuntime:

@@ -1,24 +1,61 @@
-"""Memory that is taken from the system when it is first written."""
+"""Memory that is taken from the system when it is first written, and can be given back row by row."""
 
 from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rootstock.cache.plan import BlockIds
 from rootstock.errors import InvalidOption
 
 OutOfMemory = (MemoryError, torch.OutOfMemoryError)
 
+_CAN_GIVE_BACK = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
 
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, contiguous. On a CPU the system gives each page when it is first written: `torch.zeros` would write
-    them all. Raises InvalidOption if the device cannot even promise that much."""
-    elements = torch.Size(shape).numel()
-    try:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        raw = np.zeros(elements * dtype.itemsize, np.uint8)  # calloc
-        return torch.from_numpy(raw).view(dtype).view(shape)
-    except (RuntimeError, MemoryError, ValueError) as error:  # torch's own OutOfMemoryError is a RuntimeError
-        raise InvalidOption("--kv-budget", elements * dtype.itemsize, f"what {device} has free") from error
+
+class LazyRows:
+    """A tensor [rows, …] of zeros. On a CPU the system gives each page of it when it is first written; `torch.zeros`
+    would write them all at once. Raises InvalidOption if the device cannot even promise that much."""
+
+    __slots__ = ("_mapping", "tensor")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        wanted = torch.Size(shape).numel() * dtype.itemsize
+        self._mapping: mmap.mmap | None = None
+        self.tensor: Tensor
+        try:
+            if device.type == "cpu" and wanted and _CAN_GIVE_BACK:
+                self._mapping = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
+            else:
+                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:
+            # RuntimeError is how torch runs out of memory.
+            raise InvalidOption("--kv-budget", wanted, f"what {device} has free") from error
+
+    def give_back(self, rows: BlockIds, positions: int = 1) -> None:
+        """Of rows of `positions` rows of the tensor each, the pages that hold nothing else. They read as zeros then,
+        and take memory again when they are next written."""
+        if self._mapping is None or not len(self.tensor):
+            return
+        row_bytes = positions * self.tensor.nbytes // len(self.tensor)
+        for first, end in _runs(rows):
+            # Pages that a neighbour shares stay.
+            start = -(-first * row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = end * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            if start < stop:
+                with contextlib.suppress(OSError):  # a system that keeps them is slower, not wrong
+                    self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _runs(rows: BlockIds) -> Iterator[tuple[int, int]]:
+    """(first, end) of each run of rows that adjoin."""
+    ordered = np.sort(rows)
+    for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
+        if len(run):
+            yield int(run[0]), int(run[-1]) + 1

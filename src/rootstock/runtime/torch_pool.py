@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
-from rootstock.cache.plan import BlockCopy, Plan
+from rootstock.cache.plan import BlockCopy, Plan, RowsReturned
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_latent import LatentAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
-from rootstock.runtime.torch_memory import lazy_zeros
+from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
 
 Kind = Literal[
@@ -59,21 +59,21 @@ class LayerMemory:
     indexer  [blocks · block_size, indexer_dim] or nothing
     """
 
-    __slots__ = ("family", "indexer", "kernel", "keys", "values")
+    __slots__ = ("family", "indexer", "kernel", "keys", "lazy", "values")
 
     def __init__(self, shape: LayerShape, kernel: Kernel, slots: int, device: torch.device) -> None:
         self.family = shape.family
         self.kernel: Kernel = kernel
-        self.keys = lazy_zeros((slots, shape.kv_heads, shape.key_dim), shape.dtype, device)
-        self.values = lazy_zeros((slots, shape.kv_heads, shape.value_dim), shape.dtype, device)
-        self.indexer: Tensor | None = None
+        widths = [(shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim)]
+        self.lazy = [LazyRows((slots, *width), shape.dtype, device) for width in widths]
         if shape.indexer_dim:
-            self.indexer = lazy_zeros((slots, shape.indexer_dim), shape.indexer_dtype, device)
+            self.lazy.append(LazyRows((slots, shape.indexer_dim), shape.indexer_dtype, device))
+        self.keys, self.values = self.lazy[0].tensor, self.lazy[1].tensor
+        self.indexer = self.lazy[2].tensor if shape.indexer_dim else None
 
     @property
     def tensors(self) -> list[Tensor]:
-        kept = [self.keys, self.values]
-        return kept if self.indexer is None else [*kept, self.indexer]
+        return [memory.tensor for memory in self.lazy]
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """slots [tokens] int64, key and value [tokens, kv_heads, …]"""
@@ -128,11 +128,23 @@ class TorchPool:
         self.states = StatePool(states, slots[0], device) if slots else None
 
     def apply(self, plan: Plan) -> None:
+        for returned in plan.returned:
+            self._give_back(returned)
         for family in range(len(self.families)):
             self._copy([copy for copy in plan.copies if copy.family == family])
         if plan.states:
             assert self.states is not None, "the model has no recurrent states"
             self.states.copy(plan.states)
+
+    def _give_back(self, returned: RowsReturned) -> None:
+        if returned.family == len(self.families):  # states come after all that have blocks
+            assert self.states is not None
+            self.states.give_back(returned.rows)
+            return
+        for layer in self.layers.values():
+            if layer.family == returned.family:
+                for memory in layer.lazy:
+                    memory.give_back(returned.rows, self.block_size)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """In one family. As if one after the other: a block just written may be the source of the next copy."""

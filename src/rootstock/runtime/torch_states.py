@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from rootstock.cache.plan import StateCopy
-from rootstock.runtime.torch_memory import lazy_zeros
+from rootstock.cache.plan import BlockIds, StateCopy
+from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_parts import PartCache
 
 MOST_STATES = 8  # of one kind in one layer
@@ -55,28 +55,32 @@ class StatePool:
     def __init__(self, shapes: Sequence[StateShape], slots: int, device: torch.device) -> None:
         self.slots = slots
         self.of_layer: dict[int, list[StateShape]] = {}
-        self._memory: dict[StateKey, Tensor] = {}
+        self._memory: dict[StateKey, LazyRows] = {}
         for shape in shapes:
             self.of_layer.setdefault(shape.key.layer, []).append(shape)
-            self._memory[shape.key] = lazy_zeros((slots, *shape.shape), shape.stored, device)
+            self._memory[shape.key] = LazyRows((slots, *shape.shape), shape.stored, device)
 
     @property
     def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory.values())
+        return sum(memory.tensor.nbytes for memory in self._memory.values())
 
     def read(self, shape: StateShape, slots: Tensor) -> Tensor:
         """[sequences, …] a copy in the mixer's dtype"""
-        return self._memory[shape.key].index_select(0, slots).to(shape.dtype)
+        return self._memory[shape.key].tensor.index_select(0, slots).to(shape.dtype)
 
     def write(self, shape: StateShape, slots: Tensor, states: Tensor) -> None:
-        memory = self._memory[shape.key]
+        memory = self._memory[shape.key].tensor
         memory.index_copy_(0, slots, states.to(memory.dtype))
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
         """One after the other."""
         for copy in copies:
             for memory in self._memory.values():
-                memory[copy.target].copy_(memory[copy.source])
+                memory.tensor[copy.target].copy_(memory.tensor[copy.source])
+
+    def give_back(self, slots: BlockIds) -> None:
+        for memory in self._memory.values():
+            memory.give_back(slots)
 
 
 class StateCache(PartCache):
