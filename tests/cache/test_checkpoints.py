@@ -21,7 +21,9 @@ from cache.helpers import (
 )
 from rootstock.cache import FullAttention
 from rootstock.cache.checkpoints import CheckpointKind
+from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
+from rootstock.cache.lease import Deferred
 from rootstock.cache.plan import NO_BLOCK, StateCopy
 from rootstock.cache.pools import Pools
 from rootstock.cache.resume import deepest_resumable
@@ -289,6 +291,60 @@ def test_checkpoints_of_user_turns_outlive_checkpoints_of_tool_turns_of_the_same
     assert victims.index(20) > max(victims.index(10), victims.index(30))
 
 
+def test_what_followed_a_user_turn_is_evicted_first_once_the_conversation_has_dropped_it() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=10)
+    run(cache, ints(range(20)), ints(range(100, 116)), boundaries={18: "user"})  # reasoning and a tool's call
+    run(cache, ints(range(200, 220)))  # another conversation, idle for as long
+    run(cache, ints(range(18), 300, 301), ints(range(310, 318)))  # the next turn: the reasoning is gone
+    run(cache, ints(range(400, 424)))
+    assert hit(cache, ints(range(20), range(100, 116), 9)) == 18
+    assert hit(cache, ints(range(200, 220), 9)) == 20
+    assert hit(cache, ints(range(18), 300, 301, range(310, 318), 9)) == 28
+
+
+def test_another_conversation_does_not_make_the_first_one_worthless() -> None:
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(20), 1), ints(range(100, 110)), boundaries={20: "system"})
+    run(cache, ints(range(20), 2), ints(range(200, 210)), boundaries={20: "system"})
+    assert not any(node.passed_by for node in nodes(cache))
+
+
+def test_blocks_behind_the_last_checkpoint_go_before_anything_that_can_be_resumed() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=20)
+    run(cache, ints(range(40)), boundaries={16: "user"})
+    run(cache, ints(range(100, 116)))
+    cache.tree.drop(checkpoints(cache)[40])  # 16 … 39 are of no use without it
+    cache.check()
+    run(cache, ints(range(200, 224)))
+    assert hit(cache, ints(range(16), 9)) == 16
+    assert hit(cache, ints(range(100, 116), 9)) == 16
+
+
+def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end() -> None:
+    cache = make_hybrid(FULL, STATE)
+    history = list(range(30))
+    for step in range(4):  # a tool is called and answers
+        lease = run(cache, ints(history), ints(range(1000 + 50 * step, 1010 + 50 * step)))
+        history = [*lease.tokens.tolist(), *range(2000 + 50 * step, 2020 + 50 * step)]
+    kept = checkpoints(cache)
+    order = []
+    while (chosen := cache.tree.checkpoints.pop()) is not None:
+        order.append(chosen.position)
+        cache.tree.drop(chosen)
+    assert order[-1] == max(kept)
+
+
+def test_how_long_things_are_idle_before_they_are_used_again_is_learnt() -> None:
+    policy = MostValuableLast(patience_s=60.0)
+    assert not policy.reused(60.0)
+    renewed = [policy.reused(5.0) for _ in range(60)]
+    assert any(renewed)
+    assert policy.patience_s < 10
+    for _ in range(100):
+        policy.reused(1e9)
+    assert policy.patience_s == 3600
+
+
 @pytest.mark.behaviour(31)
 def test_states_and_blocks_share_one_budget_and_neither_starves_the_other() -> None:
     cache = make_hybrid(FULL, RecurrentState(1, 64), blocks=8, block_size=4)
@@ -343,6 +399,22 @@ def test_a_checkpoint_at_the_end_of_a_prompt_goes_when_the_answer_s_end_makes_it
     run(cache, ints(range(500, 540)), ints(100, 101))
     assert 40 in checkpoints(cache), "there is no other near it"
     assert checkpoints(cache)[40].kind is CheckpointKind.PROMPT
+
+
+def test_a_lease_keeps_what_its_first_plan_reads_until_it_has_computed_something() -> None:
+    """Letting go of its path would free the block that is yet to be copied from."""
+    cache = make_hybrid(FULL, WINDOW, blocks=12)
+    run(cache, ints(range(22)))
+    lease, plan = admit(cache, ints(range(22), *range(100, 104)))
+    assert any(copy.family == 0 for copy in plan.copies)
+    source = next(int(copy.source) for copy in plan.copies if copy.family == 0)
+    other, _ = admit(cache, ints(range(200, 212)))
+    prefill(cache, other)
+    while not isinstance(cache.extend(other, 8), Deferred):
+        decode(cache, other, ints(range(8)))
+    cache.extend(lease, 60)
+    assert cache.pool.refcount(source) > 0
+    assert lease.tip is not None
 
 
 def test_a_failed_forward_leaves_no_state_behind() -> None:

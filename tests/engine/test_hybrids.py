@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
+from rootstock.cache.plan import Plan, RowsReturned
 from rootstock.engine.request import Failed
 from rootstock.runtime.base import Batch
 from rootstock.runtime.fake import FULL, STATE, chunked, window
@@ -152,6 +154,38 @@ def test_a_conversation_hits_all_that_was_computed(families: tuple[Family, ...])
         if turn:
             assert client.finished.usage.cached_tokens == len(history) - 3
         history += [*client.tokens, turn, turn + 1]
+
+
+def test_nobody_waits_for_a_state_that_its_producer_has_left_behind() -> None:
+    bench = Bench(blocks=400, families=(FULL, STATE), chunk_tokens=16)
+    bench.ask([*SYSTEM, *range(60, 90)], max_tokens=40)
+    bench.run(steps=3)  # 48 of its tokens are computed
+    late = bench.ask([*SYSTEM[:40], 91, 92, 93, 94, 95], max_tokens=2)
+    bench.run(steps=11)
+    assert late.tokens == bench.alone([*SYSTEM[:40], 91, 92, 93, 94, 95], 2), "while the other still runs"
+    bench.run()
+
+
+def test_memory_that_is_given_back_is_never_that_of_a_state_which_is_yet_to_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that ends in the step that snapshots its state frees it before the snapshot is taken."""
+    bench = Bench(blocks=400, families=(FULL, STATE))
+    states = bench.cache.pools.states
+    assert states is not None
+
+    def everything_free() -> Plan:
+        held, used = states.pool.owners()
+        free = np.flatnonzero((held == 0) & (used == 0)).astype(np.int32)
+        return Plan(returned=(RowsReturned(states.index, free),))
+
+    monkeypatch.setattr(bench.cache, "make_real", everything_free)
+    bench.ask(SYSTEM, max_tokens=1)
+    bench.run()
+    again = bench.ask([*SYSTEM, 70])
+    bench.run()
+    assert again.finished.usage.cached_tokens == 60
+    assert again.tokens == bench.alone([*SYSTEM, 70], 4)
 
 
 @hybrids

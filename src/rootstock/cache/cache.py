@@ -21,7 +21,7 @@ import numpy as np
 
 from rootstock.cache.blocks import NO_BLOCKS, BlockPool
 from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind, TailBlocks
-from rootstock.cache.eviction import EvictionPolicy, most_valuable_last
+from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace, prefix_digest
@@ -62,7 +62,7 @@ class KVCache:
         budget_bytes: int,
         block_size: int = 32,
         *,
-        policy: EvictionPolicy = most_valuable_last,
+        policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
         rows: Sequence[int] | None = None,
@@ -72,7 +72,7 @@ class KVCache:
         self.budget_bytes = budget_bytes
         self.reuse = reuse
         self.counters = Counters()
-        self._policy = policy
+        self._policy = MostValuableLast() if policy is None else policy
         self._clock = clock
         self._fixed_rows = rows
         self._next_lease = 0

@@ -42,6 +42,11 @@ CHANCE = {
 }
 
 
+# Kinds that one conversation goes on from, once. When it has, and has left a deeper checkpoint, little remains.
+_ONCE = {CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT}
+_CHANCE_WHEN_PASSED = 1 / 16
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A position of a prompt at which a later request can diverge: 0 < position <= prompt tokens."""
@@ -117,10 +122,33 @@ class Checkpoint:
         return bool(self.wants)
 
     @property
+    def is_passed(self) -> bool:
+        """Whether there is a deeper one right below it."""
+        assert self.node is not None
+        below = (
+            *self.node.checkpoints,
+            *(p for child in self.node.children.values() for p in child.checkpoints),
+        )
+        return any(position > self.position for position in below)
+
+    @property
     def worth(self) -> float:
-        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes."""
-        chance = CHANCE[self.kind] * (1 + min(self.hits, 7))
-        return chance * (self.position - self.start) / self.cost_tokens
+        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes.
+
+        The last one of a leaf takes along the blocks since the one before, which serve nothing else.
+        """
+        assert self.node is not None
+        chance = CHANCE[self.kind]
+        if self.node.passed_by:
+            chance *= _CHANCE_WHEN_PASSED
+        saved, cost = self.position - self.start, self.cost_tokens
+        if self.kind not in _ONCE:
+            chance *= 1 + min(self.hits, 7)
+        elif self.is_passed:
+            chance *= _CHANCE_WHEN_PASSED
+        if not self.node.children and self.position == max(self.node.checkpoints, default=self.position):
+            cost += saved
+        return chance * saved / cost
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"

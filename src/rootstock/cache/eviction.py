@@ -28,23 +28,42 @@ class Use(Protocol):
 
 EvictionPolicy = Callable[[Use], float]  # lowest rank goes first
 
-# How much older something worth e times as much may be before it is as good as gone: agents come back within
-# minutes, and a prefix that nobody asked for in an hour is rarely asked for again.
-PATIENCE_S = 300.0
-
 
 def least_recently_used(use: Use) -> float:
     return use.last_used
 
 
-def most_valuable_last(use: Use) -> float:
-    """By expected saving per byte, if the chance of reuse falls by 1/e every PATIENCE_S.
+class MostValuableLast:
+    """By expected saving per byte, if the chance of reuse falls by 1/e with every `patience_s` of idleness.
 
-    value = worth · exp(-(now - last_used) / PATIENCE_S). Its logarithm orders alike at every instant, so `now` drops
+    value = worth · exp(-(now - last_used) / patience_s). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.
+
+    How long what is used again was idle before is learnt from what is used again: agents come back within seconds,
+    people within minutes.
     """
-    worth = use.worth
-    return use.last_used if worth == 1.0 else use.last_used + PATIENCE_S * math.log(max(worth, 1e-9))
+
+    def __init__(self, patience_s: float = 60.0) -> None:
+        self.patience_s = patience_s  # that ranks are computed with
+        self._idle_s = patience_s  # moving average
+
+    def __call__(self, use: Use) -> float:
+        worth = use.worth
+        return use.last_used if worth == 1.0 else use.last_used + self.patience_s * math.log(max(worth, 1e-9))
+
+    def reused(self, idle_s: float) -> bool:
+        """Something was used again after so long. True if all ranks have changed for it."""
+        self._idle_s += _LEARNING * (idle_s - self._idle_s)
+        patience_s = min(max(self._idle_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+        if 1 / _RENEW_AT < patience_s / self.patience_s < _RENEW_AT:
+            return False
+        self.patience_s = patience_s
+        return True
+
+
+_LEARNING = 0.1
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.1, 3600.0
+_RENEW_AT = 1.5  # as much as ranks may be out of date
 
 
 class Evictable(Use, Protocol):
@@ -87,6 +106,12 @@ class EvictionQueue(Generic[N]):
         if len(self._heap) > 64 + 2 * self._valid:
             self._heap = [entry for entry in self._heap if entry[3].queue_ticket == entry[2]]
             heapq.heapify(self._heap)
+
+    def renew(self) -> None:
+        """Ranks everything anew: the policy has learnt something. O(n log n)."""
+        alive = [entry for entry in self._heap if entry[3].queue_ticket == entry[2]]
+        self._heap = [(*self.rank(node), ticket, node) for _, _, ticket, node in alive]
+        heapq.heapify(self._heap)
 
     def drop(self, node: N) -> None:
         """It is in use again, is no leaf any more, or is gone."""

@@ -31,6 +31,9 @@ NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
+USELESS = 1 / 64  # the worth of what can only become useful again by a coincidence
+
+
 class Node:
     __slots__ = (
         "blocks",
@@ -41,8 +44,10 @@ class Node:
         "hits",
         "last_used",
         "parent",
+        "passed_by",
         "pins",
         "queue_ticket",
+        "resume_anywhere",
         "start",
         "tails",
         "tips",
@@ -73,6 +78,8 @@ class Node:
         self.wants: dict[object, None] = {}  # queued requests that would hit this node
         self.writer: Lease | None = None  # the lease that computed it, while it runs
         self.evicted: dict[int, EvictedRun] = {}  # what followed `end` once, by first token
+        self.resume_anywhere: bool = parent is None or parent.resume_anywhere
+        self.passed_by = False  # its conversation has gone on elsewhere, from a user turn above
         self.last_used = now
         self.hits = 0
         self.queue_ticket = 0
@@ -91,12 +98,15 @@ class Node:
 
     @property
     def worth(self) -> float:
-        """For eviction policies: what its last block saves per byte, 1 for plain blocks. A tail that carries a
-        checkpoint is worth at least as much as that."""
-        if not self.checkpoints:
+        """For eviction policies, of a leaf: what its last block saves per byte, 1 for plain blocks.
+
+        Where not every position can be resumed at, blocks and the checkpoint behind them are worth something
+        together, and blocks behind the last checkpoint hardly anything.
+        """
+        if self.resume_anywhere:
             return 1.0
         last = self.deepest_checkpoint
-        return 1.0 if last is None or last.position != self.end else max(1.0, last.worth)
+        return USELESS if last is None or last.position != self.end else last.worth
 
     def path(self) -> Iterator[Node]:
         """From this node up to the root, both included."""
@@ -114,8 +124,9 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace, now: float) -> None:
+    def __init__(self, namespace: Namespace, resume_anywhere: bool, now: float) -> None:
         super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, [], now)
+        self.resume_anywhere = resume_anywhere
         self.namespace = namespace
 
 
@@ -169,6 +180,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint = upper.checkpoints[at] = node.checkpoints.pop(at)
         checkpoint.node = upper
     upper.hits = node.hits
+    upper.passed_by = node.passed_by
     upper.pins = node.pins
     for want in node.wants:
         upper.wants[want] = None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rootstock.cache.blocks import NO_BLOCKS, BlockPool, References
-from rootstock.cache.checkpoints import Checkpoint
+from rootstock.cache.checkpoints import Checkpoint, CheckpointKind
 from rootstock.cache.evicted import EvictedRuns, joined
-from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, Rank
+from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, MostValuableLast, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.plan import NO_SLOT, BlockIds, Tokens
@@ -50,6 +50,7 @@ class PrefixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictedRuns()
+        self._policy = policy
         self._clock = clock
 
     def nodes(self) -> Iterator[Node]:
@@ -93,25 +94,53 @@ class PrefixTree:
     def root_of(self, namespace: Namespace) -> Root:
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Root(namespace, self._clock())
+            root = self.roots[namespace] = Root(namespace, self.pools.resume_anywhere, self._clock())
         return root
 
     def attach(self, lease: Lease, tip: Node) -> None:
         """The lease, which uses the blocks of every node on the path, pins the path."""
         self.version += 1
         now = self._clock()
+        if lease.hit_tokens and not tip.pins:
+            self._learn(now - tip.last_used)
         lease.tip = tip
         tip.tips[lease] = None
         for node in tip.path():
             node.pins += 1
             node.hits += 1
             node.last_used = now
+            node.passed_by = False
             if node.queue_ticket:
                 self.queue.drop(node)
+        turn = tip.checkpoints.get(tip.end)
+        if turn is not None and turn.kind is CheckpointKind.USER:
+            self._pass_by(tip)
         if lease.resumed_from is not None:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
             self.counters.checkpoints_hit += 1
+
+    def _pass_by(self, turn: Node) -> None:
+        """A request resumes at the end of a user turn: what followed it once, reasoning and calls of tools, has been
+        dropped from the conversation, and is hardly asked for again."""
+        stack = [child for child in turn.children.values() if not child.pins]
+        while stack:
+            node = stack.pop()
+            if node.passed_by:
+                continue
+            node.passed_by = True
+            if node.queue_ticket:
+                self.queue.put(node)
+            for checkpoint in node.checkpoints.values():
+                if checkpoint.queue_ticket:
+                    self.checkpoints.put(checkpoint)
+            stack.extend(child for child in node.children.values() if not child.pins)
+
+    def _learn(self, idle_s: float) -> None:
+        """Something that nobody was using is used again."""
+        if isinstance(self._policy, MostValuableLast) and self._policy.reused(idle_s):
+            self.queue.renew()
+            self.checkpoints.renew()
 
     def detach(self, lease: Lease) -> None:
         """The lease lets go of its path, and of the blocks that its table replaces; not of its table."""
