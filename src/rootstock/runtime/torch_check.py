@@ -14,9 +14,9 @@ Both sides round in every layer, and how much of that reaches the logits depends
 rounding does to it: its own logits with and without one more rounding's worth of noise on the embedded tokens.
 
 - In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
-  or 8 times the model's own noise if that is up to 1e-2: with more, nobody could tell right from wrong. Of 97 architectures with
-  random weights the right ones measured up to 2.1 times their noise, wrong ones 160 times and more: a wrong mask,
-  position or scale shows as 1e-1 and more.
+  or 8 times the model's own noise if that is up to 1e-2: with more, nobody could tell right from wrong. Of 97
+  architectures with random weights the right ones measured up to 2.1 times their noise, wrong ones 160 times and
+  more: a wrong mask, position or scale shows as 1e-1 and more.
 - In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert, so the figure is the
   median over rows of the relative root mean square error, for each kind of row. Right models measured 0.7 to 1.1
   times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.

@@ -31,7 +31,7 @@ from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
 from rootstock.runtime.torch_pool import TorchPool
-from rootstock.runtime.torch_step import PackedCache, SequenceCache
+from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,7 +152,7 @@ class TorchRuntime:
     def _one_by_one(self, pool: TorchPool, segments: Sequence[Segment]) -> Logits:
         scored = []
         for segment in segments:
-            new, cache = len(segment.tokens), SequenceCache(pool, segment)
+            new, cache = len(segment.tokens), SequenceCache(pool, segment, context_slots(pool, segment))
             positions = np.arange(segment.past, segment.past + new)
             scored.append(
                 self._call(segment.tokens, positions, cache, np.arange(new - segment.score_last, new))

@@ -43,6 +43,7 @@ class PackedCache(StepCache):
         self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
         self._offsets: Tensor | None = None
         self._groups: list[tuple[Tensor, Tensor, bool]] | None = None
+        self._alone: list[tuple[Tensor, Segment, Tensor]] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,9 +92,17 @@ class PackedCache(StepCache):
         return calls
 
     def sequences(self) -> Iterator[Part]:
-        for segment, span in zip(self._segments, self._spans[0], strict=True):
-            rows = self._tensor(np.arange(span.row, span.row + span.new))[None]
-            yield Part(rows, SequenceCache(self._pool, segment), span.past)
+        if self._alone is None:
+            self._alone = [
+                (
+                    self._tensor(np.arange(span.row, span.row + span.new))[None],
+                    segment,
+                    context_slots(self._pool, segment),
+                )
+                for span, segment in zip(self._spans[0], self._segments, strict=True)
+            ]
+        for rows, segment, slots in self._alone:
+            yield Part(rows, SequenceCache(self._pool, segment, slots), segment.past)
 
     def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
         """Made by the first layer that needs it, for all that are like it."""
@@ -150,22 +159,28 @@ class _PagedLayer:
         return out.unsqueeze(0)
 
 
+def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
+    """[past + new] int64 slots of a sequence's positions in the layers that give out all K and V; none, if no layer
+    keeps any."""
+    slots = np.empty(0, np.int64)
+    if pool.families and isinstance(pool.families[0], FullAttention):
+        slots = slots_of(segment.tables[0], 0, segment.past + len(segment.tokens), pool.block_size)
+    return torch.from_numpy(slots).to(pool.device)
+
+
 class SequenceCache(StateCache):
     """One sequence: gives out all of its K and V, and its states. For one module, or for the whole model.
 
     What it gives carries no marks, so that nobody takes it for a packed step's.
     """
 
-    def __init__(self, pool: TorchPool, segment: Segment) -> None:
+    def __init__(self, pool: TorchPool, segment: Segment, slots: Tensor) -> None:
+        """slots [end] int64 of all positions, as `context_slots` gives them"""
+        state = torch.tensor([segment.state], device=pool.device)
+        super().__init__(pool.states, state, continues=segment.past > 0)
         self._past = segment.past
-        self._end = segment.past + len(segment.tokens)
-        slots = torch.tensor([segment.state], device=pool.device)
-        super().__init__(pool.states, slots, continues=self._past > 0)
         self._pages = pool
-        if pool.families:
-            assert isinstance(pool.families[0], FullAttention), "only full attention gives out all K and V"
-            every = slots_of(segment.tables[0], 0, self._end, pool.block_size)
-            self._slots = torch.from_numpy(every).to(pool.device)  # [end]
+        self._slots = slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
