@@ -21,6 +21,7 @@ The table of all of them is written to docs/models.md. `--only gemma3_text,mamba
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ from common import at_most, conclude, exactly
 from transformers.utils import logging as transformers_logging
 
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
-from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.torch_model import TorchRuntime
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins.architectures import ARCHITECTURES, DECODES_OTHERWISE, OWN_PIECES_ARE_WRONG, REFUSED, VOCAB
@@ -55,7 +56,9 @@ class Measured:
     model_type: str
     architecture: str = ""
     families: str = ""
+    attention: str = ""  # how K and V get there: "plain", "latent", "alone"
     rung: str = ""
+    rung_reason: str = ""
     noise: float = 0.0
     differences: dict[str, float] = field(default_factory=dict)  # way → largest difference
     refused: str = ""  # with which reason
@@ -87,6 +90,7 @@ def measure(model_type: str) -> Measured:
     measured, began = Measured(model_type), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         directory = save(Path(folder) / model_type, model_type)
+        (measured.architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
         try:
             runtime = load(directory)
         except (ModelUnsupported, SelfCheckFailed) as refusal:
@@ -95,7 +99,7 @@ def measure(model_type: str) -> Measured:
         except Exception as error:
             measured.failed = f"load: {type(error).__name__}: {error}"
             return measured
-        describe(measured, runtime.description)
+        describe(measured, runtime)
         allocate(runtime)
         reference = Reference(model_type, directory)
         sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate(LENGTHS)]
@@ -115,10 +119,11 @@ def measure(model_type: str) -> Measured:
     return measured
 
 
-def describe(measured: Measured, described: ModelDescription) -> None:
-    measured.architecture = described.architecture
+def describe(measured: Measured, runtime: TorchRuntime) -> None:
+    described = runtime.description
     measured.families = ", ".join(family.name for family in described.families)
-    measured.rung = described.rung
+    measured.attention = ", ".join(sorted({layer.kind for layer in runtime._layout.layers}))
+    measured.rung, measured.rung_reason = described.rung, described.rung_reason
 
 
 def reason_of(refusal: ModelUnsupported | SelfCheckFailed) -> str:
@@ -127,15 +132,28 @@ def reason_of(refusal: ModelUnsupported | SelfCheckFailed) -> str:
 
 # ----------------------------------------------------------------------------------------------- the table
 
-HEAD = f"""# Models
+HEAD = """# Models
 
-Every architecture that Rootstock knows of, as a tiny model with random weights, run by `bench/show/b1_models.py`:
-four sequences in float32, windows of 7 and chunks of 8 positions. *Own noise* is the largest difference of a logit
-between the model's one pass and its own cache, prefilled and decoded and filled in pieces. Then, for each way of
-running it here, the largest difference from the one pass, over that noise; at most {ALLOWED:g} is allowed.
+Every architecture that was tried, as a tiny model with random weights; `make show ID=B1` runs them and writes this
+page. Windows are 7 and chunks 8 positions long, so that they really slide. {counts}
 
-| architecture | families | rung | own noise | {" | ".join(WAYS)} | remark |
-|---|---|---|---|{"---|" * len(WAYS)}---|
+*Families* is what the cache keeps for a model. *Attention* is how K and V get there: plain; as latents (MLA), which
+are attended as they are; or alone, where a module runs one sequence at a time because it does what no other does.
+*Rung* is how a step is run.
+
+*Own noise* is the largest difference, over all sequences, between a logit of the model's one pass and its own cached
+run by transformers, prefilled and decoded and filled in pieces, in float32. Then, for each way of running the model
+here, the largest difference from the one pass, in multiples of that noise; at most {allowed:g} is allowed.
+
+- *whole*: each sequence in one forward; *chunked*: in random pieces, and prefilled and then decoded
+- *batch*: four sequences in packed mixtures of pieces and decodes
+- *resumed*: from a checkpoint after every piece, by another sequence and then by the same
+- *cached*: through the cache, hit at every checkpoint that it left
+- *readmitted*: through a cache that holds hardly more than the longest sequence, so that each turns the others out
+- *served*: by the engine, four requests at a time that share prefixes, with room for hardly more than two
+
+| architecture | families | attention | rung | own noise | {ways} | remark |
+|---|---|---|---|---|{rules}---|
 """
 
 
@@ -144,24 +162,36 @@ def table(all_measured: Sequence[Measured]) -> str:
     for measured in all_measured:
         if measured.is_served:
             factors = [f"{difference / measured.noise:.2f}" for difference in measured.differences.values()]
-            cells = [measured.families, measured.rung, f"{measured.noise:.1e}", *factors]
+            cells = [measured.families, measured.attention, measured.rung, f"{measured.noise:.1e}", *factors]
         else:
-            cells = ["", "refused" if measured.refused else "failed", *[""] * (1 + len(WAYS))]
+            cells = ["", "", "refused" if measured.refused else "failed", *[""] * (1 + len(WAYS))]
         name = f"{measured.architecture} (`{measured.model_type}`)"
         rows.append(" | ".join(["", name, *cells, remark(measured), ""]).strip())
-    return HEAD + "\n".join(rows) + "\n"
+    served, refused = sum(m.is_served for m in all_measured), sum(bool(m.refused) for m in all_measured)
+    head = HEAD.format(
+        counts=f"{served} are served, {refused} refused.",
+        allowed=ALLOWED,
+        ways=" | ".join(WAYS),
+        rules="---|" * len(WAYS),
+    )
+    return head + "\n".join(rows) + "\n"
 
 
 def remark(measured: Measured) -> str:
     if measured.refused or measured.failed:
         return measured.refused or measured.failed
+    said = []
     if measured.model_type in DECODES_OTHERWISE:
-        return (
-            "computes a decode otherwise than a prefill: compared with its own cached run in the same pieces"
+        said.append(
+            "compared with its own cached run in the same pieces, since it decodes otherwise than it prefills"
         )
     if measured.model_type in OWN_PIECES_ARE_WRONG:
-        return "its own cache cannot be filled in pieces: noise of prefill and decode only"
-    return ""
+        said.append(
+            "own noise of a prefill and decodes only, since its own cache cannot be continued in pieces"
+        )
+    if measured.rung_reason:
+        said.append(measured.rung_reason)
+    return "; ".join(said)
 
 
 def main() -> None:

@@ -82,7 +82,6 @@ class Twin:
 
     def assert_right(self, ran: ways.Ran) -> None:
         expected = self.reference.logits(ran.tokens, ran.cuts)
-        assert np.isfinite(ran.logits).all()
         assert largest_difference(ran.logits, expected[ran.first :]) <= TOLERANCE * float(expected.std())
 
 
