@@ -183,7 +183,7 @@ def remark(measured: Measured) -> str:
     said = []
     if measured.model_type in DECODES_OTHERWISE:
         said.append(
-            "compared with its own cached run in the same pieces, since it decodes otherwise than it prefills"
+            "compared with its own cached run in the same pieces, since it decodes otherwise than prefills"
         )
     if measured.model_type in OWN_PIECES_ARE_WRONG:
         said.append(
