@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from rootstock.engine.request import Finished, StopParams
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Finished, Request, Sink, StopParams
+from rootstock.engine.sequence import Sequence, WaitingForPrefix
 from rootstock.errors import CompletionTooLong, PromptTooLong, QueueFull
 
 RNG = np.random.default_rng(11)
@@ -225,3 +227,38 @@ def test_what_a_queued_request_would_hit_is_protected_from_when_it_is_there() ->
     queued = bench.ask([*wanted, 2, 3], max_tokens=1)  # queued before anything was cached
     bench.run()
     assert queued.finished.usage.cached_tokens == 32
+
+
+def test_preempted_requests_come_back_in_the_order_in_which_they_arrived_whatever_they_wait_for() -> None:
+    bench = Bench(max_batch=4)
+    for start in (0, 20, 40):
+        bench.ask(list(range(start, start + 9)), max_tokens=30)
+    bench.run(steps=3)
+    scheduler = bench.engine._scheduler
+    first, second, third = scheduler._running
+    lease = first.lease
+    assert lease is not None
+    scheduler._preempt(third)
+    third.state = WaitingForPrefix(lease, 9)
+    scheduler._preempt(second)
+    bench.ask([90, 91])
+    bench.engine._drain_commands()
+    assert [sequence.arrival for sequence in scheduler._waiting] == [1, 2, 3]
+
+
+def test_work_on_a_new_request_is_done_before_the_engine_s_lock_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one long prompt with penalties would hold up everybody who submits or asks for the engine's health."""
+    bench = Bench()
+    engine, own = bench.engine, Engine._sequence
+    was_free = []
+
+    def watched(self: Engine, request: Request, sink: Sink) -> Sequence:
+        was_free.append(engine._lock.acquire(blocking=False))
+        engine._lock.release()
+        return own(self, request, sink)
+
+    monkeypatch.setattr(Engine, "_sequence", watched)
+    bench.ask([1, 2, 3])
+    assert was_free == [True]
