@@ -47,8 +47,8 @@ def in_parts(model: nn.Module) -> dict[str, bool]:
         ("gemma3n_text", "packed", ""),
         ("qwen3_next", "packed", ""),
         ("mamba2", "packed", ""),
-        ("mamba", "packed, token-wise mixers", "a later chunk"),
-        ("jamba", "packed, token-wise mixers", "a later chunk"),
+        ("mamba", "packed, token-wise mixers", "layer 0 (MambaMixer) ignores its stored state"),
+        ("jamba", "packed, token-wise mixers", "(JambaMambaMixer) ignores its stored state"),
         ("bloom", "one sequence per forward", "BloomForCausalLM does not call attention"),
     ],
 )
@@ -57,6 +57,24 @@ def test_the_rung_and_why_no_better_one(tmp_path: Path, model_type: str, rung: s
     assert described.rung == rung
     assert reason in described.rung_reason
     assert bool(reason) == bool(described.rung_reason)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize(
+    ("model_type", "forgets"), [("jamba", True), ("zamba", True), ("zamba2", False), ("minimax", False)]
+)
+def test_a_mixer_that_forgets_is_found_however_noisy_its_model_is(
+    tmp_path: Path, model_type: str, forgets: bool, seed: int, dtype: str
+) -> None:
+    """In bfloat16 the logits of one Jamba in three hide it."""
+    described = load(save(tmp_path, model_type, seed), dtype).description
+    assert described.rung == ("packed, token-wise mixers" if forgets else "packed")
+
+
+def test_a_context_too_short_to_be_cut_is_left_to_the_self_check(tmp_path: Path) -> None:
+    directory = save(tmp_path, "qwen3_next", max_position_embeddings=2)
+    assert load(directory).description.rung == "packed"
 
 
 def test_a_model_that_decodes_otherwise_than_it_prefills_is_served_as_it_decodes(tmp_path: Path) -> None:

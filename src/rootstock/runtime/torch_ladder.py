@@ -22,6 +22,7 @@ from rootstock.runtime.torch_hooks import LayerUnsupported
 from rootstock.runtime.torch_layout import Layout, sequential_layout
 from rootstock.runtime.torch_masks import IMPLEMENTATION
 from rootstock.runtime.torch_memory import OutOfMemory
+from rootstock.runtime.torch_mixers import refuse_forgetful_mixers
 from rootstock.runtime.torch_probe import probe_packed, undo_parts
 from rootstock.runtime.torch_survey import Surveyed
 
@@ -85,7 +86,11 @@ def _put_on(rung: Rung, model: nn.Module, found: Surveyed, context_limit: int) -
             module=type(model).__name__,
         )
     use_attention(model, IMPLEMENTATION)
-    return probe_packed(model, found, next(model.parameters()).device, context_limit)
+    device = next(model.parameters()).device
+    layout = probe_packed(model, found, device, context_limit)
+    if rung == "packed" and found.states:
+        refuse_forgetful_mixers(model, found, device, context_limit)
+    return layout
 
 
 def _reason(failure: Exception) -> str:

@@ -42,7 +42,7 @@ def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, contex
     for module in {mixer for mixers in found.mixers.values() for mixer in mixers}:
         _run_by_parts(module, alone=module in attention)
     while True:
-        cache = _ProbeCache(device)
+        cache = ProbeCache(device)
         try:
             with cache.watching(model):
                 forward_few(model, found.calling, cache, device)
@@ -96,12 +96,13 @@ def undo_parts(model: nn.Module) -> None:
                 delattr(module, name)
 
 
-class _ProbeCache(Watch, StepCache):
+class ProbeCache(Watch, StepCache):
     """A packed step of one sequence that starts. Layers attend densely, and write down what they were asked."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
         super().__init__()
         self._device = device
+        self._tokens = tokens
         self._layers: dict[int, _ProbedLayer] = {}
 
     def seen(self) -> dict[int, Seen]:
@@ -115,14 +116,15 @@ class _ProbeCache(Watch, StepCache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        return 0 if layer_idx is None else torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=self._device)
+        return 0 if layer_idx is None else torch.zeros(self._tokens, dtype=torch.int64, device=self._device)
+
+    def sequences(self) -> Iterator[Part]:
+        part = SurveyCache(self._device, self._tokens)
+        part.running = self.running
+        yield Part(torch.arange(self._tokens, device=self._device)[None], part, 0)
 
     def groups(self) -> Iterator[Part]:
-        part = SurveyCache(self._device)
-        part.running = self.running
-        yield Part(torch.arange(PROBE_TOKENS, device=self._device)[None], part, 0)
-
-    sequences = groups
+        return self.sequences()
 
 
 class _ProbedLayer:

@@ -18,7 +18,7 @@ from rootstock.cache.plan import BlockIds, StateCopy
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_parts import PartCache
 
-MOST_STATES = 8  # of one kind in one layer
+_MOST_STATES = 8  # of one kind in one layer
 
 _CONV, _RECURRENT = "conv_states", "recurrent_states"  # transformers' own names
 
@@ -110,7 +110,7 @@ class StateCache(PartCache):
     def _touch(self, layer_idx: int) -> LinearAttentionLayer:
         scratch = self.layers_touched.get(layer_idx)
         if scratch is None:
-            scratch = self.layers_touched[layer_idx] = LinearAttentionLayer(number_of_states=MOST_STATES)
+            scratch = self.layers_touched[layer_idx] = LinearAttentionLayer(number_of_states=_MOST_STATES)
             if self._pool is not None:
                 for shape in self._pool.of_layer.get(layer_idx, ()):
                     self._fill(scratch, shape)

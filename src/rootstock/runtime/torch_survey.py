@@ -114,11 +114,13 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
     return found
 
 
-def forward_few(model: nn.Module, calling: Calling, cache: object, device: torch.device) -> Tensor:
-    """→ [PROBE_TOKENS, vocab]"""
-    tokens = torch.arange(PROBE_TOKENS, device=device)
+def forward_few(
+    model: nn.Module, calling: Calling, cache: object, device: torch.device, tokens: int = PROBE_TOKENS
+) -> Tensor:
+    """→ [tokens, vocab]"""
+    positions = torch.arange(tokens, device=device)
     with torch.inference_mode():
-        return calling(model, (tokens + 1) % text_config(model).vocab_size, tokens, cache, tokens)
+        return calling(model, (positions + 1) % text_config(model).vocab_size, positions, cache, positions)
 
 
 def say(error: Exception) -> str:
@@ -154,8 +156,9 @@ class Watch:
 class SurveyCache(Watch, StateCache):
     """Takes everything of one sequence that starts, and says nothing of it back."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
         super().__init__(None, torch.zeros(1, dtype=torch.int64, device=device), continues=False)
+        self._tokens = tokens
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._indexer: dict[int, Tensor] = {}
@@ -183,8 +186,8 @@ class SurveyCache(Watch, StateCache):
         shape, heads = tuple(key_states.shape), value_states.shape[1]
         if layer_idx in self._keys:
             raise self._refusal("gives K and V to the cache twice", layer_idx)
-        if len(shape) != 4 or shape[0] != 1 or shape[2] != PROBE_TOKENS:
-            raise self._refusal(f"gives the cache K of shape {shape} for {PROBE_TOKENS} tokens", layer_idx)
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != self._tokens:
+            raise self._refusal(f"gives the cache K of shape {shape} for {self._tokens} tokens", layer_idx)
         if heads != shape[1]:
             raise self._refusal(f"has {shape[1]} heads of keys, and {heads} of values", layer_idx)
         if key_states.dtype != value_states.dtype:
