@@ -117,14 +117,16 @@ def served(
     cache = small_cache(runtime, tokens=2 * max(map(len, sequences)) + 2 * LONGEST_PIECE)
     scored = Scored(runtime, cache)
     engine = Engine(scored, cache, EngineConfig(max_batch=4, chunk_tokens=64))
+    events: list[Event] = []
     for _ in range(2):
         for seed, tokens in enumerate(sequences):
             cuts = random_cuts(len(tokens), 80 + seed, shortest=2)
             for prompt in (tokens, *(_other_after(tokens, position, seed) for position in cuts[::2])):
-                engine.submit(_greedy(prompt, cuts, answer_tokens), _no_failure)
+                engine.submit(_greedy(prompt, cuts, answer_tokens), events.append)
         while engine.step():
             pass
         cache.check()
+    assert not [event for event in events if isinstance(event, Failed)]
     for one in scored.leases.values():
         yield Ran(one.tokens, np.concatenate(one.logits), one.cuts)
     assert cache.stats().hit_tokens
@@ -141,10 +143,6 @@ def _greedy(prompt: Tokens, boundaries: Sequence[int], answer_tokens: int) -> Re
     return Request(
         RequestId(str(uuid.uuid4())), prompt, SamplingParams(temperature=0.0), stop, boundaries=marks
     )
-
-
-def _no_failure(event: Event) -> None:
-    assert not isinstance(event, Failed), event
 
 
 WAYS: dict[str, Way] = {
