@@ -11,6 +11,7 @@ from cache.helpers import (
     NAMESPACE,
     admit,
     checkpoints,
+    clock,
     decode,
     hit,
     ints,
@@ -19,7 +20,7 @@ from cache.helpers import (
     prefill,
     run,
 )
-from rootstock.cache import FullAttention
+from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
@@ -369,6 +370,16 @@ def test_capacity_says_how_much_one_request_can_have_besides_its_state_and_its_w
     lease, _ = admit(cache, ints(range(tokens)))
     while lease.computed < tokens:
         prefill(cache, lease, min(tokens, lease.computed + 4))
+
+
+@pytest.mark.behaviour(36)
+def test_capacity_is_that_of_the_smallest_pool_where_memory_is_divided() -> None:
+    families = (FULL, SlidingWindow(1, 1, 40), STATE)
+    rows = [20, 5, 3]
+    cache = KVCache(families, 20 * 4 + 5 * 4 + 3 * 8, 4, rows=rows, clock=clock())
+    tokens = cache.capacity_tokens
+    assert tokens == 5 * 4
+    run(cache, ints(range(tokens)))
 
 
 @pytest.mark.behaviour(8)

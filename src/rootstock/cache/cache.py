@@ -111,7 +111,7 @@ class KVCache:
         fits, too_many = 0, self.pool.total_blocks + 1
         while too_many - fits > 1:
             blocks = (fits + too_many) // 2
-            if self.pools.cost(self._rows_alone(blocks)) <= self.pools.budget_bytes:
+            if self.pools.can_ever_have(self._rows_alone(blocks)):
                 fits = blocks
             else:
                 too_many = blocks

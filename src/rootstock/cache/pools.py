@@ -138,6 +138,12 @@ class Pools:
     def cost(self, rows: Rows) -> int:
         return sum(count * pool.row_bytes for count, pool in zip(rows, self.every, strict=True))
 
+    def can_ever_have(self, rows: Rows) -> bool:
+        """Whether so many rows can be had when nobody uses any."""
+        return self.cost(rows) <= self.budget_bytes and all(
+            wanted <= pool.pool.total_blocks for pool, wanted in zip(self.every, rows, strict=True)
+        )
+
     def can_have(self, rows: Rows, kept: Rows | None = None) -> bool:
         """Whether so many rows can be had by eviction, while `kept` of the cached ones must stay (or, if negative,
         so many more than the cached ones can go)."""
