@@ -166,6 +166,36 @@ def test_nobody_waits_for_a_state_that_its_producer_has_left_behind() -> None:
     bench.run()
 
 
+@hybrids
+@pytest.mark.behaviour(11)
+def test_requests_at_once_compute_a_prefix_once_though_its_blocks_are_cached_without_a_checkpoint(
+    families: tuple[Family, ...],
+) -> None:
+    bench = Bench(blocks=400, families=families, chunk_tokens=512)
+    bench.ask(SYSTEM, max_tokens=1)
+    bench.run()
+    for node in bench.cache.tree.nodes():
+        for checkpoint in list(node.checkpoints.values()):
+            bench.cache.tree.drop(checkpoint)
+    clients = [bench.ask([*SYSTEM, 70, 80 + i]) for i in range(4)]
+    bench.run()
+    # The first may resume from what still stands of a window; the others from what the first one leaves.
+    assert [client.finished.usage.cached_tokens for client in clients][1:] == [61, 61, 61]
+
+
+def test_nobody_waits_for_a_request_that_publishes_nothing_more() -> None:
+    bench = Bench(blocks=400, families=(FULL, window(7), STATE), chunk_tokens=16)
+    bench.ask([*SYSTEM, *range(60, 90)], max_tokens=40)
+    bench.run(steps=1)
+    late = bench.ask([*SYSTEM, 91, 92], max_tokens=2)
+    bench.run(steps=1)
+    (lease,) = bench.cache._leases.values()
+    bench.cache.tree.detach(lease)  # as for want of blocks
+    bench.run(steps=10)
+    assert late.tokens == bench.alone([*SYSTEM, 91, 92], 2), "while the other still runs"
+    bench.run()
+
+
 def test_memory_that_is_given_back_is_never_that_of_a_state_which_is_yet_to_be_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

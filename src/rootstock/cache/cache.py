@@ -142,11 +142,12 @@ class KVCache:
         if reached is None:
             return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
-        pending = self.tree.pending(node, found, tokens, limit) if self._leases else None
         if self.pools.resume_anywhere:
+            pending = self.tree.pending(node, found, found, tokens, limit) if self._leases else None
             length = max(min(found, limit), 0)
             return Match(tokens, namespace, length, found, node, pending, self.tree.version, max(limit, 0))
         resume = resume_point(node, max(min(found, limit), 0), self.pools)
+        pending = self.tree.pending(node, found, resume.position, tokens, limit) if self._leases else None
         return Match(
             tokens,
             namespace,

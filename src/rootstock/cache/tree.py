@@ -63,11 +63,12 @@ class PrefixTree:
         root = self.roots.get(namespace)
         return None if root is None else descend(root, tokens)
 
-    def pending(self, node: Node, found: int, tokens: Tokens, limit: int) -> Pending | None:
-        """The running request that will have computed the most of `tokens` beyond what is found.
+    def pending(self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int) -> Pending | None:
+        """The running request that will have computed the most of `tokens` beyond what can be resumed now.
 
         Unless every position can be resumed at, only one that has yet to get to where the two part: it is asked
-        for a checkpoint there, and `limit` is the deepest that is of use.
+        for a checkpoint there, and `limit` is the deepest that is of use. What is cached but cannot be resumed at is
+        worth waiting for as well.
         """
         anywhere = self.pools.resume_anywhere
         best: Pending | None = None
@@ -84,8 +85,8 @@ class PrefixTree:
                     if until <= lease.computed:
                         continue
                 # One that is behind what is cached already (its prompt is scored, say) must first catch up.
-                behind = max(0, found - lease.computed)
-                if until - found > behind and (best is None or until > best.until):
+                behind = max(0, resumable - lease.computed)
+                if until - resumable > behind and (best is None or until > best.until):
                     best = Pending(lease, until)
         return best
 

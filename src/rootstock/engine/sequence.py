@@ -33,7 +33,8 @@ class WaitingForPrefix:
 
     @property
     def is_over(self) -> bool:
-        return self.producer.ended or self.producer.published >= self.until
+        # Without a tip it publishes nothing more before it ends.
+        return self.producer.ended or self.producer.tip is None or self.producer.published >= self.until
 
 
 @dataclass(frozen=True, slots=True)
