@@ -321,6 +321,29 @@ def test_blocks_behind_the_last_checkpoint_go_before_anything_that_can_be_resume
     assert hit(cache, ints(range(100, 116), 9)) == 16
 
 
+def test_a_checkpoint_inside_a_block_survives_the_eviction_of_what_lies_behind_it() -> None:
+    cache = make_hybrid(FULL, STATE, blocks=20)
+    run(cache, ints(range(40)), boundaries={14: "user"})  # in the middle of its last block
+    run(cache, ints(range(100, 116)))
+    cache.tree.drop(checkpoints(cache)[40])
+    behind = 6
+    cache.tree.make_room([cache.pools.free_bytes // 4 + behind + 1, 0])
+    cache.check()
+    assert hit(cache, ints(range(14), 9)) == 14
+    assert hit(cache, ints(range(100, 116), 9)) == 0, "which is worth less"
+
+
+def test_a_checkpoint_that_is_passed_later_is_ranked_anew() -> None:
+    """Also where it was queued before the deeper one was left, or the shallower one."""
+    cache = make_hybrid(FULL, STATE)
+    run(cache, ints(range(40)), ints(range(100, 108)))
+    run(cache, ints(range(40), range(100, 107), range(50, 90)), ints(range(200, 208)))
+    order = cache.tree.checkpoints
+    for checkpoint in checkpoints(cache).values():
+        (queued,) = (entry for entry in order._heap if entry[2] == checkpoint.queue_ticket)
+        assert queued[:2] == order.rank(checkpoint), checkpoint
+
+
 def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end() -> None:
     cache = make_hybrid(FULL, STATE)
     history = list(range(30))

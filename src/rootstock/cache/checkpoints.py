@@ -123,13 +123,17 @@ class Checkpoint:
 
     @property
     def is_passed(self) -> bool:
-        """Whether there is a deeper one right below it."""
+        """Whether there is a deeper one: on its node, or the first below it on a branch that has any."""
         assert self.node is not None
-        below = (
-            *self.node.checkpoints,
-            *(p for child in self.node.children.values() for p in child.checkpoints),
-        )
-        return any(position > self.position for position in below)
+        if max(self.node.checkpoints, default=0) > self.position:
+            return True
+        for child in self.node.children.values():
+            step = child
+            while not step.checkpoints and len(step.children) == 1:
+                (step,) = step.children.values()
+            if step.checkpoints:
+                return True
+        return False
 
     @property
     def worth(self) -> float:
@@ -146,7 +150,7 @@ class Checkpoint:
             chance *= 1 + min(self.hits, 7)
         elif self.is_passed:
             chance *= _CHANCE_WHEN_PASSED
-        if not self.node.children and self.position == max(self.node.checkpoints, default=self.position):
+        if not self.node.children and self.position >= max(self.node.checkpoints, default=0):
             cost += saved
         return chance * saved / cost
 

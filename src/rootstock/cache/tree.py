@@ -380,6 +380,9 @@ class PrefixTree:
         node.checkpoints[checkpoint.position] = checkpoint
         self.checkpoints.put(checkpoint)
         self.counters.checkpoints_taken += 1
+        for other in _neighbours(checkpoint):
+            if other.queue_ticket:
+                self.checkpoints.put(other)  # passed by this one, or saving only what lies between them
         if node.queue_ticket:
             self.queue.put(node)  # it may be worth more now
 
@@ -475,13 +478,13 @@ class PrefixTree:
         The tail goes rather than the leaf: what is left of it is still a prefix somebody may ask for. What lies
         behind its last checkpoint goes before that checkpoint, and a checkpoint goes with the K/V before it.
         """
+        size, kept = self.block_size, len(leaf.blocks) - blocks
+        end = (leaf.start // size + kept) * size
         last = leaf.deepest_checkpoint
-        if last is not None:
-            behind = len(leaf.blocks) - (-(-last.position // self.block_size) - leaf.start // self.block_size)
-            blocks = min(blocks, behind) if behind > 0 else blocks
-        kept = len(leaf.blocks) - blocks
+        if last is not None and end <= -(-last.position // size) * size and last.position < leaf.end:
+            # Up to the very position: only then is what is left worth what the checkpoint is.
+            kept, end = -(-last.position // size) - leaf.start // size, last.position
         if kept > 0:
-            end = (leaf.start // self.block_size + kept) * self.block_size
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
             self._drop_checkpoints(leaf, end)
@@ -565,3 +568,22 @@ class PrefixTree:
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
+
+
+def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """Those that are worth less with this one: the next shallower, on its node or the one above, and the next deeper,
+    on its node or right below."""
+    node, position = checkpoint.node, checkpoint.position
+    assert node is not None
+    shallower = [p for p in node.checkpoints if p < position]
+    if shallower:
+        yield node.checkpoints[max(shallower)]
+    elif node.parent is not None and node.parent.checkpoints:
+        yield node.parent.checkpoints[max(node.parent.checkpoints)]
+    deeper = [p for p in node.checkpoints if p > position]
+    if deeper:
+        yield node.checkpoints[min(deeper)]
+        return
+    for child in node.children.values():
+        if child.checkpoints:
+            yield child.checkpoints[min(child.checkpoints)]
