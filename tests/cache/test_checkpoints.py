@@ -24,7 +24,7 @@ from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
-from rootstock.cache.lease import Deferred
+from rootstock.cache.lease import Admitted, Deferred
 from rootstock.cache.plan import NO_BLOCK, StateCopy
 from rootstock.cache.pools import Pools
 from rootstock.cache.resume import deepest_resumable
@@ -492,6 +492,23 @@ def test_explain_says_which_family_stopped_a_prompt_and_why() -> None:
     assert found.message == (
         "KV to 36, state only to 30: 6 tokens recomputed because no checkpoint was left at the divergence point."
     )
+
+
+def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() -> None:
+    cache = make_hybrid(FULL, WINDOW)
+    lease, _ = admit(cache, ints(range(40)))
+    prefill(cache, lease)
+    for checkpoint in checkpoints(cache).values():
+        cache.tree.drop(checkpoint)
+    cache.tree.detach(lease)
+    prompt = ints(range(38), 99)
+    match = cache.match(prompt, NAMESPACE)
+    assert match.length == 38, "by blocks that only the running request owns"
+    cache.finish(lease)
+    answer = cache.admit(match)
+    assert isinstance(answer, Admitted)
+    assert answer.lease.hit_tokens == 0
+    cache.check()
 
 
 def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_given_out_again() -> None:

@@ -418,6 +418,7 @@ class KVCache:
             for tail, source in zip(self.pools.tails, lease.sources, strict=True):
                 if source is not None:
                     tail.pool.unuse(source.ids)
+            self.tree.version += 1  # references to them may be void now
             lease.sources = []
         if lease.resumed_from is not None:
             if lease.resumed_from.slot != NO_SLOT:
@@ -564,6 +565,7 @@ class KVCache:
         if lease._tails:
             for tail, table in zip(pools.tails, lease._tails, strict=True):
                 tail.pool.unuse(table.owned)
+            self.tree.version += 1  # references to them may be void now
         if pools.states is not None:
             pools.states.pool.unuse(np.array([lease.slot], np.int32))
         lease.ended = True
