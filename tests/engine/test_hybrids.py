@@ -219,6 +219,15 @@ def test_memory_that_is_given_back_is_never_that_of_a_state_which_is_yet_to_be_c
 
 
 @hybrids
+def test_clearing_the_cache_tells_the_bytes_of_all_families(families: tuple[Family, ...]) -> None:
+    bench = Bench(families=families)
+    bench.ask(SYSTEM)
+    bench.run()
+    used = bench.cache.stats().used_bytes
+    assert bench.engine.clear_cache().bytes == used > 0
+
+
+@hybrids
 def test_a_waiter_whose_producer_fails_computes_for_itself(families: tuple[Family, ...]) -> None:
     def fault(batch: Batch) -> None:
         if len(bench.batches) == 2:

@@ -213,8 +213,9 @@ class Engine:
         """Drops every cached prefix that no running request uses."""
 
         def clear() -> Cleared:
+            before = self._cache.pools.owned_bytes
             blocks = self._cache.clear()
-            return Cleared(blocks, blocks * self._cache.block_bytes)
+            return Cleared(blocks, before - self._cache.pools.owned_bytes)
 
         return self.call(clear)
 
