@@ -105,3 +105,41 @@ def test_without_a_step_of_ours_the_module_is_called_as_ever() -> None:
     assert len(module.given) == 1
     assert module.given[0]["hidden_states"] is ROWS
     assert module.given[0]["attention_mask"] is mask
+
+
+class Choosing(nn.Module):
+    """An indexer: for each row the positions that it chose, as many as its sequence has, at most three."""
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
+        new = hidden_states.shape[1]
+        return hidden_states, torch.arange(min(3, new + 1)).expand(1, new, -1)
+
+
+def test_positions_that_an_indexer_chose_are_as_many_for_every_row_and_none_is_added() -> None:
+    module = Choosing()
+    module.forward = PartByPart(module, alone=True)  # type: ignore[method-assign]
+    _, chosen = module(ROWS, past_key_values=Step())
+    assert chosen.shape == (1, 5, 3)
+    assert [sorted(set(row)) for row in chosen[0].tolist()] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
+
+
+class Weighing(nn.Module):
+    """Gives back attention weights of two heads as well: as many as the first part has new tokens."""
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
+        sequences, new = hidden_states.shape[:2]
+        return hidden_states, torch.ones(sequences, 2, new, new)
+
+
+def test_weights_are_not_taken_for_rows_when_there_are_as_many_heads_as_new_tokens() -> None:
+    module = Weighing()
+    module.forward = PartByPart(module, alone=True)  # type: ignore[method-assign]
+    rows, weights = module(ROWS, past_key_values=Step())
+    assert rows.tolist() == ROWS.tolist()
+    assert weights is None

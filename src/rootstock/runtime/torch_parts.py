@@ -9,10 +9,11 @@ without a cache of ours (the self-check's reference) goes straight through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -58,20 +59,18 @@ class PartByPart:
         if step is None:
             return self._forward(*args, **kwargs)
         tokens = _tokens(args, kwargs)
-        joined: list[Tensor | None] | None = None
         given: Any = None
+        rows: list[Tensor] = []
+        shares: list[tuple[Any, ...]] = []  # of each part: what the module returned for it
         for part in step.sequences() if self.alone else step.groups():
             cut = _Cut(part, tokens, self.alone)
             given = self._forward(*tree_map(cut, args), **tree_map(cut, kwargs))
             part.cache.keep()
-            outputs = given if isinstance(given, tuple) else (given,)
-            if joined is None:
-                joined = [_room(output, part.rows, tokens) for output in outputs]
-            for whole, output in zip(joined, outputs, strict=True):
-                if whole is not None:
-                    whole[0, part.rows.flatten()] = output.flatten(0, 1)
-        assert joined is not None, "a step has sequences"
-        return tuple(joined) if isinstance(given, tuple) else joined[0]
+            rows.append(part.rows)
+            shares.append(given if isinstance(given, tuple) else (given,))
+        assert shares, "a step has sequences"
+        joined = tuple(_joined(outputs, rows, tokens) for outputs in zip(*shares, strict=True))
+        return joined if isinstance(given, tuple) else joined[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,23 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return hidden.shape[1]
 
 
-def _room(output: Any, rows: Tensor, tokens: int) -> Tensor | None:
-    """For all rows' outputs. What is not by rows (attention weights) is not wanted by anybody."""
-    if not isinstance(output, Tensor) or output.shape[:2] != rows.shape:
-        return None
-    return output.new_empty(1, tokens, *output.shape[2:])
+def _joined(outputs: Sequence[Any], rows: Sequence[Tensor], tokens: int) -> Tensor | None:
+    """One output's shares, back in their rows. What is not by rows (attention weights) is not wanted by anybody."""
+    for output, places in zip(outputs, rows, strict=True):
+        if not isinstance(output, Tensor) or output.shape[:2] != places.shape:
+            return None
+    if len({output.shape[2:] for output in outputs}) > 1:
+        if any(output.dim() != 3 or output.is_floating_point() for output in outputs):
+            return None
+        outputs = _widened(outputs)
+    whole: Tensor = outputs[0].new_empty(1, tokens, *outputs[0].shape[2:])
+    for output, places in zip(outputs, rows, strict=True):
+        whole[0, places.flatten()] = output.flatten(0, 1)
+    return whole
+
+
+def _widened(chosen: Sequence[Tensor]) -> list[Tensor]:
+    """Positions that an indexer chose, [sequences, new, chosen], fewer of a short sequence; later layers may use
+    them again. To choose one twice is to choose it once."""
+    widest = max(positions.shape[-1] for positions in chosen)
+    return [torch.cat([p, p[..., -1:].expand(*p.shape[:-1], widest - p.shape[-1])], -1) for p in chosen]
