@@ -472,6 +472,21 @@ def test_what_may_be_wrong_is_not_kept_as_a_checkpoint_either() -> None:
     assert cache.tree.roots == {}, "an empty namespace is forgotten"
 
 
+@pytest.mark.parametrize("families", [(FULL,), (FULL, WINDOW, STATE)])
+def test_what_may_be_wrong_is_taken_back_also_from_a_path_that_was_let_go_of(
+    families: tuple[Family, ...],
+) -> None:
+    cache = make_hybrid(*families)
+    run(cache, ints(range(20)))
+    lease, _ = admit(cache, ints(range(20), range(100, 120)))
+    prefill(cache, lease)
+    cache.tree.detach(lease)
+    cache.discard(lease)
+    cache.check()
+    assert cache.match(ints(range(20), range(100, 120), 9), NAMESPACE).found == 20
+    assert hit(cache, ints(range(20), 9)) == 20, "what was there before stays"
+
+
 def test_a_model_that_resumes_anywhere_leaves_no_checkpoints() -> None:
     cache = make_hybrid(FULL)
     lease = run(cache, ints(range(20)), boundaries={8: "user"})
@@ -521,3 +536,14 @@ def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_gi
     assert set(again.tolist()) == set(first[:2].tolist())
     assert pool.resolve(references).tolist() == [NO_BLOCK, NO_BLOCK, int(first[2])]
     assert pool.resolve(np.array([-1], np.int64)).tolist() == [NO_BLOCK]
+
+
+def test_the_end_of_a_prompt_goes_when_its_conversation_goes_on_from_the_answer_as_it_was_given() -> None:
+    cache = make_hybrid(FULL, STATE)
+    lease = run(cache, ints(range(40)), ints(range(100, 110)), boundaries={40: "tool"})
+    assert sorted(checkpoints(cache)) == [40, 50]
+    run(cache, ints(range(36), 999))  # another conversation: nothing is known of this one
+    assert {40, 50} <= set(checkpoints(cache))
+    run(cache, ints(lease.tokens.tolist(), range(200, 220)))
+    assert 40 not in checkpoints(cache)
+    assert 50 in checkpoints(cache)

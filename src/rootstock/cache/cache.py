@@ -469,7 +469,7 @@ class KVCache:
                 earlier.node is not None
                 and earlier.kind is CheckpointKind.PROMPT
                 and earlier.position < lease.computed
-                and not (earlier.hits or earlier.pins or earlier.wants)
+                and earlier.is_idle
                 and earlier.start
                 and earlier.position - earlier.start < CLOSE_TOKENS
             ):
@@ -532,6 +532,9 @@ class KVCache:
         What others share already stays with them; they computed upon it.
         """
         tip = lease.tip
+        if tip is None and self.reuse:  # it let go of its path, but what it had published by then is there still
+            reached = self.tree.find(lease.tokens[: lease.published], lease.namespace)
+            tip = None if reached is None else reached[0]
         lease.computed = lease.published
         self._end(lease, state_is_right=False)
         for checkpoint in lease.left:

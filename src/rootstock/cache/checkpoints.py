@@ -104,14 +104,25 @@ class Checkpoint:
         self.queue_ticket = 0
 
     @property
-    def start(self) -> int:
-        """Where a request would resume without it."""
+    def before(self) -> Checkpoint | None:
+        """The next shallower one on its path."""
         assert self.node is not None
         for node in self.node.path():
             shallower = [p for p in node.checkpoints if p < self.position]
             if shallower:
-                return max(shallower)
-        return 0
+                return node.checkpoints[max(shallower)]
+        return None
+
+    @property
+    def start(self) -> int:
+        """Where a request would resume without it."""
+        before = self.before
+        return 0 if before is None else before.position
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody has resumed from it, or is about to."""
+        return not (self.hits or self.pins or self.wants)
 
     @property
     def end(self) -> int:

@@ -120,6 +120,20 @@ class PrefixTree:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
             self.counters.checkpoints_hit += 1
+            if lease.resumed_from.kind is CheckpointKind.ANSWER:
+                self._drop_passed_prompt(lease.resumed_from)
+
+    def _drop_passed_prompt(self, answer: Checkpoint) -> None:
+        """A conversation goes on from its answer as it was given, so nobody comes back to the end of the prompt that
+        was answered: what is kept there, for templates that drop reasoning at once, has no use."""
+        assert answer.node is not None
+        before = answer.before
+        if (
+            before is not None
+            and before.kind in (CheckpointKind.PROMPT, CheckpointKind.TOOL)
+            and before.is_idle
+        ):
+            self.drop(before)
 
     def _pass_by(self, turn: Node) -> None:
         """A request resumes at the end of a user turn: what followed it once, reasoning and calls of tools, has been
