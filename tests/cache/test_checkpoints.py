@@ -509,6 +509,26 @@ def test_explain_says_which_family_stopped_a_prompt_and_why() -> None:
     )
 
 
+def test_a_request_lets_go_of_its_path_for_a_token_and_not_for_a_longer_chunk() -> None:
+    """It could leave no checkpoint any more."""
+    cache = make_hybrid(FULL, WINDOW, blocks=30)
+    run(cache, ints(range(10)), boundaries={10: "system"})
+    lease, _ = admit(cache, ints(range(10), range(100, 140)))
+    other, _ = admit(cache, ints(range(10), range(200, 203)))
+    prefill(cache, lease, 20)
+    cache.finish(other)
+    cache.clear()
+    assert lease.replaced, "the end of the prefix that it copied from"
+    cache.extend(lease, 0)  # what is behind the window goes
+    taken = cache.pool.allocate((cache.pools.available_bytes - 4) // 4)  # all but one row
+    assert isinstance(cache.extend(lease, 8), Deferred)
+    assert lease.tip is not None
+    assert not isinstance(cache.extend(lease, 1), Deferred)
+    assert lease.tip is not None, "which fits as it is"
+    cache.pool.unuse(taken)
+    cache.check()
+
+
 def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() -> None:
     cache = make_hybrid(FULL, WINDOW)
     lease, _ = admit(cache, ints(range(40)))

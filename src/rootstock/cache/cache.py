@@ -370,7 +370,9 @@ class KVCache:
             gained = pools.full.pool.used_once_among(np.array(lease.replaced, np.int32))
             besides = [-gained, *([0] * (len(rows) - 1))]
             started = lease.computed > lease.hit_tokens  # else its first plan has yet to read them
-            if lease.tip is None or not started or not gained or not pools.can_have(rows, besides):
+            # Who lets go can leave no checkpoint on the way: a shorter chunk is better, while there is one.
+            may_let_go = lease.tip is not None and started and new_tokens == 1
+            if not may_let_go or not gained or not pools.can_have(rows, besides):
                 return Deferred(pools.cost(rows), pools.available_bytes)
             self.tree.detach(lease)
         self.tree.make_room(rows)
@@ -532,7 +534,8 @@ class KVCache:
         What others share already stays with them; they computed upon it.
         """
         tip = lease.tip
-        if tip is None and self.reuse:  # it let go of its path, but what it had published by then is there still
+        if tip is None and self.reuse:
+            # It let go of its path, but what it had published by then is there still.
             reached = self.tree.find(lease.tokens[: lease.published], lease.namespace)
             tip = None if reached is None else reached[0]
         lease.computed = lease.published
