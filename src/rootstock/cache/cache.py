@@ -24,6 +24,7 @@ from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind, Ta
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
+from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Admitted, BlockTable, Deferred, Extended, Lease, LeaseId, Match
 from rootstock.cache.plan import (
@@ -39,7 +40,7 @@ from rootstock.cache.plan import (
     Tokens,
 )
 from rootstock.cache.pools import Pools, Rows
-from rootstock.cache.radix import Node, block_table, replaced_blocks, walk
+from rootstock.cache.radix import block_table, replaced_blocks
 from rootstock.cache.resume import needed_tail, resume_point
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tree import PrefixTree, Want
@@ -648,54 +649,7 @@ class KVCache:
 
     def check(self) -> None:
         """Asserts every invariant by recounting: O(blocks + nodes + leases). For tests and idle time."""
-        self.pools.check()
-        self.tree.check()
-        held = [np.zeros(pool.pool.total_blocks, np.int32) for pool in self.pools.every]
-        used = [np.zeros(pool.pool.total_blocks, np.int32) for pool in self.pools.every]
-        tails = range(len(self.pools.tails))
-        for root in self.tree.roots.values():
-            tips = [lease.tip for lease in self._leases.values() if lease.tip is not None]
-            assert root.pins == sum(list(tip.path())[-1] is root for tip in tips)
-            for node in walk(root):
-                held[0][node.blocks] += 1
-                for checkpoint in node.checkpoints.values():
-                    self._check_checkpoint(checkpoint, node, root.namespace)
-                    for i in tails:
-                        held[1 + i][checkpoint.tails[i].ids] += 1
-                    if self.pools.states is not None:
-                        held[-1][checkpoint.slot] += 1
-        for lease in self._leases.values():
-            owned = [*lease.table.tolist(), *lease.replaced]
-            assert len(set(owned)) == len(owned), "a lease owns a block twice"
-            used[0][owned] += 1
-            for i in tails:
-                used[1 + i][lease._tails[i].owned] += 1
-                source = lease.sources[i] if lease.sources else None
-                if source is not None:
-                    used[1 + i][source.ids] += 1
-            if self.pools.states is not None:
-                used[-1][lease.slot] += 1
-                if lease.resumed_from is not None:
-                    used[-1][lease.resumed_from.slot] += 1
-            if lease.tip is not None:
-                assert lease.tip.end == lease.published
-                assert lease in lease.tip.tips
-                needed = {int(b) for node in lease.tip.path() for b in node.blocks}
-                assert needed <= set(owned), "a lease does not own a block of a node that it pins"
-        for i, pool in enumerate(self.pools.every):
-            pool_held, pool_used = pool.pool.owners()
-            name = "full" if pool.family is None else pool.family.name
-            assert (held[i] == pool_held).all(), f"{name}: rows held do not match the tree"
-            assert (used[i] == pool_used).all(), f"{name}: rows used do not match the leases"
-
-    def _check_checkpoint(self, checkpoint: Checkpoint, node: Node, namespace: Namespace) -> None:
-        tokens = np.concatenate([step.tokens for step in reversed(list(node.path()))])
-        assert checkpoint.digest == prefix_digest(namespace, tokens[: checkpoint.position])
-        for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
-            start = tail.family.tail_start(checkpoint.position)
-            if start < checkpoint.position:
-                assert held.first == start // self.block_size
-                assert held.first + len(held.ids) == self.blocks_for(checkpoint.position)
+        check_cache(self.pools, self.tree, list(self._leases.values()))
 
 
 def _whole(tail: TailBlocks, position: int, block_size: int) -> BlockIds:
