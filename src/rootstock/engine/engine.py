@@ -312,7 +312,8 @@ class Engine:
         described = self._runtime.description
         return Namespace(
             weights=described.weights_fingerprint,
-            kv_dtype=described.kv_dtype,
+            # What is kept depends on what it was computed in as well: float32 kept of bfloat16 is another thing.
+            kv_dtype=f"{described.dtype}:{described.kv_dtype}",
             rope_regime=described.rope_regime,
             salt=salt,
         )
