@@ -1,0 +1,243 @@
+"""What a tier stores, and what it answers. Nothing here knows where the bytes lie.
+
+A *record* is one family's memory for a run of positions: blocks of consecutive tokens, the last of which may be
+partly filled, or the recurrent state after exactly so many tokens. Its identity says whose memory of what it is, down
+to the tokens, and is checked on every load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NewType, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.plan import Tokens
+
+RecordKey = NewType("RecordKey", bytes)  # 16 bytes: names a record within a tier
+Buffer = memoryview | NDArray[np.uint8]  # contiguous
+
+
+class Kind(IntEnum):
+    BLOCKS = 1  # what attention keeps for the positions start … end - 1
+    STATE = 2  # a recurrent state after exactly `end` tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Identity:
+    """Whose memory of what. `tokens` [end - start] int32 are those of the positions start … end - 1; `parent` names
+    the tokens before them and `own` all up to the end (`prefix_digest`, 16 bytes each).
+
+    A state depends on its end only. The tokens that it carries, since whichever start, are there to find its place.
+    """
+
+    namespace: bytes  # `Namespace.digest`: weights, dtype, RoPE regime, adapter, tenant
+    family: str
+    layers: int
+    dtype: str
+    kind: Kind
+    start: int
+    tokens: Tokens
+    parent: bytes
+    own: bytes
+
+    def __post_init__(self) -> None:
+        assert len(self.namespace) == len(self.parent) == len(self.own) == 16
+        assert self.start >= 0
+        assert self.layers > 0
+        assert self.tokens.ndim == 1
+        assert self.tokens.dtype == np.int32
+        assert self.kind is Kind.STATE or len(self.tokens) > 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def key(self) -> RecordKey:
+        """Two records with one key hold the same bytes, in equal namespaces."""
+        h = xxhash.xxh3_128(self.namespace)
+        for name in (self.family.encode(), self.dtype.encode()):
+            h.update(len(name).to_bytes(4, "little"))
+            h.update(name)
+        start = self.end if self.kind is Kind.STATE else self.start
+        for number in (self.layers, int(self.kind), start, self.end):
+            h.update(number.to_bytes(8, "little"))
+        h.update(self.own)
+        return RecordKey(h.digest())
+
+
+def identify(
+    namespace: Namespace, family: str, layers: int, dtype: str, kind: Kind, prefix: Tokens, start: int
+) -> Identity:
+    """The identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
+    return Identity(
+        namespace.digest(),
+        family,
+        layers,
+        dtype,
+        kind,
+        start,
+        np.ascontiguousarray(prefix[start:], np.int32),
+        prefix_digest(namespace, prefix[:start]),
+        prefix_digest(namespace, prefix),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """`payload` is written as it lies, one buffer after the other; it must not change until the store has ended."""
+
+    identity: Identity
+    payload: Sequence[Buffer]
+
+    def views(self) -> list[memoryview]:
+        return [view for buffer in self.payload if (view := as_bytes(buffer)).nbytes]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.payload)
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The buffer itself, byte by byte."""
+    view = buffer if isinstance(buffer, memoryview) else memoryview(buffer.data)
+    assert view.c_contiguous, "a payload is written as it lies"
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """What a tier knows of a record without reading its payload."""
+
+    identity: Identity
+    payload_bytes: int
+    stored_bytes: int  # with its header
+    last_use_s: float  # since the epoch
+    uses: int  # how often it was touched
+
+
+# -- storing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Durable: it is there after a crash."""
+
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyStored:
+    """Was there before; counts as used now."""
+
+
+class Refusal(StrEnum):
+    UNAVAILABLE = "unavailable"  # the tier takes no stores; its state says why
+    NO_ROOM = "no_room"  # nothing more can be freed under the cap
+    TOO_LARGE = "too_large"  # would never fit
+    QUEUE_FULL = "queue_full"  # the writer is behind
+    FAILED = "failed"  # the disk said no
+
+
+@dataclass(frozen=True, slots=True)
+class NotStored:
+    """Nothing of the record is visible, and nothing is counted for it."""
+
+    why: Refusal
+    detail: str = ""
+
+
+StoreOutcome = Stored | AlreadyStored | NotStored
+
+# -- loading -----------------------------------------------------------------------------------------------------
+
+
+class MissKind(StrEnum):
+    ABSENT = "absent"  # no such record: an ordinary miss
+    MISSING_BYTES = "missing_bytes"  # the record ends too early, or its file is gone
+    CHECKSUM = "checksum"
+    # A whole record, of something else:
+    OTHER_NAMESPACE = "other_namespace"  # weights, RoPE regime, adapter or tenant
+    OTHER_LAYERS = "other_layers"  # another family, number of layers or kind
+    OTHER_DTYPE = "other_dtype"
+    OTHER_POSITION = "other_position"
+    OTHER_TOKENS = "other_tokens"
+    OTHER_SIZE = "other_size"  # the caller expects another number of bytes
+    IO_ERROR = "io_error"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """Verified. `payload` are the caller's buffers if it gave some, and otherwise new ones, split as stored."""
+
+    payload: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """What the caller's buffers hold is void."""
+
+    kind: MissKind
+    detail: str = ""
+
+
+LoadResult = Loaded | Miss
+
+# -- the state of a tier -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsOnly:
+    """A store failed. Loads go on; stores are refused until `retry_at_s`, when one is tried again."""
+
+    reason: str
+    retry_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """No tier: every load is a miss and every store is refused."""
+
+    reason: str
+
+
+TierState = Ready | LoadsOnly | Off
+
+VictimOrder = Callable[[int], Iterable[RecordKey]]
+"""Asked for records to give up, worth so many bytes at least, best victim first. It may give fewer, or records that
+are gone; the least recently used follow. Called by the thread that stores; must not call the tier."""
+
+Gone = Callable[[Sequence[RecordKey]], None]
+"""Told which records have been evicted or quarantined, by whichever thread did it, which holds no lock of
+the tier's then."""
+
+
+class Tier(Protocol):
+    """No method raises for what a disk does: results and `state` say it."""
+
+    @property
+    def state(self) -> TierState: ...
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """One outcome for each record, in order."""
+        ...
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult: ...
+
+    def touch(self, keys: Iterable[RecordKey]) -> None: ...
+
+    def entries(self) -> Iterator[Entry]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,692 @@
+"""The disk tier: append-only segment files and an index of what lies in them.
+
+A store is visible once its bytes are synced and its row is committed, in this order, so that a crash at any instant
+loses what was not acknowledged and nothing else. A load believes nothing: header, identity, length and checksum are
+compared, and whatever differs is a miss, is counted under its kind, and is struck from the index.
+
+No method raises for what the disk does. A failed store turns the tier to `LoadsOnly` for a minute, a failed index to
+`Off`; each says so once, as a warning, and in `state`.
+
+Two locks, always taken in this order: `_storing` for whoever appends, evicts or compacts, and the index's own, which
+is never held while bytes are written. A load holds the second one only to find its row and open its file: from then
+on the bytes stay readable, even if the record is evicted or moved meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rootstock.tiers.archive import Unreadable, read_manifest, read_records, write_archive
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Buffer,
+    Entry,
+    Gone,
+    Identity,
+    Loaded,
+    LoadResult,
+    LoadsOnly,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    RecordKey,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    TierState,
+    VictimOrder,
+    as_bytes,
+)
+from rootstock.tiers.files import Files
+from rootstock.tiers.index import INDEX_NAMES, Index, Row, is_damage
+from rootstock.tiers.lock import DirectoryLock, lock_directory
+from rootstock.tiers.record import (
+    Encoded,
+    Head,
+    Place,
+    decode_identity,
+    difference,
+    encode,
+    read_head,
+    read_payload,
+    verify,
+)
+from rootstock.tiers.room import LEAST_CAP_BYTES, Budget, Room, RoomCounts, Usage, measure, remove_foreign
+from rootstock.tiers.segments import Segments, segment_number
+
+_log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 * 2**20
+RETRY_S = 60.0
+_IMPORT_BYTES = 16 * 2**20  # read into memory at once
+_FAULTS = (OSError, sqlite3.Error)
+# Errors of a read that say nothing about the record.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Since the directory was opened."""
+
+    stored_records: int = 0
+    stored_bytes: int = 0  # of records, with their headers
+    refused: Counter[Refusal] = field(default_factory=Counter)
+    loaded_records: int = 0
+    loaded_bytes: int = 0
+    misses: Counter[MissKind] = field(default_factory=Counter)
+    quarantined_records: int = 0
+    indexes_lost: int = 0  # the index could not be read at start: the directory began anew
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    key: RecordKey
+    miss: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a check of every record found. Nothing was changed."""
+
+    records: int
+    stored_bytes: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    records: int
+    archive_bytes: int
+    failures: tuple[Failure, ...]  # asked for, but missing or damaged: not in the archive
+
+
+@dataclass(frozen=True, slots=True)
+class NotExported:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    outcomes: tuple[StoreOutcome, ...]  # of the whole records, in the archive's order
+    damaged: tuple[Miss, ...]
+
+
+class DiskTier:
+    """One directory, owned by this process from `open` to `close`. Thread-safe."""
+
+    def __init__(
+        self,
+        files: Files,
+        folder: Path,
+        lock: DirectoryLock,
+        index: Index,
+        segments: Segments,
+        budget: Budget,
+        clock: Callable[[], float],
+        victims: VictimOrder | None,
+        gone: Gone | None,
+    ) -> None:
+        self._files = files
+        self._folder = folder
+        self._lock = lock
+        self._index = index
+        self._segments = segments
+        self._clock = clock
+        self._gone = gone
+        self._storing = threading.RLock()
+        self._counting = threading.Lock()
+        self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the last transaction that said so
+        self._state: TierState = Ready()
+        self._evicted: list[RecordKey] = []  # by the store that is under way
+        self._room = Room(
+            files,
+            folder,
+            index,
+            segments,
+            budget,
+            self._rewrite,
+            self._flush_uses,
+            victims,
+            self._evicted.extend,
+        )
+        self.counts = DiskCounts()
+
+    @staticmethod
+    def open(
+        folder: Path,
+        cap_bytes: int,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.time,
+        victims: VictimOrder | None = None,
+        gone: Gone | None = None,
+        files: Files | None = None,
+    ) -> DiskTier | Off:
+        """`cap_bytes` holds for everything under `folder`, which is made if it is not there. `Off` says why not, and
+        what to do."""
+        if cap_bytes < LEAST_CAP_BYTES:
+            return Off(f"--disk-budget is {cap_bytes:,} bytes, but must be at least {LEAST_CAP_BYTES:,}.")
+        files = files or Files()
+        budget = Budget.of(cap_bytes, segment_bytes)
+        try:
+            lock = lock_directory(files, folder)
+        except OSError as error:
+            return Off(f"{folder} can't be used: {error}. Give --disk-dir a directory that can be written.")
+        if isinstance(lock, Off):
+            return lock
+        lost = 0
+        counts = RoomCounts()
+        try:
+            # Before the index is made: it must not be what takes the directory over its cap.
+            usage = measure(files, folder, 0)
+            remove_foreign(files, usage, usage.charged_bytes - budget.usable_bytes, counts)
+            try:
+                index = Index.open(files, folder, budget.wal_bytes)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                _log.warning("The index of %s can't be read (%s): the disk tier begins anew.", folder, error)
+                lost = 1
+                for name in INDEX_NAMES:
+                    with suppress(FileNotFoundError):
+                        files.remove(folder / name)
+                index = Index.open(files, folder, budget.wal_bytes)
+            files.sync_folder(folder)
+            numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
+            # Rows count too: a segment's file may be gone, and a row must never find another's bytes in its place.
+            next_number = 1 + max([0, *numbers, *index.live_bytes()])
+        except _FAULTS as error:
+            lock.release()
+            return Off(f"{folder} can't be used: {error}.")
+        segments = Segments(files, folder, budget.segment_bytes, next_number)
+        tier = DiskTier(files, folder, lock, index, segments, budget, clock, victims, gone)
+        tier.counts.indexes_lost = lost
+        tier._room.counts = counts
+        tier._tidy()
+        return tier
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """One outcome for each record. What is `Stored` is durable; records are synced and committed in groups."""
+        encoded = [encode(record) for record in records]
+        outcomes: list[StoreOutcome] = []
+        with self._storing:
+            group: list[Encoded] = []
+            for record in encoded:
+                if group and not self._fits([*group, record]):
+                    outcomes += self._store_group(group)
+                    group = []
+                group.append(record)
+            if group:
+                outcomes += self._store_group(group)
+            evicted = self._evicted.copy()
+            self._evicted.clear()
+        self._tell_gone(evicted)
+        with self._counting:
+            for outcome in outcomes:
+                if isinstance(outcome, NotStored):
+                    self.counts.refused[outcome.why] += 1
+                elif isinstance(outcome, Stored):
+                    self.counts.stored_records += 1
+                    self.counts.stored_bytes += outcome.stored_bytes
+        return outcomes
+
+    def _fits(self, group: Sequence[Encoded]) -> bool:
+        """Whether these may be one transaction, and need no more room at once than a segment has."""
+        stored_bytes = sum(record.stored_bytes for record in group)
+        return stored_bytes <= self._room.budget.segment_bytes and self._index.fits(
+            [len(record.identity_raw) for record in group]
+        )
+
+    def _store_group(self, group: Sequence[Encoded]) -> list[StoreOutcome]:
+        if (refusal := self._refusal()) is not None:
+            return [refusal] * len(group)
+        try:
+            return self._append_and_commit(group)
+        except _FAULTS as error:
+            self._segments.abandon()
+            self._fault(error)
+            return [NotStored(Refusal.FAILED, str(error))] * len(group)
+
+    def _append_and_commit(self, group: Sequence[Encoded]) -> list[StoreOutcome]:
+        keys = [record.identity.key for record in group]
+        new: dict[RecordKey, Encoded] = {}
+        for key, record in zip(keys, group, strict=True):
+            if self._index.find(key) is None:
+                new.setdefault(key, record)
+        self.touch(set(keys) - set(new))  # first, so that they are not what makes room
+        refusal = self._make_room(list(new.values()))
+        if new and refusal is None:
+            self._write(new)
+        outcomes: list[StoreOutcome] = []
+        for key in keys:
+            if refusal is None and (written := new.pop(key, None)) is not None:
+                outcomes.append(Stored(written.stored_bytes))
+            elif self._index.find(key) is not None:
+                outcomes.append(AlreadyStored())
+            else:
+                outcomes.append(refusal or NotStored(Refusal.NO_ROOM, "it was evicted for its own group"))
+        return outcomes
+
+    def _make_room(self, records: Sequence[Encoded]) -> NotStored | None:
+        needed_bytes = sum(record.stored_bytes for record in records)
+        if not self._index.fits([len(record.identity_raw) for record in records]):
+            return NotStored(Refusal.TOO_LARGE, "its tokens alone are too much for one transaction")
+        if needed_bytes > self._room.budget.usable_bytes:
+            return NotStored(Refusal.TOO_LARGE, f"{needed_bytes:,} bytes do not fit under the cap")
+        if records and not self._room.make(needed_bytes):
+            return NotStored(Refusal.NO_ROOM, "nothing more can be freed under the cap")
+        return None
+
+    def _write(self, records: dict[RecordKey, Encoded]) -> None:
+        now_s = self._clock()
+        rows = []
+        for key, record in records.items():
+            place = self._segments.append(record)
+            identity = record.identity
+            rows.append(Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0))
+        self._segments.sync()
+        self._index.insert(rows)
+        self._segments.keep()
+        if isinstance(self._state, LoadsOnly):
+            self._state = Ready()
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """Reads into the caller's writable buffers, which together have as many bytes as the payload, or into new
+        ones. Whatever is wrong is a miss."""
+        result = self._load(identity, into)
+        with self._counting:
+            if isinstance(result, Miss):
+                self.counts.misses[result.kind] += 1
+            else:
+                self.counts.loaded_records += 1
+                self.counts.loaded_bytes += sum(view.nbytes for view in result.payload)
+        return result
+
+    def _load(self, identity: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+        if isinstance(self._state, Off):
+            return Miss(MissKind.UNAVAILABLE, self._state.reason)
+        key = identity.key
+        try:
+            found = self._find_and_open(key)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return Miss(MissKind.IO_ERROR, str(error))
+        if found is None:
+            return Miss(MissKind.ABSENT)
+        place, fd = found
+        try:
+            if isinstance(fd, OSError):
+                raise fd
+            result = self._read(fd, place, identity, into)
+        except FileNotFoundError:
+            result = Miss(MissKind.MISSING_BYTES, "the segment is gone")
+        except OSError as error:
+            result = Miss(MissKind.IO_ERROR, str(error))
+            if error.errno in _PASSING:
+                return result
+        finally:
+            if isinstance(fd, int):
+                self._close(fd)
+        if isinstance(result, Miss):
+            self._strike(key, place)
+        return result
+
+    def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
+        """Where the record lies, and its file, open: both at once, before a compaction can come between."""
+        with self._index.lock:
+            row = self._index.find(key)
+            if row is None:
+                return None
+            try:
+                return row.place, self._files.open_read(self._segments.path(row.place.segment))
+            except OSError as error:
+                return row.place, error
+
+    def _close(self, fd: int) -> None:
+        with suppress(OSError):
+            self._files.close(fd)
+
+    def _read(self, fd: int, place: Place, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+        head = read_head(self._files, fd, place)
+        if isinstance(head, Miss):
+            return head
+        kind = difference(asked, head.identity)
+        views = _views(head, into)
+        if kind is None and sum(view.nbytes for view in views) != place.payload_bytes:
+            kind = MissKind.OTHER_SIZE
+        if kind is not None:
+            # A whole record of something else, or a damaged one: only its checksum can tell.
+            whole = verify(self._files, fd, place)
+            return whole if isinstance(whole, Miss) else Miss(kind, "the row leads to another record")
+        damage = read_payload(self._files, fd, place, head, views)
+        return damage or Loaded(tuple(views))
+
+    def _strike(self, key: RecordKey, place: Place) -> None:
+        """Quarantine: the row goes, and with it the record; its bytes are dead until their segment is removed."""
+        try:
+            struck = self._index.delete_at(key, place)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return
+        if struck:
+            with self._counting:
+                self.counts.quarantined_records += 1
+            self._tell_gone([key])
+
+    def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
+        if keys and self._gone is not None:
+            self._gone(keys)
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        """Strikes records that somebody has found to be wrong, here or by computing them anew."""
+        for key in keys:
+            try:
+                row = self._index.find(key)
+            except sqlite3.Error as error:
+                self._index_fault(error)
+                return
+            if row is not None:
+                self._strike(key, row.place)
+
+    # -- use and contents ----------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        """These were used now. Kept in memory until the next store, so that it costs nothing where it is called."""
+        now_s = self._clock()
+        with self._counting:
+            for key in keys:
+                _, count = self._uses.get(key, (now_s, 0))
+                self._uses[key] = (now_s, count + 1)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record, what it continues before it, without touching payloads. Rows that are not as they were
+        written are struck. Ends early if the index fails."""
+        try:
+            self._flush_uses()
+            for row in self._index.rows(self._index.keys()):
+                identity = decode_identity(row.identity)
+                if identity is None or identity.key != row.key:
+                    with self._counting:
+                        self.counts.misses[MissKind.CHECKSUM] += 1
+                    self._strike(row.key, row.place)
+                    continue
+                place = row.place
+                yield Entry(identity, place.payload_bytes, place.stored_bytes, row.last_use_s, row.uses)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+
+    def clear(self) -> None:
+        """Removes every record. Loads that have begun end well."""
+        with self._storing:
+            try:
+                keys = self._index.keys()
+                self._index.delete(keys)
+                self._room.remove_dead(self._room.usage())
+            except _FAULTS as error:
+                self._fault(error)
+                return
+        self._tell_gone(keys)
+
+    def verify(self) -> Verified:
+        """Reads every record. Changes nothing: `quarantine` takes the keys of the failures."""
+        failures: list[Failure] = []
+        records = stored_bytes = 0
+        try:
+            for row in self._index.rows(self._index.keys()):
+                records += 1
+                stored_bytes += row.place.stored_bytes
+                if (miss := self._check(row)) is not None:
+                    failures.append(Failure(row.key, miss))
+        except sqlite3.Error as error:
+            self._index_fault(error)
+        return Verified(records, stored_bytes, tuple(failures))
+
+    def _check(self, row: Row) -> Miss | None:
+        identity = decode_identity(row.identity)
+        if identity is None or identity.key != row.key:
+            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+        try:
+            fd = self._files.open_read(self._segments.path(row.place.segment))
+        except FileNotFoundError:
+            return Miss(MissKind.MISSING_BYTES, "the segment is gone")
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        try:
+            head = verify(self._files, fd, row.place)
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        finally:
+            self._close(fd)
+        if isinstance(head, Miss):
+            return head
+        kind = difference(identity, head.identity)
+        return None if kind is None else Miss(kind, "the row leads to another record")
+
+    # -- archives ------------------------------------------------------------------------------------------------
+
+    def export(self, keys: Iterable[RecordKey], path: Path) -> Exported | NotExported:
+        """Writes these records into one file, which replaces `path` when it is whole."""
+        if path.resolve().is_relative_to(self._folder.resolve()):
+            return NotExported(f"{path} is within the tier's own directory, where it would be deleted.")
+        failures: list[Failure] = []
+        records = 0
+
+        def whole() -> Iterator[Encoded]:
+            nonlocal records
+            for key in keys:
+                copy = self._export_one(key)
+                if isinstance(copy, Miss):
+                    failures.append(Failure(key, copy))
+                else:
+                    records += 1
+                    yield copy
+
+        try:
+            archive_bytes = write_archive(self._files, path, whole())
+        except OSError as error:
+            return NotExported(f"{path} can't be written: {error}.")
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return NotExported(f"the index failed: {error}.")
+        return Exported(records, archive_bytes, tuple(failures))
+
+    def _export_one(self, key: RecordKey) -> Encoded | Miss:
+        with self._index.lock:
+            row = self._index.find(key)
+            if row is None:
+                return Miss(MissKind.ABSENT)
+            try:
+                fd = self._files.open_read(self._segments.path(row.place.segment))
+            except OSError as error:
+                return Miss(MissKind.MISSING_BYTES, str(error))
+        try:
+            return self._copy(fd, row)
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        finally:
+            self._close(fd)
+
+    def import_(self, path: Path) -> Imported | Unreadable:
+        """Stores the records of an archive, each verified. Records of other namespaces are stored as well: nobody
+        here will ask for them."""
+        outcomes: list[StoreOutcome] = []
+        damaged: list[Miss] = []
+        try:
+            archive_bytes = path.stat().st_size
+            fd = self._files.open_read(path)
+        except OSError as error:
+            return Unreadable(str(error))
+        try:
+            places = read_manifest(self._files, fd, archive_bytes)
+            if isinstance(places, Unreadable):
+                return places
+            group: list[Record] = []
+            for record in read_records(self._files, fd, places):
+                if isinstance(record, Miss):
+                    damaged.append(record)
+                    continue
+                group.append(record)
+                if sum(record.payload_bytes for record in group) >= _IMPORT_BYTES:
+                    outcomes += self.store(group)
+                    group = []
+            outcomes += self.store(group)
+        except OSError as error:
+            return Unreadable(str(error))
+        finally:
+            self._close(fd)
+        return Imported(tuple(outcomes), tuple(damaged))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TierState:
+        return self._state
+
+    @property
+    def room_counts(self) -> RoomCounts:
+        return self._room.counts
+
+    @property
+    def written_bytes(self) -> int:
+        """To the disk, by everything: stores, compactions, the index."""
+        return self._segments.written_bytes + self._index.written_bytes
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written per byte stored; 1 if nothing was stored."""
+        stored_bytes = self.counts.stored_bytes
+        return self.written_bytes / stored_bytes if stored_bytes else 1.0
+
+    def usage(self) -> Usage:
+        """Measured now. Raises OSError and sqlite3.Error."""
+        return self._room.usage()
+
+    def close(self) -> None:
+        with self._storing, self._index.lock:
+            if isinstance(self._state, Off) and self._state.reason == _CLOSED:
+                return
+            with suppress(*_FAULTS):
+                self._flush_uses()
+                self._index.write_back()
+            self._state = Off(_CLOSED)
+            self._segments.close()
+            self._index.close()
+            with suppress(OSError):
+                self._lock.release()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> NotStored | None:
+        match self._state:
+            case Off(reason):
+                return NotStored(Refusal.UNAVAILABLE, reason)
+            case LoadsOnly(reason, retry_at_s) if self._clock() < retry_at_s:
+                return NotStored(Refusal.UNAVAILABLE, reason)
+            case _:
+                return None
+
+    def _fault(self, error: Exception) -> None:
+        """A store failed. One warning until a store succeeds again."""
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            self._index_fault(error)
+            return
+        if isinstance(self._state, Ready):
+            _log.warning(
+                "The disk tier in %s takes no stores for now: %s. Requests go on.", self._folder, error
+            )
+        if not isinstance(self._state, Off):
+            self._state = LoadsOnly(str(error), self._clock() + RETRY_S)
+
+    def _index_fault(self, error: Exception) -> None:
+        if not isinstance(self._state, Off):
+            _log.warning(
+                "The disk tier in %s is off, its index failed: %s. Requests go on.", self._folder, error
+            )
+            self._state = Off(f"the index failed: {error}")
+
+    def _flush_uses(self) -> None:
+        with self._counting:
+            uses, self._uses = self._uses, {}
+        self._index.touch([(key, last_use_s, count) for key, (last_use_s, count) in uses.items()])
+
+    def _rewrite(self, number: int) -> None:
+        """Copies the records that live in a segment to the open one, and lets their rows lead there once the copies
+        are synced. Damaged records are struck instead. The segment is dead afterwards."""
+        moves: list[tuple[RecordKey, Place, Place]] = []
+        damaged: list[Row] = []
+        fd = self._files.open_read(self._segments.path(number))
+        try:
+            for row in self._index.of_segment(number):
+                copied = self._copy(fd, row)
+                if isinstance(copied, Miss):
+                    with self._counting:
+                        self.counts.misses[copied.kind] += 1
+                    damaged.append(row)
+                else:
+                    moves.append((row.key, row.place, self._segments.append(copied)))
+            self._segments.sync()
+        except OSError:
+            self._segments.abandon()
+            raise
+        finally:
+            self._close(fd)
+        # From here on rows may lead to the copies: they are not taken back, whatever happens.
+        self._segments.keep()
+        self._index.move(moves)
+        for row in damaged:
+            self._strike(row.key, row.place)
+
+    def _copy(self, fd: int, row: Row) -> Encoded | Miss:
+        identity = decode_identity(row.identity)
+        if identity is None:
+            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+        loaded = self._read(fd, row.place, identity, None)
+        return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
+
+    def _tidy(self) -> None:
+        """Deals with what a crash, a smaller cap or somebody else has left: rows without bytes, bytes without rows,
+        too much of everything."""
+        with self._storing:
+            try:
+                usage = measure(self._files, self._folder, 0)
+                for number, end in self._index.ends().items():
+                    length = usage.segments.get(number, 0)
+                    if end > length:
+                        short = self._index.beyond(number, length)
+                        self._index.delete(short)
+                        self.counts.misses[MissKind.MISSING_BYTES] += len(short)
+                        self.counts.quarantined_records += len(short)
+                    elif end < length:
+                        self._files.truncate(self._segments.path(number), end)
+                self._room.remove_dead(usage)
+                if not self._room.make(0):
+                    raise OSError(
+                        errno.EDQUOT, "what lies there is more than --disk-budget, and can't be removed"
+                    )
+            except _FAULTS as error:
+                self._fault(error)
+
+
+_CLOSED = "closed"
+
+
+def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:
+    if into is not None:
+        return [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+    return [memoryview(bytearray(length)) for length in head.buffer_bytes]

@@ -1,0 +1,403 @@
+"""The disk tier when nothing fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rootstock.cache.keys import Namespace
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Kind,
+    Loaded,
+    LoadsOnly,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    identify,
+)
+from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.lock import LOCK_NAME
+from tiers.helpers import (
+    CAP_BYTES,
+    NAMESPACE,
+    Clock,
+    directory_bytes,
+    identity_of,
+    is_right,
+    joined,
+    open_tier,
+    prefix,
+    record_of,
+    records,
+    segment_files,
+)
+
+
+def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    record = records(1)[0]
+    assert isinstance(tier.store([record])[0], Stored)
+    loaded = tier.load(record.identity)
+    assert isinstance(loaded, Loaded)
+    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
+
+
+def test_a_load_fills_the_callers_buffers_however_they_are_divided(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    record = record_of(identity_of(1), 3000)
+    tier.store([record])
+    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
+    assert is_right(tier.load(record.identity, buffers), record)
+    assert joined(buffers) == joined(record.payload)
+
+
+def test_buffers_of_another_size_are_a_miss_of_that_kind(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    record = record_of(identity_of(1), 3000)
+    tier.store([record])
+    result = tier.load(record.identity, [np.zeros(2999, np.uint8)])
+    assert isinstance(result, Miss)
+    assert result.kind is MissKind.OTHER_SIZE
+    assert tier.counts.misses == {MissKind.OTHER_SIZE: 1}
+
+
+def test_a_group_is_committed_together_and_duplicates_are_stored_once(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
+    group = records(5)
+    outcomes = tier.store([*group, group[0]])
+    assert [type(outcome) for outcome in outcomes] == [Stored] * 5 + [AlreadyStored]
+    assert [type(outcome) for outcome in tier.store(group)] == [AlreadyStored] * 5
+    assert tier.counts.stored_records == 5
+    assert tier.written_bytes > tier.counts.stored_bytes
+    assert all(is_right(tier.load(record.identity), record) for record in group)
+
+
+def test_a_state_is_found_by_its_position_whatever_start_it_was_stored_with(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    tokens = prefix(3, 40)
+    stored = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, 16)
+    record = record_of(stored)
+    tier.store([record])
+    for start in (0, 16, 39, 40):
+        assert is_right(
+            tier.load(identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, start)), record
+        )
+    earlier = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens[:39], 16)
+    assert tier.load(earlier) == Miss(MissKind.ABSENT)
+
+
+def test_another_namespace_dtype_position_or_token_is_another_record(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    tier.store([record_of(identity_of(1))])
+    for other in (
+        identity_of(2),
+        identity_of(1, start=15),
+        identity_of(1, end=28),
+        identity_of(1, dtype="bfloat16"),
+        identity_of(1, layers=5),
+        identity_of(1, kind=Kind.STATE),
+        identity_of(1, namespace=Namespace("weights", "float32", salt="tenant")),
+        identity_of(1, namespace=Namespace("other weights", "float32")),
+    ):
+        assert tier.load(other) == Miss(MissKind.ABSENT)
+
+
+def test_after_a_restart_everything_is_there_with_its_use(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = open_tier(tmp_path / "tier", clock=clock)
+    stored = records(6)
+    tier.store(stored)
+    clock.now_s = 2000.0
+    tier.touch([stored[2].identity.key] * 2)
+    tier.close()
+    again = open_tier(tmp_path / "tier", clock=clock)
+    entries = {entry.identity.key: entry for entry in again.entries()}
+    assert set(entries) == {record.identity.key for record in stored}
+    for index, record in enumerate(stored):
+        entry = entries[record.identity.key]
+        assert np.array_equal(entry.identity.tokens, record.identity.tokens)
+        assert (entry.identity.start, entry.identity.parent) == (
+            record.identity.start,
+            record.identity.parent,
+        )
+        assert entry.payload_bytes == record.payload_bytes
+        assert (entry.last_use_s, entry.uses) == ((2000.0, 2) if index == 2 else (1000.0, 0))
+        assert is_right(again.load(record.identity), record)
+
+
+def test_entries_come_after_what_they_continue(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    ends = [48, 16, 40, 32]
+    tier.store([record_of(identity_of(1, end - 8, end)) for end in ends])
+    assert [entry.identity.end for entry in tier.entries()] == sorted(ends)
+
+
+def test_the_least_recently_used_go_first_and_of_a_chain_its_end(tmp_path: Path) -> None:
+    clock = Clock()
+    gone: list[bytes] = []
+    tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
+    chain = [record_of(identity_of(1, start, start + 16), 20_000) for start in range(0, 160, 16)]
+    tier.store(chain)
+    clock.now_s += 1
+    others = records(10, 20_000, first=50)
+    tier.store(others)
+    clock.now_s += 1
+    tier.touch([record.identity.key for record in others])
+    while not gone:
+        clock.now_s += 1
+        tier.store(records(1, 20_000, first=int(clock.now_s)))
+    expected = [record.identity.key for record in reversed(chain)]
+    assert gone == expected[: len(gone)]
+    assert tier.load(chain[-1].identity) == Miss(MissKind.ABSENT)
+    assert is_right(tier.load(chain[0].identity), chain[0])
+
+
+def test_a_given_order_of_victims_is_followed(tmp_path: Path) -> None:
+    gone: list[bytes] = []
+    wanted: list[bytes] = []
+    tier = open_tier(tmp_path / "tier", victims=lambda needed_bytes: list(wanted), gone=gone.extend)  # type: ignore[arg-type]
+    first = records(10, 20_000)
+    tier.store(first)
+    wanted += [first[7].identity.key, b"x" * 16, first[4].identity.key, first[4].identity.key]
+    seed = 100
+    while len(gone) < 3:
+        tier.store(records(1, 20_000, first=seed))
+        seed += 1
+    assert gone[:3] == [first[7].identity.key, first[4].identity.key, first[0].identity.key]
+
+
+def test_the_cap_is_never_exceeded_under_churn_and_amplification_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    clock = Clock()
+    rng = np.random.default_rng(0)
+    tier = open_tier(folder, clock=clock)
+    live: list[Record] = []
+    worst = 0
+    for seed in range(400):
+        clock.now_s += 1
+        record = record_of(identity_of(seed, 0, int(rng.integers(1, 400))), int(rng.integers(1, 30_000)))
+        assert isinstance(tier.store([record])[0], Stored)
+        live.append(record)
+        tier.touch([live[int(i)].identity.key for i in rng.integers(max(0, seed - 30), seed + 1, 3)])
+        worst = max(worst, directory_bytes(folder))
+        assert worst <= CAP_BYTES
+        assert tier.usage().wal_bytes <= CAP_BYTES // 8
+    assert worst > 0.6 * CAP_BYTES
+    counts = tier.room_counts
+    assert counts.evicted_records > 300
+    assert counts.compacted_segments > 0
+    assert counts.removed_segments > 0
+    assert tier.counts.stored_bytes > sum(record.payload_bytes for record in live)
+    assert 1.0 < tier.write_amplification < 30  # small records, and a transaction for each of them
+    kept = [record for record in live if not isinstance(tier.load(record.identity), Miss)]
+    assert len(kept) > 15
+    assert all(is_right(tier.load(record.identity), record) for record in kept)
+    assert set(tier.counts.misses) == {MissKind.ABSENT}
+
+
+def test_a_record_larger_than_a_segment_has_one_of_its_own_and_one_larger_than_the_cap_is_refused(
+    tmp_path: Path,
+) -> None:
+    tier = open_tier(tmp_path / "tier")
+    small, large = record_of(identity_of(1)), record_of(identity_of(2), 200_000)
+    tier.store([small, large])
+    assert len(list(segment_files(tmp_path / "tier"))) == 2
+    assert is_right(tier.load(large.identity), large)
+    outcome = tier.store([record_of(identity_of(3), CAP_BYTES)])[0]
+    assert isinstance(outcome, NotStored)
+    assert outcome.why is Refusal.TOO_LARGE
+    assert is_right(tier.load(small.identity), small)
+    assert tier.counts.refused == {Refusal.TOO_LARGE: 1}
+
+
+def test_foreign_files_are_counted_ignored_and_collected_first(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    open_tier(folder).close()
+    (folder / "v0").mkdir()
+    (folder / "v0" / "blocks.bin").write_bytes(bytes(300_000))
+    (folder / "v0-00000001.segment").write_bytes(bytes(200_000))
+    tier = open_tier(folder)
+    assert tier.usage().foreign_bytes == 500_000
+    assert list(tier.entries()) == []
+    stored = records(30, 20_000)
+    tier.store(stored[:4])
+    assert tier.usage().foreign_bytes > 0
+    tier.store(stored[4:])
+    assert tier.usage().foreign_bytes == 0
+    assert tier.room_counts.removed_foreign_bytes == 500_000
+    assert all(is_right(tier.load(record.identity), record) for record in stored)
+    assert directory_bytes(folder) <= CAP_BYTES
+
+
+def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder, 3 * CAP_BYTES)
+    stored = records(80, 20_000)
+    tier.store(stored)
+    tier.close()
+    assert directory_bytes(folder) > CAP_BYTES
+    again = open_tier(folder)
+    assert again.state == Ready()
+    assert directory_bytes(folder) <= CAP_BYTES
+    results = [again.load(record.identity) for record in stored]
+    assert all(isinstance(r, Miss) or is_right(r, record) for r, record in zip(results, stored, strict=True))
+    assert sum(isinstance(r, Loaded) for r in results) > 10
+
+
+def test_what_is_not_ours_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    refused = DiskTier.open(tmp_path, CAP_BYTES)
+    assert isinstance(refused, Off)
+    assert "thesis.tex" in refused.reason
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    refused = DiskTier.open(tmp_path / "tier", CAP_BYTES - 1)
+    assert isinstance(refused, Off)
+    assert "--disk-budget" in refused.reason
+
+
+def test_a_second_process_is_refused_at_once_and_told_who_has_the_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder)
+    program = (
+        "import sys; from pathlib import Path; from rootstock.tiers.disk import DiskTier;"
+        f"print(DiskTier.open(Path(sys.argv[1]), {CAP_BYTES}))"
+    )
+    run = [sys.executable, "-c", program, str(folder)]
+    refused = subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert "in use by another process" in refused
+    assert str(os.getpid()) in refused
+    tier.close()
+    assert (
+        "DiskTier object"
+        in subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout
+    )
+
+
+def test_the_lock_holds_within_a_process_too(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    assert isinstance(DiskTier.open(tmp_path / "tier", CAP_BYTES), Off)
+    tier.close()
+    tier.close()
+    open_tier(tmp_path / "tier").close()
+    assert (tmp_path / "tier" / LOCK_NAME).exists()
+
+
+def test_a_closed_tier_answers_that_it_is_off(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    record = records(1)[0]
+    tier.store([record])
+    tier.close()
+    assert isinstance(tier.state, Off)
+    assert isinstance(miss := tier.load(record.identity), Miss)
+    assert miss.kind is MissKind.UNAVAILABLE
+    assert isinstance(outcome := tier.store([record])[0], NotStored)
+    assert outcome.why is Refusal.UNAVAILABLE
+
+
+def test_clearing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    gone: list[bytes] = []
+    tier = open_tier(folder, gone=gone.extend)
+    stored = records(10)
+    tier.store(stored)
+    tier.clear()
+    assert len(gone) == 10
+    assert list(tier.entries()) == []
+    assert list(segment_files(folder)) == []
+    tier.store(stored[:1])
+    assert is_right(tier.load(stored[0].identity), stored[0])
+
+
+def test_verify_reports_each_damaged_record_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder)
+    stored = records(8)
+    tier.store(stored)
+    tier.close()
+    path = next(segment_files(folder))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    again = open_tier(folder)
+    found = again.verify()
+    assert found.records == 8
+    assert [failure.miss.kind for failure in found.failures] == [MissKind.CHECKSUM]
+    assert again.verify() == found
+    again.quarantine([failure.key for failure in found.failures])
+    assert again.verify().failures == ()
+    assert again.counts.quarantined_records == 1
+    assert again.usage().dead_bytes > 3000
+
+
+def test_an_archive_moves_records_to_another_directory(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    stored = records(6)
+    tier.store(stored)
+    keys = [record.identity.key for record in stored[:4]]
+    exported = tier.export([*keys, b"?" * 16], tmp_path / "prefixes.rootstock")  # type: ignore[list-item]
+    assert (exported.records, len(exported.failures)) == (4, 1)  # type: ignore[union-attr]
+    assert exported.archive_bytes == (tmp_path / "prefixes.rootstock").stat().st_size  # type: ignore[union-attr]
+    other = open_tier(tmp_path / "other")
+    imported = other.import_(tmp_path / "prefixes.rootstock")
+    assert [type(outcome) for outcome in imported.outcomes] == [Stored] * 4  # type: ignore[union-attr]
+    assert all(is_right(other.load(record.identity), record) for record in stored[:4])
+    assert {entry.identity.key for entry in other.entries()} == set(keys)
+
+
+def test_a_damaged_archive_gives_nothing_wrong(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    stored = records(4, 300)
+    tier.store(stored)
+    path = tmp_path / "prefixes"
+    tier.export([record.identity.key for record in stored], path)
+    content = path.read_bytes()
+    rng = np.random.default_rng(1)
+    for case in range(60):
+        broken = bytearray(content)
+        if case % 2:
+            broken[int(rng.integers(8, len(broken)))] ^= 1 << int(rng.integers(8))
+        else:
+            del broken[int(rng.integers(len(broken))) :]
+        path.write_bytes(broken)
+        tier.clear()
+        tier.import_(path)
+        for record in stored:
+            result = tier.load(record.identity)
+            assert isinstance(result, Miss) or is_right(result, record)
+        if case % 2 == 0:
+            assert list(tier.entries()) == []
+
+
+def test_an_export_into_the_tiers_own_directory_is_refused(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    assert "own directory" in tier.export([], tmp_path / "tier" / "archive").reason  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_no_tier(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir(mode=0o555)
+    assert isinstance(DiskTier.open(tmp_path / "tier", CAP_BYTES), Off)
+
+
+def test_no_state_is_left_over_when_everything_went_well(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    tier.store(records(3))
+    assert tier.state == Ready()
+    assert not isinstance(tier.state, LoadsOnly)
+    usage = tier.usage()
+    assert usage.dead_bytes == 0
+    assert usage.total_bytes == directory_bytes(tmp_path / "tier")

@@ -1,0 +1,182 @@
+"""The writer: what is queued is readable, nothing is waited for, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rootstock.tiers.base import (
+    Buffer,
+    Entry,
+    Identity,
+    LoadResult,
+    Miss,
+    MissKind,
+    NotStored,
+    Ready,
+    Record,
+    RecordKey,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    TierState,
+)
+from rootstock.tiers.mover import Mover, Queued
+from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
+
+
+class SlowTier:
+    """Stores when it is let; a dictionary otherwise."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Event()
+        self.stored: dict[RecordKey, Record] = {}
+        self.groups: list[int] = []
+        self.fails = False
+
+    @property
+    def state(self) -> TierState:
+        return Ready()
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.fails:
+            raise ZeroDivisionError("a bug")
+        self.groups.append(len(records))
+        self.stored |= {record.identity.key: record for record in records}
+        return [Stored(record.payload_bytes) for record in records]
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        return Miss(MissKind.ABSENT)
+
+    def touch(self, keys: Iterable[RecordKey]) -> None: ...
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(())
+
+    def close(self) -> None: ...
+
+
+def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 10_000)
+    first, second = records(2)
+    assert mover.put(first) == Queued()
+    assert tier.begun.wait(10)
+    assert mover.put(second) == Queued()
+    for record in (first, second):
+        assert is_right(mover.load(record.identity), record)
+        buffers = [np.zeros(n, np.uint8) for n in (1000, 1, 1999)]
+        assert is_right(mover.load(record.identity, buffers), record)
+        assert joined(buffers) == joined(record.payload)
+    assert mover.load(identity_of(99)) == Miss(MissKind.ABSENT)
+    assert mover.load(first.identity, [np.zeros(7, np.uint8)]) == Miss(MissKind.OTHER_SIZE)
+    tier.go.set()
+    mover.close()
+    assert mover.waiting_bytes == 0
+
+
+def test_a_put_that_does_not_fit_is_refused_at_once_and_counted() -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 7000)
+    first, second, third = records(3)
+    assert [mover.put(first), mover.put(second), mover.put(second)] == [Queued()] * 3
+    assert mover.put(third) == NotStored(Refusal.QUEUE_FULL)
+    assert mover.waiting_bytes == 6000
+    assert (mover.counts.queued_records, mover.counts.refused_records) == (2, 1)
+    tier.go.set()
+    mover.drain()
+    assert mover.put(third) == Queued()
+    mover.close()
+    assert set(tier.stored) == {record.identity.key for record in (first, second, third)}
+
+
+def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 100_000)
+    told: list[tuple[RecordKey, StoreOutcome]] = []
+    group = records(3)
+    for record in group:
+        mover.put(record, lambda key, outcome: told.append((key, outcome)))
+    mover.put(group[2], lambda key, outcome: told.append((key, outcome)))
+    assert told == []
+    tier.go.set()
+    mover.drain()
+    mover.close()
+    keys = [record.identity.key for record in group]
+    assert [key for key, _ in told] == [*keys, keys[2]]
+    assert all(isinstance(outcome, Stored) for _, outcome in told)
+
+
+def test_closing_stores_what_is_queued_and_takes_no_more() -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 100_000)
+    group = records(8)
+    for record in group:
+        mover.put(record)
+    threading.Timer(0.05, tier.go.set).start()
+    mover.close()
+    assert len(tier.stored) == 8
+    assert len(tier.groups) <= 2  # stored together, not one by one
+    assert mover.put(group[0]) == NotStored(Refusal.UNAVAILABLE, "closed")
+    mover.close()
+
+
+def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    tier = SlowTier()
+    tier.go.set()
+    tier.fails = True
+    mover = Mover(tier, 100_000)
+    first, second = records(2)
+    outcomes: list[StoreOutcome] = []
+
+    def listener(key: RecordKey, outcome: StoreOutcome) -> None:
+        outcomes.append(outcome)
+        raise KeyError("a bug of the listener's")
+
+    mover.put(first, listener)
+    mover.drain()
+    tier.fails = False
+    mover.put(second)
+    mover.close()
+    assert outcomes == [NotStored(Refusal.FAILED, "a bug")]
+    assert set(tier.stored) == {second.identity.key}
+    assert len(caplog.records) == 2
+
+
+def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
+    mover = Mover(tier, 4 * CAP_BYTES, group_bytes=20_000)
+    group = [record_of(identity_of(seed), 4000) for seed in range(120)]
+    wrong: list[object] = []
+    published = 0
+    done = threading.Event()
+
+    def read() -> None:
+        rng = np.random.default_rng(1)
+        while not done.is_set():
+            if published:
+                record = group[int(rng.integers(published))]
+                result = mover.load(record.identity)
+                if not is_right(result, record):
+                    wrong.append(result)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for record in group:
+        assert mover.put(record) == Queued()
+        published += 1
+    mover.close()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert tier.counts.stored_records == 120
+    tier.close()
