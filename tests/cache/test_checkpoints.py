@@ -567,3 +567,19 @@ def test_the_end_of_a_prompt_goes_when_its_conversation_goes_on_from_the_answer_
     run(cache, ints(lease.tokens.tolist(), range(200, 220)))
     assert 40 not in checkpoints(cache)
     assert 50 in checkpoints(cache)
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+def test_a_checkpoint_that_somebody_waits_for_is_left_at_the_expense_of_what_is_worth_more(
+    somebody_waits: bool,
+) -> None:
+    cache = make_hybrid(FULL, RecurrentState(1, 40), blocks=3, block_size=4)
+    run(cache, ints(range(40)), boundaries={40: "system"})  # worth a lot
+    (valuable,) = checkpoints(cache).values()
+    lease, _ = admit(cache, ints(range(100, 112)), boundaries={4: "tool"})
+    if somebody_waits:
+        cache.ask_for_checkpoint(lease, 4)
+    assert cache.pools.free_bytes < 40
+    prefill(cache, lease, 4)
+    assert (4 in checkpoints(cache)) == somebody_waits
+    assert (valuable.node is None) == somebody_waits

@@ -352,6 +352,7 @@ class KVCache:
         """Another request waits for this one and will part from it at `position`, which is not computed yet."""
         if not self.pools.resume_anywhere and lease.computed < position <= lease.known:
             lease.cuts.setdefault(position, CheckpointKind.DIVERGENCE)
+            lease.waited_for.add(position)
 
     def extend(self, lease: Lease, new_tokens: int) -> Extended | Deferred:
         """Reserves what the next `new_tokens` positions need, before the forward that computes them.
@@ -449,8 +450,8 @@ class KVCache:
             return NOTHING
         checkpoint = self._checkpoint(lease, kind, NO_SLOT)
         rows = [0] * (len(self.pools.every) - 1) + [1]
-        # A new checkpoint is not wanted by anybody yet, but whoever waits for it must not wait in vain.
-        rank = (kind is CheckpointKind.DIVERGENCE, self._policy(checkpoint))
+        # Nobody's claim hangs on a new checkpoint yet, but whoever waits for it must not wait in vain.
+        rank = (lease.computed in lease.waited_for, self._policy(checkpoint))
         if not self.pools.can_have(rows) or not self.tree.make_room_below(rows, rank):
             self.counters.checkpoints_skipped += 1
             return NOTHING

@@ -87,6 +87,7 @@ class Lease:
         "slot",
         "sources",
         "tip",
+        "waited_for",
     )
 
     def __init__(
@@ -110,6 +111,7 @@ class Lease:
         self.replaced: list[int] = []  # blocks of pinned nodes that the table replaces by others
         self.slot: SlotId = NO_SLOT  # the working state; nobody else reads or writes it
         self.cuts: dict[int, CheckpointKind] = {}  # where a checkpoint is to be left, all beyond `computed`
+        self.waited_for: set[int] = set()  # those cuts for which another request waits
         self.left: list[Checkpoint] = []  # that it has left
         self.resumed_from: Checkpoint | None = None  # pinned until something is computed
         self.sources: list[
