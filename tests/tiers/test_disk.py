@@ -154,13 +154,31 @@ def test_the_least_recently_used_go_first_and_of_a_chain_its_end(tmp_path: Path)
     tier.store(others)
     clock.now_s += 1
     tier.touch([record.identity.key for record in others])
+    seeds = iter(range(1000, 1200))
     while not gone:
         clock.now_s += 1
-        tier.store(records(1, 20_000, first=int(clock.now_s)))
+        tier.store(records(1, 20_000, first=next(seeds)))
     expected = [record.identity.key for record in reversed(chain)]
     assert gone == expected[: len(gone)]
     assert tier.load(chain[-1].identity) == Miss(MissKind.ABSENT)
     assert is_right(tier.load(chain[0].identity), chain[0])
+
+
+def test_what_is_stored_again_counts_as_used(tmp_path: Path) -> None:
+    clock = Clock()
+    gone: list[bytes] = []
+    tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
+    first, second = records(2, 20_000)
+    tier.store([first])
+    clock.now_s += 1
+    tier.store([second])
+    seeds = iter(range(100, 300))
+    while not gone:
+        clock.now_s += 1
+        assert tier.store([first]) == [AlreadyStored()]
+        tier.store(records(1, 20_000, first=next(seeds)))
+    assert gone[0] == second.identity.key
+    assert first.identity.key not in gone
 
 
 def test_a_given_order_of_victims_is_followed(tmp_path: Path) -> None:
@@ -170,10 +188,9 @@ def test_a_given_order_of_victims_is_followed(tmp_path: Path) -> None:
     first = records(10, 20_000)
     tier.store(first)
     wanted += [first[7].identity.key, b"x" * 16, first[4].identity.key, first[4].identity.key]
-    seed = 100
+    seeds = iter(range(100, 300))
     while len(gone) < 3:
-        tier.store(records(1, 20_000, first=seed))
-        seed += 1
+        tier.store(records(1, 20_000, first=next(seeds)))
     assert gone[:3] == [first[7].identity.key, first[4].identity.key, first[0].identity.key]
 
 
@@ -391,6 +408,12 @@ def test_an_export_into_the_tiers_own_directory_is_refused(tmp_path: Path) -> No
 def test_a_read_only_directory_is_no_tier(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir(mode=0o555)
     assert isinstance(DiskTier.open(tmp_path / "tier", CAP_BYTES), Off)
+
+
+def test_a_commit_of_the_index_waits_for_the_disk(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    full = 2
+    assert tier._index._db.execute("PRAGMA synchronous").fetchone() == (full,)
 
 
 def test_no_state_is_left_over_when_everything_went_well(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import rootstock.tiers.mover
 from rootstock.tiers.base import (
     Buffer,
     Entry,
@@ -112,6 +114,39 @@ def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
     keys = [record.identity.key for record in group]
     assert [key for key, _ in told] == [*keys, keys[2]]
     assert all(isinstance(outcome, Stored) for _, outcome in told)
+
+
+def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 100_000)
+    record = records(1)[0]
+    told: list[RecordKey] = []
+    mover.put(record, lambda key, outcome: told.append(key))
+    reading, read_on = threading.Event(), threading.Event()
+    copied = rootstock.tiers.mover._copied
+
+    def slowly(*arguments: object) -> LoadResult:
+        reading.set()
+        assert read_on.wait(10)
+        assert told == []
+        return copied(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rootstock.tiers.mover, "_copied", slowly)
+    results: list[LoadResult] = []
+    reader = threading.Thread(target=lambda: results.append(mover.load(record.identity)))
+    reader.start()
+    assert reading.wait(10)
+    tier.go.set()
+    while mover.waiting_bytes:  # stored by now, and out of the queue
+        time.sleep(0.001)
+    assert told == []
+    read_on.set()
+    reader.join()
+    mover.close()
+    assert is_right(results[0], record)
+    assert told == [record.identity.key]
 
 
 def test_closing_stores_what_is_queued_and_takes_no_more() -> None:
