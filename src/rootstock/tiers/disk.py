@@ -19,10 +19,8 @@ import logging
 import sqlite3
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rootstock.tiers.archive import Unreadable, read_manifest, read_records, write_archive
@@ -63,6 +61,14 @@ from rootstock.tiers.record import (
     read_payload,
     verify,
 )
+from rootstock.tiers.reports import (
+    DiskCounts,
+    Exported,
+    Failure,
+    Imported,
+    NotExported,
+    Verified,
+)
 from rootstock.tiers.room import LEAST_CAP_BYTES, Budget, Room, RoomCounts, Usage, measure, remove_foreign
 from rootstock.tiers.segments import Segments, segment_number
 
@@ -70,57 +76,12 @@ _log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 RETRY_S = 60.0
+_FLUSH_S = 5.0  # uses are written this often, or when there are many
+_MANY_USES = 1024
 _IMPORT_BYTES = 16 * 2**20  # read into memory at once
 _FAULTS = (OSError, sqlite3.Error)
 # Errors of a read that say nothing about the record.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
-
-
-@dataclass(slots=True)
-class DiskCounts:
-    """Since the directory was opened."""
-
-    stored_records: int = 0
-    stored_bytes: int = 0  # of records, with their headers
-    refused: Counter[Refusal] = field(default_factory=Counter)
-    loaded_records: int = 0
-    loaded_bytes: int = 0
-    misses: Counter[MissKind] = field(default_factory=Counter)
-    quarantined_records: int = 0
-    indexes_lost: int = 0  # the index could not be read at start: the directory began anew
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    key: RecordKey
-    miss: Miss
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What a check of every record found. Nothing was changed."""
-
-    records: int
-    stored_bytes: int
-    failures: tuple[Failure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    records: int
-    archive_bytes: int
-    failures: tuple[Failure, ...]  # asked for, but missing or damaged: not in the archive
-
-
-@dataclass(frozen=True, slots=True)
-class NotExported:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    outcomes: tuple[StoreOutcome, ...]  # of the whole records, in the archive's order
-    damaged: tuple[Miss, ...]
 
 
 class DiskTier:
@@ -148,6 +109,7 @@ class DiskTier:
         self._storing = threading.RLock()
         self._counting = threading.Lock()
         self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the last transaction that said so
+        self._flush_due_s = 0.0
         self._state: TierState = Ready()
         self._evicted: list[RecordKey] = []  # by the store that is under way
         self._room = Room(
@@ -232,6 +194,7 @@ class DiskTier:
                 group.append(record)
             if group:
                 outcomes += self._store_group(group)
+            self._flush_uses_if_due()
             evicted = self._evicted.copy()
             self._evicted.clear()
         self._tell_gone(evicted)
@@ -407,7 +370,8 @@ class DiskTier:
     # -- use and contents ----------------------------------------------------------------------------------------
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
-        """These were used now. Kept in memory until the next store, so that it costs nothing where it is called."""
+        """These were used now. Kept in memory and written beside a later store, so that it costs nothing where it is
+        called; a crash forgets the last seconds of it."""
         now_s = self._clock()
         with self._counting:
             for key in keys:
@@ -624,6 +588,17 @@ class DiskTier:
         with self._counting:
             uses, self._uses = self._uses, {}
         self._index.touch([(key, last_use_s, count) for key, (last_use_s, count) in uses.items()])
+
+    def _flush_uses_if_due(self) -> None:
+        now_s = self._clock()
+        if len(self._uses) < _MANY_USES and now_s < self._flush_due_s:
+            return
+        self._flush_due_s = now_s + _FLUSH_S
+        if isinstance(self._state, Ready):
+            try:
+                self._flush_uses()
+            except sqlite3.Error as error:
+                self._fault(error)
 
     def _rewrite(self, number: int) -> None:
         """Copies the records that live in a segment to the open one, and lets their rows lead there once the copies

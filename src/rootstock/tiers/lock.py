@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def lock_directory(files: Files, folder: Path) -> DirectoryLock | Off:
     except OSError:
         files.close(fd)
         raise
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # it is held, even if a full disk doesn't let us say by whom
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return DirectoryLock(files, fd)

@@ -21,6 +21,7 @@ from rootstock.tiers.lock import LOCK_NAME
 from rootstock.tiers.segments import Segments, segment_number
 
 LEAST_CAP_BYTES = 2**20
+_LEAST_WAL_BYTES = 128 * 1024  # one row at once
 # A segment is worth copying if this much of it is dead, or if this much of everything is: then one such is the best.
 _MOSTLY_DEAD = 0.5
 _DEAD_OF_ALL = 0.25
@@ -36,7 +37,8 @@ class Budget:
 
     @staticmethod
     def of(cap_bytes: int, segment_bytes: int) -> Budget:
-        return Budget(cap_bytes, min(segment_bytes, cap_bytes // 8), min(8 * 2**20, cap_bytes // 8))
+        wal_bytes = min(8 * 2**20, max(_LEAST_WAL_BYTES, cap_bytes // 32))
+        return Budget(cap_bytes, min(segment_bytes, cap_bytes // 8), wal_bytes)
 
     @property
     def usable_bytes(self) -> int:
