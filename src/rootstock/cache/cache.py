@@ -84,6 +84,7 @@ class KVCache:
         self.tree = PrefixTree(self.pools, self._policy, self._clock, self.counters)
         self._leases: dict[LeaseId, Lease] = {}
         order = {tail.table: i for i, tail in enumerate(self.pools.tails)}
+        self._no_tails = tuple(TailBlocks(0, NO_BLOCKS) for _ in self.pools.tails)
         self._order = tuple(order.get(table, -1) for table in range(self.pools.tables))
 
     @property
@@ -196,7 +197,8 @@ class KVCache:
             if hit % size:
                 replaced = list(dict.fromkeys([*replaced, int(path_table[-1])]))
         owned = np.concatenate((shared, np.array(replaced, np.int32))) if replaced else shared
-        attached, tails, resumed_from = node if hit else None, match.tails, match.checkpoint if hit else None
+        attached, resumed_from = (node, match.checkpoint) if hit else (None, None)
+        tails = match.tails or self._no_tails
         rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
         kept = self._cached_rows_of(owned, tails, resumed_from)
         if not pools.can_have(rows, kept) and (replaced or kept[1:]):
@@ -205,7 +207,7 @@ class KVCache:
             if pools.resume_anywhere:
                 hit = shared_blocks * size
             else:
-                hit, shared, tails, resumed_from = 0, NO_BLOCKS, (), None
+                hit, shared, tails, resumed_from = 0, NO_BLOCKS, self._no_tails, None
             attached, replaced, owned = None, [], shared
             rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
             kept = self._cached_rows_of(owned, tails, resumed_from)
@@ -223,11 +225,10 @@ class KVCache:
         elif self.reuse and hit == 0:
             self.tree.attach(lease, self.tree.root_of(match.namespace))
         fresh_blocks = self.blocks_for(len(match.tokens)) - hit // size
-        copies = [i for i, source in enumerate(lease.sources) if source is not None]
         self.tree.make_room(
             [
                 fresh_blocks,
-                *(int(i in copies) for i in range(len(pools.tails))),
+                *(int(source is not None) for source in lease.sources),
                 *(() if pools.states is None else (1,)),
             ]
         )
@@ -254,7 +255,7 @@ class KVCache:
         """Rows of each pool that must be had: the prompt's, those of its first chunk's tails, a working state."""
         rows = [self.blocks_for(len(tokens)) - hit // self.block_size + headroom_blocks]
         for i in range(len(self.pools.tails)):
-            shared = _whole(tails[i], hit, self.block_size) if tails else NO_BLOCKS
+            shared = _whole(tails[i], hit, self.block_size)
             needed = self.blocks_for(len(tokens)) - hit // self.block_size
             rows.append(max(0, min(needed, self._most_tail_rows(i) - len(shared))) + headroom_blocks)
         if self.pools.states is not None:
@@ -267,10 +268,10 @@ class KVCache:
         """Rows that nobody uses yet and that the hit would use: they cannot be evicted for it."""
         kept = [self.pool.unused_among(owned)]
         for i, tail in enumerate(self.pools.tails):
-            kept.append(tail.pool.unused_among(tails[i].ids) if tails else 0)
+            kept.append(tail.pool.unused_among(tails[i].ids))
         if self.pools.states is not None:
-            slot = NO_BLOCKS if checkpoint is None else np.array([checkpoint.slot], np.int32)
-            kept.append(self.pools.states.pool.unused_among(slot))
+            slot = NO_SLOT if checkpoint is None else checkpoint.slot
+            kept.append(self.pools.states.pool.unused_among(self.pools.slot_rows(slot)))
         return kept
 
     def _lease(
@@ -285,13 +286,13 @@ class KVCache:
         tables = []
         sources: list[TailBlocks | None] = []
         for i, tail in enumerate(self.pools.tails):
-            whole = _whole(tails[i], hit, self.block_size) if tails else NO_BLOCKS
+            whole = _whole(tails[i], hit, self.block_size)
             ids = np.full(hit // self.block_size, NO_BLOCK, np.int32)
             ids[len(ids) - len(whole) :] = whole
             tables.append(BlockTable(ids, len(ids) - len(whole)))
-            partly = tails[i].ids[len(whole) :] if tails else NO_BLOCKS  # at most one, filled in part
+            partly = tails[i].ids[len(whole) :]  # at most one, filled in part
             sources.append(TailBlocks(hit // self.block_size, partly) if len(partly) else None)
-            tail.pool.use(tails[i].ids if tails else NO_BLOCKS)
+            tail.pool.use(tails[i].ids)
         lease = Lease(
             LeaseId(self._next_lease),
             match.namespace,
@@ -307,9 +308,8 @@ class KVCache:
         if resumed_from is not None:
             lease.resumed_from = resumed_from
             self.tree.pin(resumed_from)
-            if resumed_from.slot != NO_SLOT:
-                assert self.pools.states is not None
-                self.pools.states.pool.use(np.array([resumed_from.slot], np.int32))
+            if self.pools.states is not None:
+                self.pools.states.pool.use(self.pools.slot_rows(resumed_from.slot))
         return lease
 
     def _first_plan(self, lease: Lease, path_table: BlockIds, fresh_blocks: int) -> Plan:
@@ -425,9 +425,8 @@ class KVCache:
             self.tree.version += 1  # references to them may be void now
             lease.sources = []
         if lease.resumed_from is not None:
-            if lease.resumed_from.slot != NO_SLOT:
-                assert self.pools.states is not None
-                self.pools.states.pool.unuse(np.array([lease.resumed_from.slot], np.int32))
+            if self.pools.states is not None:
+                self.pools.states.pool.unuse(self.pools.slot_rows(lease.resumed_from.slot))
             self.tree.unpin(lease.resumed_from)
             lease.resumed_from = None
 
@@ -575,7 +574,7 @@ class KVCache:
                 tail.pool.unuse(table.owned)
             self.tree.version += 1  # references to them may be void now
         if pools.states is not None:
-            pools.states.pool.unuse(np.array([lease.slot], np.int32))
+            pools.states.pool.unuse(pools.slot_rows(lease.slot))
         lease.ended = True
         del self._leases[lease.id]
 

@@ -107,11 +107,7 @@ class Checkpoint:
     def before(self) -> Checkpoint | None:
         """The next shallower one on its path."""
         assert self.node is not None
-        for node in self.node.path():
-            shallower = [p for p in node.checkpoints if p < self.position]
-            if shallower:
-                return node.checkpoints[max(shallower)]
-        return None
+        return self.node.checkpoint_up_to(self.position - 1)
 
     @property
     def start(self) -> int:

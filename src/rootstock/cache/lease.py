@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NewType
 
 import numpy as np
@@ -114,9 +114,8 @@ class Lease:
         self.waited_for: set[int] = set()  # those cuts for which another request waits
         self.left: list[Checkpoint] = []  # that it has left
         self.resumed_from: Checkpoint | None = None  # pinned until something is computed
-        self.sources: list[
-            TailBlocks | None
-        ] = []  # tail blocks copied from, owned until something is computed
+        # Tail blocks copied from, owned until something is computed.
+        self.sources: list[TailBlocks | None] = []
         self.ended = False
         self._tokens = prompt  # [≥ known]; copied before it is written beyond the prompt
         self._full = full
@@ -187,9 +186,7 @@ class Match:
     limit: int = 0  # what `length` could be at most, whatever is cached
     capped_by: str | None = None  # the family that cannot resume as far as the prefix was found
     checkpoint: Checkpoint | None = None  # from which to resume
-    tails: tuple[TailBlocks, ...] = field(
-        default=()
-    )  # for each tail family, the blocks that a resumption reads
+    tails: tuple[TailBlocks, ...] = ()  # of each tail family, what a resumption reads; (): nothing
 
     @property
     def waiting_gain(self) -> int:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rootstock.cache.blocks import BlockPool
+import numpy as np
+
+from rootstock.cache.blocks import NO_BLOCKS, BlockPool
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
-from rootstock.cache.plan import RowsReturned
+from rootstock.cache.plan import NO_SLOT, BlockIds, RowsReturned, SlotId
 from rootstock.errors import BudgetTooSmall
 
 # A model without full attention keeps nothing for most positions. The tree still gives them blocks, of no bytes: they
@@ -41,13 +43,10 @@ class FamilyPool:
 
 
 @dataclass(frozen=True, slots=True)
-class TailPool:
+class TailPool(FamilyPool):
     """A window's or a chunk's pool, with the family's type known."""
 
     family: TailFamily
-    pool: BlockPool
-    row_bytes: int
-    table: int
 
 
 Rows = list[int]  # one number for each of `Pools.every`
@@ -87,7 +86,6 @@ class Pools:
         self.full = FamilyPool(None, BlockPool(max(_LEAST_UNPAID_BLOCKS, unpaid // block_size)), 0, -1)
         self.states: FamilyPool | None = None
         table = 0
-        tails: list[FamilyPool] = []
         for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
             is_tail = not isinstance(family, RecurrentState | FullAttention)
             pool = BlockPool(count, referred=is_tail, returnable=rows is None and len(families) > 1)
@@ -97,13 +95,21 @@ class Pools:
             if isinstance(family, FullAttention):
                 self.full = FamilyPool(family, pool, cost, table, index)
             else:
-                self.tails.append(TailPool(family, pool, cost, table))
-                tails.append(FamilyPool(family, pool, cost, table, index))
+                self.tails.append(TailPool(family, pool, cost, table, index))
             table += 1
         self.tables = table
-        self.every = [self.full, *tails, *(() if self.states is None else (self.states,))]
+        self.every: list[FamilyPool] = [
+            self.full,
+            *self.tails,
+            *(() if self.states is None else (self.states,)),
+        ]
         # Whether everything cached can be resumed at any position, so that checkpoints have no use.
         self.resume_anywhere = len(self.every) == 1
+
+    @staticmethod
+    def slot_rows(slot: SlotId) -> BlockIds:
+        """A state's slot as rows of the states' pool; none if there is no state."""
+        return NO_BLOCKS if slot == NO_SLOT else np.array([slot], np.int32)
 
     @property
     def owned_bytes(self) -> int:

@@ -108,6 +108,14 @@ class Node:
         last = self.deepest_checkpoint
         return USELESS if last is None or last.position != self.end else last.worth
 
+    def checkpoint_up_to(self, position: int) -> Checkpoint | None:
+        """The deepest one on the path to here that lies at `position` or before."""
+        for node in self.path():
+            within = [at for at in node.checkpoints if at <= position]
+            if within:
+                return node.checkpoints[max(within)]
+        return None
+
     def path(self) -> Iterator[Node]:
         """From this node up to the root, both included."""
         node: Node | None = self

@@ -8,6 +8,7 @@ order they are asked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,44 +29,40 @@ class Resume:
 
 
 def resume_point(node: Node, at_most: int, pools: Pools) -> Resume:
-    """The deepest position up to `at_most` on the path to `node`. Changes nothing."""
-    if pools.resume_anywhere:
-        return Resume(at_most, None)
-    checkpoint = _deepest_checkpoint(node, at_most)
+    """The deepest position up to `at_most` on the path to `node`, for a model that cannot resume just anywhere.
+    Changes nothing."""
+    checkpoint = node.checkpoint_up_to(at_most)
     kept = 0 if checkpoint is None else checkpoint.position
-    if kept == at_most or pools.states is not None:
-        capped_by = None if kept == at_most else "state"
-        if checkpoint is None:
-            return Resume(0, capped_by, tails=tuple(TailBlocks(0, _NONE) for _ in pools.tails))
-        return Resume(kept, capped_by, checkpoint, checkpoint.tails)
-    standing = [
-        tail_blocks(node, at_most, i, tail.pool, pools.block_size) for i, tail in enumerate(pools.tails)
-    ]
     position, capped_by = at_most, None
-    families = [tail.family for tail in pools.tails]
-    while position > kept:
+    standing: list[BlockIds] = []
+    if pools.states is None and kept < at_most:
+        standing = [
+            tail_blocks(node, at_most, i, tail.pool, pools.block_size) for i, tail in enumerate(pools.tails)
+        ]
+        position, capped_by = _all_accept(standing, at_most, kept, pools)
+    elif kept < at_most:
+        position, capped_by = kept, "state"
+    if position > kept:
+        tails = (
+            needed_tail(tail.family, blocks, position, pools.block_size)
+            for tail, blocks in zip(pools.tails, standing, strict=True)
+        )
+        return Resume(position, capped_by, tails=tuple(tails))
+    return Resume(kept, capped_by, checkpoint, () if checkpoint is None else checkpoint.tails)
+
+
+def _all_accept(
+    standing: Sequence[BlockIds], at_most: int, kept: int, pools: Pools
+) -> tuple[int, str | None]:
+    """The largest position that all tail families accept, or one not beyond `kept`, and who lowered it last."""
+    position, before, capped_by = at_most, -1, None
+    while position > kept and position != before:
         before = position
-        for family, blocks in zip(families, standing, strict=True):
-            allowed = deepest_resumable(family, blocks, position, pools.block_size)
+        for tail, blocks in zip(pools.tails, standing, strict=True):
+            allowed = deepest_resumable(tail.family, blocks, position, pools.block_size)
             if allowed < position:
-                position, capped_by = allowed, family.name
-        if position == before:
-            break
-    if position <= kept:
-        if checkpoint is None:
-            return Resume(0, capped_by, tails=tuple(TailBlocks(0, _NONE) for _ in pools.tails))
-        return Resume(kept, capped_by, checkpoint, checkpoint.tails)
-    return Resume(
-        position,
-        capped_by,
-        tails=tuple(
-            needed_tail(family, blocks, position, pools.block_size)
-            for family, blocks in zip(families, standing, strict=True)
-        ),
-    )
-
-
-_NONE: BlockIds = np.empty(0, np.int32)
+                position, capped_by = allowed, tail.family.name
+    return position, capped_by
 
 
 def needed_tail(family: TailFamily, blocks: BlockIds, position: int, block_size: int) -> TailBlocks:
@@ -87,21 +84,13 @@ def deepest_resumable(family: TailFamily, blocks: BlockIds, at_most: int, block_
         if len(gone) == 0:
             return at_most
         return max(start, min(at_most, (start // block_size + int(gone[0])) * block_size))
+    if family.window == 1:
+        return at_most
     index = np.arange(length, dtype=np.int64)
     # The first block of the run of standing blocks that each block ends.
     run_start = np.maximum.accumulate(np.where(stands, 0, index + 1))
     ends = np.minimum((index + 1) * block_size, at_most)
     # Of the positions inside one block the last is the easiest: its window starts latest.
     enough = stands & (run_start <= np.maximum(ends - family.window + 1, 0) // block_size)
-    if family.window == 1:
-        return at_most
     found = np.flatnonzero(enough)
     return int(ends[found[-1]]) if len(found) else 0
-
-
-def _deepest_checkpoint(node: Node, at_most: int) -> Checkpoint | None:
-    for step in node.path():
-        within = [position for position in step.checkpoints if position <= at_most]
-        if within:
-            return step.checkpoints[max(within)]
-    return None

@@ -16,7 +16,7 @@ from rootstock.cache.evicted import EvictedRuns, joined
 from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, MostValuableLast, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
-from rootstock.cache.plan import NO_SLOT, BlockIds, Tokens
+from rootstock.cache.plan import BlockIds, Tokens
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, split, walk
 from rootstock.cache.stats import Counters
@@ -388,9 +388,8 @@ class PrefixTree:
         for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
             if len(held.ids):
                 tail.pool.hold(held.ids)
-        if checkpoint.slot != NO_SLOT:
-            assert self.pools.states is not None
-            self.pools.states.pool.hold(np.array([checkpoint.slot], np.int32))
+        if self.pools.states is not None:
+            self.pools.states.pool.hold(self.pools.slot_rows(checkpoint.slot))
         node.checkpoints[checkpoint.position] = checkpoint
         self.checkpoints.put(checkpoint)
         self.counters.checkpoints_taken += 1
@@ -415,9 +414,8 @@ class PrefixTree:
         for tail, held in zip(self.pools.tails, checkpoint.tails, strict=True):
             if len(held.ids):
                 tail.pool.unhold(held.ids)
-        if checkpoint.slot != NO_SLOT:
-            assert self.pools.states is not None
-            self.pools.states.pool.unhold(np.array([checkpoint.slot], np.int32))
+        if self.pools.states is not None:
+            self.pools.states.pool.unhold(self.pools.slot_rows(checkpoint.slot))
         if node.queue_ticket:
             self.queue.put(node)  # its rank may have fallen
 

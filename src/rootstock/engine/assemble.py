@@ -21,9 +21,8 @@ HOST_SHARE = 0.5
 DEVICE_SHARE = 0.85
 
 USEFUL_CHECKPOINTS = 16  # that the longest request leaves, for an automatic budget
-FIXED_SHARE = (
-    0.5  # of a window's or the states' pool, relative to full attention's, where memory is divided at start
-)
+# Of a window's or the states' pool, relative to full attention's, where memory is divided at start.
+FIXED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -378,7 +378,7 @@ class Engine:
             log.exception("a forward failed; its %d requests fail, others go on", len(work))
             self._counters.failed_steps += 1
             for item in work:
-                self._scheduler.fail(item.sequence)
+                self._scheduler.fail(item.sequence, item.lease)
                 self._forget(item.sequence)
                 item.sequence.fail(StepFailed(error))
             return

@@ -86,12 +86,8 @@ class Scheduler:
         self._drop_want(sequence)
         sequence.state = Waiting()
 
-    def fail(self, sequence: Sequence) -> None:
-        """Takes out a sequence whose forward raised: what it had computed before stays, if it was running."""
-        lease = sequence.lease
-        if lease is None:
-            self.remove(sequence)
-            return
+    def fail(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence whose forward raised: what it had computed before stays."""
         self._running.remove(sequence)
         self._cache.fail(lease)
         sequence.state = Waiting()
