@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from rootstock.errors import InvalidOption
 
@@ -13,6 +14,8 @@ _UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 10
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
+DISK_WRITES = ("back", "through")
+COMPRESSIONS = ("none", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -36,6 +39,33 @@ class CacheConfig:
             raise InvalidOption("--block-size", self.block_size, "from 1 to 4096")
         if self.budget_bytes is not None and self.budget_bytes <= 0:
             raise InvalidOption("--kv-budget", self.budget_bytes, "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Where the cache goes on below the device's memory. Without a directory and a host budget there is nothing."""
+
+    disk_dir: Path | None = None
+    disk_budget_bytes: int = 50 * KIB**3  # of everything under disk_dir
+    disk_write: str = "back"  # when evicted and at the end; "through": as it is published
+    host_budget_bytes: int = (
+        0  # RAM between an accelerator and the disk; not for a CPU, whose pool is the RAM
+    )
+    compress: str = "none"  # of blocks of attention below the device; int8 is lossy
+    verify_hits: float = 0.0  # share of hits that are computed anew in idle time, and compared
+    queue_bytes: int = 256 * KIB**2  # copies that wait to be written
+
+    def __post_init__(self) -> None:
+        if self.disk_budget_bytes <= 0:
+            raise InvalidOption("--disk-budget", self.disk_budget_bytes, "more than 0")
+        if self.disk_write not in DISK_WRITES:
+            raise InvalidOption("--disk-write", self.disk_write, " | ".join(DISK_WRITES))
+        if self.compress not in COMPRESSIONS:
+            raise InvalidOption("--tier-compress", self.compress, " | ".join(COMPRESSIONS))
+        if not (0.0 <= self.verify_hits <= 1.0):
+            raise InvalidOption("--verify-hits", self.verify_hits, "from 0 to 1")
+        if self.host_budget_bytes < 0:
+            raise InvalidOption("--host-budget", self.host_budget_bytes, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)

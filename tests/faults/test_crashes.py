@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.tiers.base import Loaded, Miss, MissKind, Ready, Record, RecordKey, Stored
+from rootstock.cache.identity import RecordKey
+from rootstock.tiers.base import Loaded, Miss, MissKind, Ready, Record, Stored
 from rootstock.tiers.index import WAL_NAME
 from tiers.helpers import (
     CAP_BYTES,

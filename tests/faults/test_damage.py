@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from faults.faulty_files import FaultyFiles
+from rootstock.cache.identity import Identity, Kind
 from rootstock.cache.keys import Namespace
 from rootstock.tiers.base import (
-    Identity,
-    Kind,
     Loaded,
     LoadsOnly,
     Miss,

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from rootstock.cache.identity import Identity, Kind, identify
 from rootstock.cache.keys import Namespace
-from rootstock.tiers.base import Identity, Kind, Loaded, LoadResult, Record, identify
+from rootstock.tiers.base import Loaded, LoadResult, Record
 from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.files import Files
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from faults.faulty_files import FaultyFiles
+from rootstock.cache.identity import Kind, identify
 from rootstock.cache.keys import Namespace
 from rootstock.tiers.base import (
     AlreadyStored,
-    Kind,
     Loaded,
     LoadsOnly,
     Miss,
@@ -27,7 +27,6 @@ from rootstock.tiers.base import (
     Record,
     Refusal,
     Stored,
-    identify,
 )
 from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.index import WAL_NAME

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 import rootstock.tiers.mover
+from rootstock.cache.identity import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,
-    Identity,
     LoadResult,
     Miss,
     MissKind,
     NotStored,
     Ready,
     Record,
-    RecordKey,
     Refusal,
     Stored,
     StoreOutcome,

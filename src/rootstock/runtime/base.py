@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
-from rootstock.cache.plan import NO_SLOT, BlockIds, Plan, SlotId, Tokens
+from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, SlotId, Tokens
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 
@@ -83,7 +83,21 @@ class Runtime(Protocol):
         ...
 
     def apply(self, plan: Plan) -> None:
-        """Execute a plan, in order."""
+        """Execute a plan, in order; all but its stores, which `read` serves."""
+        ...
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        """What the row holds, copied to the host: for each of the family's layers in order, what it keeps of the
+        part's positions (K, then V, then whatever else), or its states. The bytes are the caller's."""
+        ...
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        """Where what `read` gave once may be written, in the same order and sizes, by another thread, while the
+        row's owner does not use it. `place` follows, or the row is given up."""
+        ...
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        """The buffers that `buffers` gave are written: they are the row's content now."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

@@ -24,7 +24,7 @@ from rootstock.cache.families import (
     TokenFamily,
     token_families,
 )
-from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, Plan, RowsReturned, Tokens
+from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, HostBytes, Plan, RowPart, RowsReturned, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
@@ -87,6 +87,11 @@ class _Pool:
     def copy(self, copy: BlockCopy) -> None:
         for rows in (self.tokens, self.positions, self.hashes):
             rows[copy.target, : copy.tokens] = rows[copy.source, : copy.tokens]
+
+    def bytes_of(self, block: int, tokens: int) -> list[HostBytes]:
+        """Views of what the block's first positions hold."""
+        rows = (self.tokens, self.positions, self.hashes)
+        return [of_kind[block, :tokens].view(np.uint8) for of_kind in rows]
 
     def write(self, blocks: BlockIds, tokens: Tokens, past: int, hashes: Hashes) -> None:
         positions = np.arange(past, past + len(tokens))
@@ -176,13 +181,28 @@ class FakeRuntime:
         for state in plan.states:
             self._states[state.target] = self._states[state.source]
 
+    def read(self, part: RowPart) -> list[HostBytes]:
+        return [buffer.copy() for buffer in self.buffers(part)]
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        family = self.description.families[part.family]
+        if isinstance(family, RecurrentState):
+            return [self._states[part.row].view(np.uint8)]
+        return self._pool_of(family).bytes_of(part.row, part.tokens)
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        pass  # they were the row's own memory
+
+    def _pool_of(self, family: TokenFamily) -> _Pool:
+        return self._pools[token_families(self.description.families).index(family)]
+
     def _spoil(self, returned: RowsReturned) -> None:
         """Rows without memory hold garbage: whoever still reads them shows it."""
         family = self.description.families[returned.family]
         if isinstance(family, RecurrentState):
             self._states[returned.rows] = 12345
         else:
-            pool = self._pools[token_families(self.description.families).index(family)]
+            pool = self._pool_of(family)
             pool.hashes[returned.rows] = 12345
             pool.tokens[returned.rows] = 12345
 

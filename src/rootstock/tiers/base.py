@@ -1,92 +1,21 @@
 """What a tier stores, and what it answers. Nothing here knows where the bytes lie.
 
-A *record* is one family's memory for a run of positions: blocks of consecutive tokens, the last of which may be
-partly filled, or the recurrent state after exactly so many tokens. Its identity says whose memory of what it is, down
-to the tokens, and is checked on every load.
+A record's `Identity` says whose memory of what it is, down to the tokens, and is checked on every load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
-from typing import NewType, Protocol
+from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
+from rootstock.cache.identity import Identity, RecordKey
 
-RecordKey = NewType("RecordKey", bytes)  # 16 bytes: names a record within a tier
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
-
-
-class Kind(IntEnum):
-    BLOCKS = 1  # what attention keeps for the positions start … end - 1
-    STATE = 2  # a recurrent state after exactly `end` tokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Identity:
-    """Whose memory of what. `tokens` [end - start] int32 are those of the positions start … end - 1; `parent` names
-    the tokens before them and `own` all up to the end (`prefix_digest`, 16 bytes each).
-
-    A state depends on its end only. The tokens that it carries, since whichever start, are there to find its place.
-    """
-
-    namespace: bytes  # `Namespace.digest`: weights, dtype, RoPE regime, adapter, tenant
-    family: str
-    layers: int
-    dtype: str
-    kind: Kind
-    start: int
-    tokens: Tokens
-    parent: bytes
-    own: bytes
-
-    def __post_init__(self) -> None:
-        assert len(self.namespace) == len(self.parent) == len(self.own) == 16
-        assert self.start >= 0
-        assert self.layers > 0
-        assert self.tokens.ndim == 1
-        assert self.tokens.dtype == np.int32
-        assert self.kind is Kind.STATE or len(self.tokens) > 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def key(self) -> RecordKey:
-        """Two records with one key hold the same bytes, in equal namespaces."""
-        h = xxhash.xxh3_128(self.namespace)
-        for name in (self.family.encode(), self.dtype.encode()):
-            h.update(len(name).to_bytes(4, "little"))
-            h.update(name)
-        start = self.end if self.kind is Kind.STATE else self.start
-        for number in (self.layers, int(self.kind), start, self.end):
-            h.update(number.to_bytes(8, "little"))
-        h.update(self.own)
-        return RecordKey(h.digest())
-
-
-def identify(
-    namespace: Namespace, family: str, layers: int, dtype: str, kind: Kind, prefix: Tokens, start: int
-) -> Identity:
-    """The identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
-    return Identity(
-        namespace.digest(),
-        family,
-        layers,
-        dtype,
-        kind,
-        start,
-        np.ascontiguousarray(prefix[start:], np.int32),
-        prefix_digest(namespace, prefix[:start]),
-        prefix_digest(namespace, prefix),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rootstock.cache.identity import Identity, RecordKey
 from rootstock.tiers.archive import Unreadable, read_manifest, read_records, write_archive
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
     Entry,
     Gone,
-    Identity,
     Loaded,
     LoadResult,
     LoadsOnly,
@@ -39,7 +39,6 @@ from rootstock.tiers.base import (
     Off,
     Ready,
     Record,
-    RecordKey,
     Refusal,
     Stored,
     StoreOutcome,

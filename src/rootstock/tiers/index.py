@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rootstock.tiers.base import RecordKey
+from rootstock.cache.identity import RecordKey
 from rootstock.tiers.files import Files
 from rootstock.tiers.record import FORMAT, Place
 

@@ -10,16 +10,15 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rootstock.cache.identity import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
-    Identity,
     Loaded,
     LoadResult,
     Miss,
     MissKind,
     NotStored,
     Record,
-    RecordKey,
     Refusal,
     StoreOutcome,
     Tier,

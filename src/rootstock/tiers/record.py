@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rootstock.tiers.base import Identity, Kind, Miss, MissKind, Record
+from rootstock.cache.identity import Identity, Kind
+from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.files import Files, read_all
 
 FORMAT = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rootstock.tiers.base import Miss, MissKind, RecordKey, Refusal, StoreOutcome
+from rootstock.cache.identity import RecordKey
+from rootstock.tiers.base import Miss, MissKind, Refusal, StoreOutcome
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rootstock.tiers.base import RecordKey, VictimOrder
+from rootstock.cache.identity import RecordKey
+from rootstock.tiers.base import VictimOrder
 from rootstock.tiers.files import Files
 from rootstock.tiers.index import INDEX_NAMES, WAL_NAME, Index
 from rootstock.tiers.lock import LOCK_NAME
