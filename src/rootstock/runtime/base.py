@@ -43,6 +43,14 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferFormat:
+    """What numbers a buffer of `read` holds: vectors of `width`, for each of the part's positions one or several."""
+
+    dtype: str  # "float32" | "bfloat16" | "float16" | another name that torch has
+    width: int  # of the last axis: a head's, or a latent's
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One sequence's share of a packed forward.
 
@@ -98,6 +106,11 @@ class Runtime(Protocol):
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
         """The buffers that `buffers` gave are written: they are the row's content now."""
+        ...
+
+    def formats(self, family: int) -> list[BufferFormat]:
+        """Of each buffer that `read` gives for a block of this family (an index into the model's families). Empty:
+        only whole bytes are known of it, as of a state."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

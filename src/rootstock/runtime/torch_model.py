@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from rootstock.cache.plan import Plan, Tokens
+from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported
 from rootstock.kernels.torch_paged import Tuning
-from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
+from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
 from rootstock.runtime.torch_check import own_attention
 from rootstock.runtime.torch_config import context_limit, refuse_unknown_kinds, text_config
 from rootstock.runtime.torch_files import (
@@ -129,6 +129,25 @@ class TorchRuntime:
         assert self._pool is not None, "allocate comes first"
         with torch.inference_mode():
             self._pool.apply(plan)
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            return self._pool.read(part)
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            return self._pool.buffers(part)
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            self._pool.place(part, buffers)
+
+    def formats(self, family: int) -> list[BufferFormat]:
+        assert self._pool is not None, "allocate comes first"
+        return self._pool.formats(family)
 
     def forward(self, batch: Batch) -> Logits:
         pool, rung = self._pool, self._description.rung

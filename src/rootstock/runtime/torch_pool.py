@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
-from rootstock.cache.plan import BlockCopy, Plan, RowsReturned
+from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_latent import LatentAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
 
@@ -126,6 +127,19 @@ class TorchPool:
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
         self.states = StatePool(states, slots[0], device) if slots else None
+        # Of each family in the order in which a row's bytes are given out: by the layer's number, then K, V, indexer.
+        self._memories = [
+            [
+                memory
+                for _, layer in sorted(self.layers.items())
+                if layer.family == number
+                for memory in layer.lazy
+            ]
+            for number in range(len(self.families))
+        ]
+        if self.states is not None:
+            self._memories.append(self.states.memories)  # states come after all that have blocks
+        self._in_host_memory = device.type == "cpu"
 
     def apply(self, plan: Plan) -> None:
         for returned in plan.returned:
@@ -135,6 +149,61 @@ class TorchPool:
         if plan.states:
             assert self.states is not None, "the model has no recurrent states"
             self.states.copy(plan.states)
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        """A copy, in one allocation, which ends with the last of its buffers."""
+        first, end = self._rows(part)
+        memories = self._memories[part.family]
+        if self._in_host_memory:
+            joined = np.concatenate([memory.host_bytes(first, end) for memory in memories])
+        else:
+            # Joined on the device: one transfer costs less than many small ones.
+            joined = torch.cat([memory.device_bytes(first, end) for memory in memories]).cpu().numpy()
+        return self._divided(joined, part)
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        """On a CPU the row's own memory; elsewhere staging on the host, pinned for CUDA, which is the caller's."""
+        first, end = self._rows(part)
+        if self._in_host_memory:
+            return [memory.host_bytes(first, end) for memory in self._memories[part.family]]
+        total = sum((end - first) * memory.row_bytes for memory in self._memories[part.family])
+        staging = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return self._divided(staging.numpy(), part)
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        """The buffers may be dropped or written again once this returns."""
+        if self._in_host_memory:
+            return
+        first, end = self._rows(part)
+        for memory, buffer in zip(self._memories[part.family], buffers, strict=True):
+            memory.device_bytes(first, end).copy_(torch.from_numpy(buffer))
+
+    def formats(self, family: int) -> list[BufferFormat]:
+        if family == len(self.families):
+            return []
+        return [
+            BufferFormat(str(memory.tensor.dtype).removeprefix("torch."), memory.tensor.shape[-1])
+            for memory in self._memories[family]
+        ]
+
+    def _rows(self, part: RowPart) -> tuple[int, int]:
+        """(first, end) of the tensors' rows: slots of a block, or one state."""
+        if part.family == len(self.families):
+            assert part.tokens == 0, "a state is whole"
+            return part.row, part.row + 1
+        assert 0 < part.tokens <= self.block_size
+        first = part.row * self.block_size
+        return first, first + part.tokens
+
+    def _divided(self, joined: HostBytes, part: RowPart) -> list[HostBytes]:
+        """Views of it, one for each memory."""
+        first, end = self._rows(part)
+        buffers, offset = [], 0
+        for memory in self._memories[part.family]:
+            length = (end - first) * memory.row_bytes
+            buffers.append(joined[offset : offset + length])
+            offset += length
+        return buffers
 
     def _give_back(self, returned: RowsReturned) -> None:
         if returned.family == len(self.families):  # states come after all that have blocks

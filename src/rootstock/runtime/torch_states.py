@@ -61,6 +61,11 @@ class StatePool:
             self._memory[shape.key] = LazyRows((slots, *shape.shape), shape.stored, device)
 
     @property
+    def memories(self) -> list[LazyRows]:
+        """In the order in which a state's bytes are given out: by layer, kind and place."""
+        return [self._memory[key] for key in sorted(self._memory)]
+
+    @property
     def nbytes(self) -> int:
         return sum(memory.tensor.nbytes for memory in self._memory.values())
 
