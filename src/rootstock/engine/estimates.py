@@ -1,0 +1,191 @@
+"""How long prefilling and loading take here, learnt from how long they took.
+
+Both are sums of things that can be counted, each at a price of its own. The prices are fitted to the last
+observations: to relative errors, because a short forward must be as right as a long one; with those that do not fit
+weighing less, because machines hiccup; and never below nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_REMEMBERED = 128  # observations
+_FORGETTING = 0.97  # what one more observation leaves of the weight of those before it
+_TOLERANCE = 0.2  # a larger relative error pulls no harder than this one (Huber)
+_ROUNDS = 4  # of weighing by the errors and fitting again, per observation
+_INERTIA = 1e-3  # holds prices where they were in so far as observations do not tell them apart
+_SURPRISE = 1.5  # an observation this many times slower or faster than foreseen …
+_CHANGE = 4  # … is a hiccup, but so many in a row are another machine:
+_AFTER_CHANGE = 0.05  # what is left of the weight of all that was observed before
+_CLOCK_S = 1e-9  # less cannot have been measured
+
+
+class PrefillSpeed:
+    """Seconds of a forward = c + a·tokens + b·attended, where a token attends to as many as its position says.
+
+    Not thread-safe: the engine's thread observes and asks.
+    """
+
+    def __init__(self) -> None:
+        self._fit = _Fit(3)
+
+    def observe(self, segments: Sequence[tuple[int, int]], seconds: float) -> None:
+        """One forward, made mostly of prefill. Each segment is (past, new): positions past … past+new-1."""
+        tokens = sum(new for _, new in segments)
+        attended = sum(_positions(past, past + new) for past, new in segments)
+        if tokens > 0:
+            self._fit.observe((1, tokens, attended), seconds, alone=1)
+
+    def seconds(self, first: int, end: int, chunk_tokens: int) -> float | None:
+        """To prefill positions first … end-1 in chunks; None until something was observed."""
+        tokens = max(end - first, 0)
+        forwards = -(-tokens // chunk_tokens)
+        return self._fit.predict((forwards, tokens, _positions(first, first + tokens)))
+
+    def tokens_per_s_at(self, depth: int) -> float | None:
+        """In forwards of as many tokens as they had of late, the first of which is at position `depth`."""
+        if not self._fit.observed:
+            return None
+        tokens = max(1, round(self._fit.typical(1)))
+        return _rate(tokens, self.seconds(depth, depth + tokens, chunk_tokens=tokens))
+
+
+class LoadSpeed:
+    """Seconds of a load from one tier = r·records + payload bytes / bandwidth.
+
+    Not thread-safe: the engine's thread observes and asks.
+    """
+
+    def __init__(self) -> None:
+        self._fit = _Fit(2)
+
+    def observe(self, records: int, payload_bytes: int, seconds: float) -> None:
+        if records > 0 or payload_bytes > 0:
+            self._fit.observe((records, payload_bytes), seconds, alone=1 if payload_bytes > 0 else 0)
+
+    def seconds(self, records: int, payload_bytes: int, waiting_bytes: int = 0) -> float | None:
+        """To load so much after what is waiting, which is taken to be of records like those loaded of late.
+
+        None until something was observed.
+        """
+        own = self._fit.predict((records, payload_bytes))
+        if own is None or waiting_bytes <= 0:
+            return own
+        speed = self.bytes_per_s
+        return own if speed is None else own + waiting_bytes / speed
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of records like those loaded of late: less than the bandwidth, by what each record costs."""
+        if not self._fit.observed:
+            return None
+        records, payload_bytes = self._fit.typical(0), self._fit.typical(1)
+        return _rate(payload_bytes, self._fit.predict((records, payload_bytes)))
+
+
+class _Fit:
+    """seconds = counts · prices, prices ≥ 0, by weighted least squares over the last observations."""
+
+    def __init__(self, columns: int) -> None:
+        self._counts: Floats = np.empty((0, columns))  # [observations, columns], the newest last
+        self._seconds: Floats = np.empty(0)  # [observations]
+        self._weights: Floats = np.empty(0)  # [observations]
+        self._prices: Floats = np.zeros(columns)
+        self._surprises = 0  # in a row until now; negative: faster than foreseen
+
+    @property
+    def observed(self) -> bool:
+        return len(self._seconds) > 0
+
+    def observe(self, counts: Sequence[float], seconds: float, alone: int) -> None:
+        """While there is no other observation, all of it was for the column `alone`."""
+        if not math.isfinite(seconds) or seconds < _CLOCK_S:
+            return
+        foreseen = self.predict(counts)
+        row = np.asarray(counts, np.float64)
+        self._counts = np.vstack([self._counts, row])[-_REMEMBERED:]
+        self._seconds = np.append(self._seconds, seconds)[-_REMEMBERED:]
+        self._weights = np.append(self._weights * _FORGETTING, 1.0)[-_REMEMBERED:]
+        if foreseen is None:
+            self._prices[alone] = seconds / row[alone]
+            return
+        self._notice_change(foreseen, seconds)
+        for _ in range(_ROUNDS):
+            self._prices = self._fitted()
+
+    def predict(self, counts: Sequence[float]) -> float | None:
+        return float(np.asarray(counts, np.float64) @ self._prices) if self.observed else None
+
+    def typical(self, column: int) -> float:
+        """The mean of late."""
+        return float(np.average(self._counts[:, column], weights=self._weights))
+
+    def _notice_change(self, foreseen: float, seconds: float) -> None:
+        if seconds > foreseen * _SURPRISE:
+            self._surprises = max(self._surprises, 0) + 1
+        elif seconds * _SURPRISE < foreseen:
+            self._surprises = min(self._surprises, 0) - 1
+        else:
+            self._surprises = 0
+        if abs(self._surprises) == _CHANGE:
+            # Everything takes so many times as long now, until more is known.
+            fitted = self._counts[-_CHANGE:] @ self._prices
+            factor = float(np.median(self._seconds[-_CHANGE:] / fitted)) if fitted.all() else 1.0
+            self._prices = self._prices * factor
+            self._seconds[:-_CHANGE] *= factor
+            self._weights[:-_CHANGE] *= _AFTER_CHANGE
+            self._surprises = 0
+
+    def _fitted(self) -> Floats:
+        """One round: weights by the errors of the last prices, then the prices that are best under these weights."""
+        fitted = self._counts @ self._prices
+        # Relative to what was fitted: relative to what was measured, the fast ones would count for more. Where these
+        # are far apart, neither is relied on.
+        unit = np.clip(fitted, self._seconds / 2, self._seconds * 2)
+        error = np.abs(self._seconds - fitted) / unit
+        root = np.sqrt(self._weights * _TOLERANCE / np.maximum(error, _TOLERANCE)) / unit
+        rows = self._counts * root[:, None]
+        scale = np.linalg.norm(rows, axis=0)  # [columns] of very different sizes
+        scale[scale == 0.0] = 1.0
+        rows /= scale
+        normal = rows.T @ rows + _INERTIA * np.eye(len(scale))
+        right = rows.T @ (self._seconds * root) + _INERTIA * scale * self._prices
+        prices: Floats = _non_negative(normal, right) / scale
+        return prices
+
+
+def _non_negative(normal: Floats, right: Floats) -> Floats:
+    """The x ≥ 0 that minimises x·normal·x - 2·right·x: the best of those where some are 0 and the rest is free."""
+    best, best_value = np.zeros_like(right), math.inf
+    for free in _subsets(len(right)):
+        x = np.linalg.solve(normal[np.ix_(free, free)], right[free])
+        value = -float(right[free] @ x)
+        if (x >= 0.0).all() and value < best_value:
+            best, best_value = np.zeros_like(right), value
+            best[free] = x
+            if len(free) == len(right):
+                break  # nothing had to be held at 0
+    return best
+
+
+def _subsets(count: int) -> Iterator[list[int]]:
+    """The largest first, without the empty one."""
+    for size in range(count, 0, -1):
+        for subset in combinations(range(count), size):
+            yield list(subset)
+
+
+def _positions(first: int, end: int) -> int:
+    """The sum of the positions first … end-1."""
+    return (first + end - 1) * (end - first) // 2
+
+
+def _rate(amount: float, seconds: float | None) -> float | None:
+    return amount / seconds if seconds and amount > 0 else None
