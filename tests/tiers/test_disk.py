@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from rootstock.tiers.base import (
     Stored,
 )
 from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.index import WAL_NAME
+from rootstock.tiers.index import INDEX_NAME, WAL_NAME
 from rootstock.tiers.lock import LOCK_NAME
 from rootstock.tiers.room import Budget
 from tiers.helpers import (
@@ -429,6 +430,66 @@ def test_verify_reports_each_damaged_record_and_changes_nothing(tmp_path: Path) 
     assert again.verify().failures == ()
     assert again.counts.quarantined_records == 1
     assert again.usage().dead_bytes > 3000
+
+
+def test_a_directory_opened_as_found_shows_its_damage_and_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder, 3 * CAP_BYTES)
+    tier.store(records(80, 20_000))
+    tier.close()
+    stranger = folder / "v0-00000001.segment"
+    stranger.write_bytes(bytes(100_000))
+    last = list(segment_files(folder))[-1]
+    os.truncate(last, last.stat().st_size - 1)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    found = DiskTier.open_as_found(folder)
+    assert isinstance(found, DiskTier)
+    usage = found.usage()
+    assert usage.foreign == {stranger: 100_000}
+    checked: list[int] = []
+    verified = found.verify(checked.append)
+    assert (verified.records, sum(checked)) == (80, verified.stored_bytes)
+    (failure,) = verified.failures
+    assert failure.miss.kind is MissKind.MISSING_BYTES
+    assert failure.identity is not None
+    assert failure.identity.key == failure.key
+    found.close()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_is_not_a_tiers_directory_is_not_opened_as_found_and_not_made_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "missing"):
+        assert isinstance(DiskTier.open_as_found(folder), Off)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_an_index_that_cannot_be_read_is_said_and_left_when_opened_as_found(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder)
+    tier.store(records(3))
+    tier.close()
+    (folder / INDEX_NAME).write_bytes(b"nothing of SQLite's" * 1000)
+    found = DiskTier.open_as_found(folder)
+    assert isinstance(found, Off)
+    assert "can't be read" in found.reason
+    assert (folder / INDEX_NAME).read_bytes() == b"nothing of SQLite's" * 1000
+    open_tier(folder).close()  # the lock was given back
+
+
+def test_a_record_of_an_archive_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier")
+    stored = records(4, 3000)
+    tier.store(stored)
+    path = tmp_path / "prefixes"
+    tier.export([record.identity.key for record in stored], path)
+    files = FaultyFiles()
+    # The manifest takes 2 reads, and each record 5: prefix, header, 3 buffers. The second record's header fails.
+    files.fail = lambda name: errno.EIO if name == "read" and files.calls.count("read") == 2 + 5 + 2 else 0
+    other = open_tier(tmp_path / "other", files=files)
+    imported = other.import_(path)
+    assert [type(outcome) for outcome in imported.outcomes] == [Stored] * 3  # type: ignore[union-attr]
+    assert [miss.kind for miss in imported.damaged] == [MissKind.IO_ERROR]  # type: ignore[union-attr]
 
 
 def test_an_archive_moves_records_to_another_directory(tmp_path: Path) -> None:

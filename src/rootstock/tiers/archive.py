@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from rootstock.tiers.base import Miss, Record
+from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.files import Files, read_all, write_all
 from rootstock.tiers.record import FORMAT, Encoded, Place, read_head, read_payload
 
@@ -54,14 +54,29 @@ def write_archive(files: Files, path: Path, records: Iterable[Encoded]) -> int:
             files.close(fd)
         files.rename(temporary, path)
         files.sync_folder(path.parent)
-    except OSError:
+    except BaseException:  # an interrupt, too, must not leave gigabytes behind
         with suppress(OSError):
             files.remove(temporary)
         raise
     return offset
 
 
-def read_manifest(files: Files, fd: int, file_bytes: int) -> list[Place] | Unreadable:
+def read_places(files: Files, path: Path) -> list[Place] | Unreadable:
+    """What an archive says of itself: where its records lie."""
+    try:
+        file_bytes = path.stat().st_size
+        fd = files.open_read(path)
+    except OSError as error:
+        return Unreadable(str(error))
+    try:
+        return _read_manifest(files, fd, file_bytes)
+    except OSError as error:
+        return Unreadable(str(error))
+    finally:
+        files.close(fd)
+
+
+def _read_manifest(files: Files, fd: int, file_bytes: int) -> list[Place] | Unreadable:
     """Raises OSError."""
     footer = bytearray(_FOOTER.size)
     cut_off = Unreadable("it is cut off, or no archive of Rootstock's")
@@ -80,16 +95,26 @@ def read_manifest(files: Files, fd: int, file_bytes: int) -> list[Place] | Unrea
     content = json.loads(manifest)
     if content["format"] != FORMAT:
         return Unreadable(f"it has format {content['format']}, and this version reads {FORMAT}")
-    return [Place(**place) for place in content["records"]]
+    places = [Place(**place) for place in content["records"]]
+    if any(place.offset < len(_MAGIC) or place.offset + place.stored_bytes > offset for place in places):
+        return Unreadable("its manifest leads out of it")
+    return places
 
 
 def read_records(files: Files, fd: int, places: Iterable[Place]) -> Iterator[Record | Miss]:
-    """Each verified, or what is wrong with it. Raises OSError."""
+    """Each verified, or what is wrong with it."""
     for place in places:
-        head = read_head(files, fd, place)
-        if isinstance(head, Miss):
-            yield head
-            continue
-        payload = [memoryview(bytearray(length)) for length in head.buffer_bytes]
-        damage = read_payload(files, fd, place, head, payload)
-        yield damage or Record(head.identity, payload)
+        try:
+            yield _read_record(files, fd, place)
+        except OSError as error:
+            yield Miss(MissKind.IO_ERROR, str(error))
+
+
+def _read_record(files: Files, fd: int, place: Place) -> Record | Miss:
+    """Raises OSError."""
+    head = read_head(files, fd, place)
+    if isinstance(head, Miss):
+        return head
+    payload = [memoryview(bytearray(length)) for length in head.buffer_bytes]
+    damage = read_payload(files, fd, place, head, payload)
+    return damage or Record(head.identity, payload)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rootstock.cache.identity import Identity, RecordKey
-from rootstock.tiers.archive import Unreadable, read_manifest, read_records, write_archive
+from rootstock.tiers.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
@@ -48,7 +48,7 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.files import Files
 from rootstock.tiers.index import INDEX_NAMES, Index, Row, is_damage
-from rootstock.tiers.lock import DirectoryLock, lock_directory
+from rootstock.tiers.lock import LOCK_NAME, DirectoryLock, lock_directory
 from rootstock.tiers.record import (
     Encoded,
     Head,
@@ -79,8 +79,15 @@ _FLUSH_S = 5.0  # uses are written this often, or when there are many
 _MANY_USES = 1024
 _IMPORT_BYTES = 16 * 2**20  # read into memory at once
 _FAULTS = (OSError, sqlite3.Error)
+_NO_CAP_BYTES = 2**62
+Progress = Callable[[int], None]
+"""Called again and again with the bytes of records that were dealt with since the last time."""
 # Errors of a read that say nothing about the record.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
+
+
+def _ignore(_done_bytes: int) -> None:
+    pass
 
 
 class DiskTier:
@@ -165,9 +172,7 @@ class DiskTier:
                         files.remove(folder / name)
                 index = Index.open(files, folder, budget.wal_bytes)
             files.sync_folder(folder)
-            numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
-            # Rows count too: a segment's file may be gone, and a row must never find another's bytes in its place.
-            next_number = 1 + max([0, *numbers, *index.live_bytes()])
+            next_number = _next_number(files, folder, index)
         except _FAULTS as error:
             lock.release()
             return Off(f"{folder} can't be used: {error}.")
@@ -177,6 +182,48 @@ class DiskTier:
         tier._room.counts = counts
         tier._tidy()
         return tier
+
+    @staticmethod
+    def open_as_found(
+        folder: Path, *, clock: Callable[[], float] = time.time, files: Files | None = None
+    ) -> DiskTier | Off:
+        """For looking at what a server has left, damage included: there is no cap, and nothing is made, removed or
+        put in order. `Off` says why not, and what to do."""
+        files = files or Files()
+        budget = Budget.of(_NO_CAP_BYTES, SEGMENT_BYTES)
+        index: Index | None = None
+        try:
+            if not folder.is_dir():
+                return Off(f"{folder} is not a directory. Give the server's --disk-dir.")
+            if not (folder / LOCK_NAME).is_file():
+                return Off(
+                    f"{folder} is not a directory of the disk tier, which would have a file {LOCK_NAME}. Give the "
+                    "server's --disk-dir."
+                )
+            lock = lock_directory(files, folder)
+            if isinstance(lock, Off):
+                holder = (folder / LOCK_NAME).read_text(errors="replace").strip() or "unknown"
+                return Off(
+                    f"{folder} is in use by a server or another command (pid {holder}), and only one process at a "
+                    "time can have it. Stop that one first."
+                )
+        except OSError as error:
+            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+        try:
+            index = Index.open(files, folder, budget.wal_bytes)
+            next_number = _next_number(files, folder, index)
+        except _FAULTS as error:
+            if index is not None:
+                index.close()
+            lock.release()
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                return Off(
+                    f"The index of {folder} can't be read ({error}), and without it no record can be found. A server "
+                    "that starts there begins anew."
+                )
+            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+        segments = Segments(files, folder, budget.segment_bytes, next_number)
+        return DiskTier(files, folder, lock, index, segments, budget, clock, None, None)
 
     # -- storing -------------------------------------------------------------------------------------------------
 
@@ -383,8 +430,8 @@ class DiskTier:
         try:
             self._flush_uses()
             for row in self._index.rows(self._index.keys()):
-                identity = decode_identity(row.identity)
-                if identity is None or identity.key != row.key:
+                identity = _identity_of(row)
+                if identity is None:
                     with self._counting:
                         self.counts.misses[MissKind.CHECKSUM] += 1
                     self._strike(row.key, row.place)
@@ -406,7 +453,7 @@ class DiskTier:
                 return
         self._tell_gone(keys)
 
-    def verify(self) -> Verified:
+    def verify(self, progress: Progress = _ignore) -> Verified:
         """Reads every record. Changes nothing: `quarantine` takes the keys of the failures."""
         failures: list[Failure] = []
         records = stored_bytes = 0
@@ -415,14 +462,15 @@ class DiskTier:
                 records += 1
                 stored_bytes += row.place.stored_bytes
                 if (miss := self._check(row)) is not None:
-                    failures.append(Failure(row.key, miss))
+                    failures.append(Failure(row.key, miss, _identity_of(row)))
+                progress(row.place.stored_bytes)
         except sqlite3.Error as error:
             self._index_fault(error)
         return Verified(records, stored_bytes, tuple(failures))
 
     def _check(self, row: Row) -> Miss | None:
-        identity = decode_identity(row.identity)
-        if identity is None or identity.key != row.key:
+        identity = _identity_of(row)
+        if identity is None:
             return Miss(MissKind.CHECKSUM, "the row is not as it was written")
         try:
             fd = self._files.open_read(self._segments.path(row.place.segment))
@@ -455,7 +503,7 @@ class DiskTier:
             for key in keys:
                 copy = self._export_one(key)
                 if isinstance(copy, Miss):
-                    failures.append(Failure(key, copy))
+                    failures.append(Failure(key, copy, None))
                 else:
                     records += 1
                     yield copy
@@ -485,22 +533,22 @@ class DiskTier:
         finally:
             self._close(fd)
 
-    def import_(self, path: Path) -> Imported | Unreadable:
-        """Stores the records of an archive, each verified. Records of other namespaces are stored as well: nobody
-        here will ask for them."""
+    def import_(self, path: Path, progress: Progress = _ignore) -> Imported | Unreadable:
+        """Stores the records of an archive, each verified; nothing is changed if it is `Unreadable`. Records of other
+        namespaces are stored as well: nobody here will ask for them."""
         outcomes: list[StoreOutcome] = []
         damaged: list[Miss] = []
+        places = read_places(self._files, path)
+        if isinstance(places, Unreadable):
+            return places
         try:
-            archive_bytes = path.stat().st_size
             fd = self._files.open_read(path)
         except OSError as error:
             return Unreadable(str(error))
         try:
-            places = read_manifest(self._files, fd, archive_bytes)
-            if isinstance(places, Unreadable):
-                return places
             group: list[Record] = []
-            for record in read_records(self._files, fd, places):
+            for place, record in zip(places, read_records(self._files, fd, places), strict=True):
+                progress(place.stored_bytes)
                 if isinstance(record, Miss):
                     damaged.append(record)
                     continue
@@ -509,8 +557,6 @@ class DiskTier:
                     outcomes += self.store(group)
                     group = []
             outcomes += self.store(group)
-        except OSError as error:
-            return Unreadable(str(error))
         finally:
             self._close(fd)
         return Imported(tuple(outcomes), tuple(damaged))
@@ -658,6 +704,19 @@ class DiskTier:
 
 
 _CLOSED = "closed"
+
+
+def _next_number(files: Files, folder: Path, index: Index) -> int:
+    """Of a new segment. Rows count too: a segment's file may be gone, and a row must never find another's bytes in
+    its place."""
+    numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
+    return 1 + max([0, *numbers, *index.live_bytes()])
+
+
+def _identity_of(row: Row) -> Identity | None:
+    """None if the row is not as it was written."""
+    identity = decode_identity(row.identity)
+    return None if identity is None or identity.key != row.key else identity
 
 
 def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rootstock.cache.identity import RecordKey
+from rootstock.cache.identity import Identity, RecordKey
 from rootstock.tiers.base import Miss, MissKind, Refusal, StoreOutcome
 
 
@@ -27,6 +27,7 @@ class DiskCounts:
 class Failure:
     key: RecordKey
     miss: Miss
+    identity: Identity | None = field(compare=False)  # None: the index can't tell
 
 
 @dataclass(frozen=True, slots=True)
