@@ -36,9 +36,7 @@ class LoadTask:
 class LoadEnded:
     """All tasks are loaded, or there is a miss, or the job was cancelled: never two of these."""
 
-    loaded: (
-        int  # tasks, from the first on, whose buffers hold what was asked for; those of the others are void
-    )
+    loaded: int  # tasks, from the first on: their buffers hold what was asked for, the others' are void
     miss: Miss | None  # what ended the job early
     missed: RecordKey | None  # whose miss it was
     payload_bytes: int  # of the tasks that are loaded
