@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rootstock._version import __version__
+from rootstock.cli_cache import cache_app
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, parse_bytes
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.errors import InvalidOption, StartupError
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="What Rootstock makes of a model.")
+app.add_typer(cache_app, name="cache", help="What a disk tier's directory holds, while no server has it.")
 
 
 def main() -> None:
