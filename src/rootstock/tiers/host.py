@@ -1,0 +1,398 @@
+"""The host's memory as a tier: between an accelerator and the disk, or on its own.
+
+Records are copied in, and go least recently used first to whoever was named to take them. Of the cap everything is
+charged: payloads, and an allowance for what a record takes beside its payload. Room is made before a copy is, so that
+the cap holds at every instant; a record on its way out is charged, and can be loaded, until it has been taken.
+
+Nothing here outlives the process: `Stored` means that a load finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import xxhash
+
+from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.plan import HostBytes
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Buffer,
+    Entry,
+    Gone,
+    Loaded,
+    LoadResult,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    TierState,
+    as_bytes,
+)
+from rootstock.tiers.record import difference
+
+_log = logging.getLogger(__name__)
+
+# A record beside its payload and tokens: its objects (measured: 1.1 KB), and the rest of its last page of memory.
+_RECORD_BYTES = 6 * 1024
+_BUFFER_BYTES = 48  # a length each
+
+Spilled = Callable[[Record], None]
+"""Given a record that was evicted, whose payload never changes. Called by the thread that stores, which holds no lock
+of the tier's then; the record can be loaded here until this returns. Must not store, quarantine or clear here."""
+
+
+@dataclass(slots=True)
+class HostCounts:
+    stored_records: int = 0
+    stored_bytes: int = 0  # as charged
+    refused: Counter[Refusal] = field(default_factory=Counter)
+    loaded_records: int = 0
+    loaded_bytes: int = 0
+    misses: Counter[MissKind] = field(default_factory=Counter)
+    evicted_records: int = 0
+    evicted_bytes: int = 0  # as charged
+    quarantined_records: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    identity: Identity
+    content: HostBytes  # of all buffers, one after the other; never written again
+    buffer_bytes: tuple[int, ...]
+    checksum: bytes  # xxh3-128 of the content
+    charged_bytes: int
+    last_use_s: float
+    uses: int = 0
+
+    @property
+    def record(self) -> Record:
+        return Record(self.identity, self.divided(self.content))
+
+    @property
+    def is_intact(self) -> bool:
+        return _checksum([self.content]) == self.checksum
+
+    def divided(self, content: HostBytes) -> list[HostBytes]:
+        """Views of the content, or of a copy, in buffers as they were stored."""
+        ends = list(accumulate(self.buffer_bytes, initial=0))
+        return [content[first:end] for first, end in pairwise(ends)]
+
+
+class HostTier:
+    """Thread-safe. `gone` is told of what was quarantined or cleared, and of what was evicted while `spilled` is
+    None; `spilled` is set before the first store."""
+
+    def __init__(
+        self,
+        cap_bytes: int,
+        spilled: Spilled | None = None,
+        *,
+        gone: Gone | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.cap_bytes = cap_bytes
+        self.spilled = spilled
+        self._gone = gone
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._held: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
+        self._leaving: dict[RecordKey, _Held] = {}  # evicted, and not yet taken
+        self._used_bytes = 0  # charged: held, leaving, and reserved for copies that are being made
+        self._closed = False
+        self.counts = HostCounts()
+
+    @property
+    def state(self) -> TierState:
+        return Off(_CLOSED) if self._closed else Ready()
+
+    @property
+    def used_bytes(self) -> int:
+        """Charged now; never more than the cap."""
+        return self._used_bytes
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: RecordKey) -> bool:
+        """Whether it is held, and not on its way out."""
+        return key in self._held
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """One outcome for each record, in order. Later ones may evict earlier ones."""
+        outcomes = []
+        for record in records:
+            outcome = self._store(record)
+            outcomes.append(outcome)
+            with self._changed:
+                if isinstance(outcome, NotStored):
+                    self.counts.refused[outcome.why] += 1
+                elif isinstance(outcome, Stored):
+                    self.counts.stored_records += 1
+                    self.counts.stored_bytes += outcome.stored_bytes
+        return outcomes
+
+    def _store(self, record: Record) -> StoreOutcome:
+        views, charged_bytes = record.views(), charge(record)
+        if charged_bytes > self.cap_bytes:
+            return NotStored(Refusal.TOO_LARGE, f"{charged_bytes:,} bytes do not fit under the cap")
+        if (needless := self._reserve(record.identity.key, charged_bytes)) is not None:
+            return needless
+        try:
+            held = _copied(record.identity, views, charged_bytes, self._clock())
+        except MemoryError as error:
+            self._unreserve(charged_bytes)
+            return NotStored(Refusal.FAILED, str(error) or "the system has no memory left")
+        return self._insert(held)
+
+    def _insert(self, held: _Held) -> StoreOutcome:
+        """Room is reserved for it."""
+        key = held.identity.key
+        with self._changed:
+            if not self._closed and key not in self._held:
+                self._held[key] = held
+                self._changed.notify_all()
+                return Stored(held.charged_bytes)
+            self._unreserve(held.charged_bytes)
+            if self._closed:
+                return NotStored(Refusal.UNAVAILABLE, _CLOSED)
+            self._use(self._held[key])  # somebody else was quicker
+            return AlreadyStored()
+
+    def _unreserve(self, charged_bytes: int) -> None:
+        with self._changed:
+            self._used_bytes -= charged_bytes
+            self._changed.notify_all()
+
+    def _reserve(self, key: RecordKey, charged_bytes: int) -> AlreadyStored | NotStored | None:
+        """Charges for a copy that is to be made, once there is room for it; or says why none is to be made."""
+        while True:
+            with self._changed:
+                if self._closed:
+                    return NotStored(Refusal.UNAVAILABLE, _CLOSED)
+                if (held := self._held.get(key)) is not None:
+                    self._use(held)
+                    return AlreadyStored()
+                short_bytes = self._used_bytes + charged_bytes - self.cap_bytes
+                if short_bytes <= 0:
+                    self._used_bytes += charged_bytes
+                    return None
+                victims = self._evict(short_bytes)
+                if not victims:
+                    # All of it is leaving, or being copied by others, who will say when they are done.
+                    self._changed.wait()
+            for victim in victims:
+                self._hand_on(victim)
+
+    def _evict(self, short_bytes: int) -> list[_Held]:
+        """Records that make up for what is missing, beyond those that are leaving anyway. The lock is held."""
+        short_bytes -= sum(held.charged_bytes for held in self._leaving.values())
+        victims: list[_Held] = []
+        for key, held in self._held.items():
+            if short_bytes <= 0:
+                break
+            if key not in self._leaving:
+                victims.append(held)
+                short_bytes -= held.charged_bytes
+        for held in victims:
+            key = held.identity.key
+            self._leaving[key] = self._held.pop(key)
+        return victims
+
+    def _hand_on(self, victim: _Held) -> None:
+        key = victim.identity.key
+        # Whoever takes it makes a checksum of his own: what is damaged now would never be found again.
+        intact = victim.is_intact
+        try:
+            if intact and self.spilled is not None:
+                self.spilled(victim.record)
+            else:
+                self._tell_gone([key])
+        except Exception:  # a bug of the taker's: the record is lost to him, the store is not
+            _log.exception("Whoever takes what the host's memory evicts failed. The record is lost.")
+        finally:
+            with self._changed:
+                del self._leaving[key]
+                self._used_bytes -= victim.charged_bytes
+                self.counts.evicted_records += 1
+                self.counts.evicted_bytes += victim.charged_bytes
+                self.counts.quarantined_records += not intact
+                self._changed.notify_all()
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """Copies into the caller's writable buffers, which together have as many bytes as the payload, or into new
+        ones. What turns out to be something else, or damaged, is a miss and is struck."""
+        key = identity.key
+        with self._changed:
+            closed = self._closed
+            held = self._held.get(key) or self._leaving.get(key)
+            if held is not None:
+                held.last_use_s = self._clock()
+                if key in self._held:
+                    self._held.move_to_end(key)
+        if held is None:
+            result: LoadResult = Miss(MissKind.UNAVAILABLE, _CLOSED) if closed else Miss(MissKind.ABSENT)
+        else:
+            result = _read(held, identity, into)
+        with self._changed:
+            if isinstance(result, Loaded):
+                self.counts.loaded_records += 1
+                self.counts.loaded_bytes += sum(view.nbytes for view in result.payload)
+            else:
+                self.counts.misses[result.kind] += 1
+        if held is not None and isinstance(result, Miss):
+            self._strike(key, held)
+        return result
+
+    def _strike(self, key: RecordKey, held: _Held) -> None:
+        with self._changed:
+            struck = self._held.get(key) is held
+            if struck:
+                self._drop(key)
+                self.counts.quarantined_records += 1
+        if struck:
+            self._tell_gone([key])
+
+    # -- use and contents ----------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        with self._changed:
+            for key in keys:
+                if (held := self._held.get(key)) is not None:
+                    self._use(held)
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        """Strikes these. One that was on its way out has been handed on when this returns."""
+        struck = []
+        for key in keys:
+            with self._changed:
+                if key in self._held:
+                    self._drop(key)
+                    self.counts.quarantined_records += 1
+                    struck.append(key)
+                self._wait_until_it_has_left(key)
+        self._tell_gone(struck)
+
+    def clear(self) -> None:
+        """Drops every record, for good. Those that were on their way out have been handed on when this returns."""
+        with self._changed:
+            cleared = list(self._held)
+            for key in cleared:
+                self._drop(key)
+            for key in list(self._leaving):
+                self._wait_until_it_has_left(key)
+        self._tell_gone(cleared)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record, what it continues before it."""
+        with self._changed:
+            there = list((self._leaving | self._held).values())
+        for held in sorted(there, key=lambda held: (held.identity.start, held.identity.end)):
+            payload_bytes = held.content.nbytes
+            yield Entry(held.identity, payload_bytes, held.charged_bytes, held.last_use_s, held.uses)
+
+    def records(self) -> list[Record]:
+        """Those that are held and whole, least recently used first. Their payloads are the tier's own, and never
+        change."""
+        with self._changed:
+            there = list(self._held.values())
+        return [held.record for held in there if held.is_intact]
+
+    def close(self) -> None:
+        """Drops everything; `gone` is not told."""
+        with self._changed:
+            self._closed = True
+            for key in list(self._held):
+                self._drop(key)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _use(self, held: _Held) -> None:
+        """The lock is held."""
+        held.last_use_s = self._clock()
+        held.uses += 1
+        self._held.move_to_end(held.identity.key)
+
+    def _drop(self, key: RecordKey) -> None:
+        """The lock is held. A load that copies from it just now keeps its memory until it has ended."""
+        self._used_bytes -= self._held.pop(key).charged_bytes
+        self._changed.notify_all()
+
+    def _wait_until_it_has_left(self, key: RecordKey) -> None:
+        """The lock is held, and let go while this waits."""
+        held = self._leaving.get(key)
+        self._changed.wait_for(lambda: held is None or self._leaving.get(key) is not held)
+
+    def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
+        if keys and self._gone is not None:
+            self._gone(keys)
+
+
+_CLOSED = "closed"
+
+
+def charge(record: Record) -> int:
+    """What a record takes of the cap."""
+    return (
+        record.payload_bytes
+        + record.identity.tokens.nbytes
+        + _RECORD_BYTES
+        + _BUFFER_BYTES * len(record.payload)
+    )
+
+
+def _copied(identity: Identity, payload: Sequence[memoryview], charged_bytes: int, now_s: float) -> _Held:
+    """Raises MemoryError."""
+    buffers = [np.frombuffer(view, np.uint8) for view in payload]
+    content: HostBytes = np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
+    content.flags.writeable = False
+    # The tokens may be a view of a whole prompt.
+    own = replace(identity, tokens=identity.tokens.copy())
+    lengths = tuple(view.nbytes for view in payload)
+    return _Held(own, content, lengths, _checksum([content]), charged_bytes, now_s)
+
+
+def _read(held: _Held, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    """What is checked is what the caller gets, after it was copied."""
+    kind = difference(asked, held.identity)
+    if kind is not None:
+        return Miss(kind, "the key leads to another record")
+    if into is None:
+        target = held.divided(np.empty_like(held.content))
+    else:
+        target = [np.frombuffer(view, np.uint8) for buffer in into if (view := as_bytes(buffer)).nbytes]
+    target_bytes = sum(buffer.nbytes for buffer in target)
+    if target_bytes != held.content.nbytes:
+        return Miss(
+            MissKind.OTHER_SIZE, f"it has {held.content.nbytes:,} bytes, {target_bytes:,} are asked for"
+        )
+    offset = 0
+    for buffer in target:
+        buffer[:] = held.content[offset : offset + buffer.nbytes]
+        offset += buffer.nbytes
+    if _checksum(target) != held.checksum:
+        return Miss(MissKind.CHECKSUM, "the payload is not as it was stored")
+    return Loaded(tuple(as_bytes(buffer) for buffer in target))
+
+
+def _checksum(buffers: Iterable[HostBytes]) -> bytes:
+    h = xxhash.xxh3_128()
+    for buffer in buffers:
+        h.update(buffer.data)
+    return h.digest()

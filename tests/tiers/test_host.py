@@ -1,0 +1,463 @@
+"""The host's memory as a tier: what it holds, what goes, and that the cap holds at every instant."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+import rootstock.tiers.host
+from rootstock.cache.identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Namespace
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Loaded,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    StoreOutcome,
+)
+from rootstock.tiers.host import HostTier, charge
+from tiers.helpers import Clock, identity_of, is_right, joined, record_of, records
+
+EACH = charge(records(1)[0])  # what a record of the usual size is charged
+
+
+def tier_for(count: int, **options: object) -> HostTier:
+    """With room for so many records of the usual size."""
+    return HostTier(count * EACH, **options)  # type: ignore[arg-type]
+
+
+def keys_of(of: Sequence[Record]) -> list[RecordKey]:
+    return [record.identity.key for record in of]
+
+
+def damage(tier: HostTier, key: RecordKey) -> None:
+    content = tier._held[key].content
+    content.flags.writeable = True
+    content[len(content) // 2] ^= 1
+
+
+def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in() -> None:
+    tier = tier_for(2)
+    (record,) = records(1)
+    assert tier.store([record]) == [Stored(EACH)]
+    loaded = tier.load(record.identity)
+    assert isinstance(loaded, Loaded)
+    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
+    loaded.payload[0][0] ^= 1  # it is the caller's
+    assert is_right(tier.load(record.identity), record)
+
+
+def test_a_load_fills_the_callers_buffers_however_they_are_divided() -> None:
+    tier = tier_for(2)
+    (record,) = records(1)
+    tier.store([record])
+    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
+    assert is_right(tier.load(record.identity, buffers), record)
+    assert joined(buffers) == joined(record.payload)
+
+
+def test_the_payload_may_change_once_it_is_stored() -> None:
+    tier = tier_for(2)
+    record, same = records(1)[0], records(1)[0]
+    tier.store([record])
+    for buffer in record.payload:
+        np.asarray(buffer)[:] = 0
+    record.identity.tokens[:] = 0
+    assert is_right(tier.load(same.identity), same)
+
+
+def test_a_record_without_a_payload_is_a_record() -> None:
+    tier = tier_for(2)
+    record = Record(identity_of(1), [])
+    assert isinstance(tier.store([record])[0], Stored)
+    loaded = tier.load(record.identity, [np.empty(0, np.uint8)])
+    assert isinstance(loaded, Loaded)
+    assert joined(loaded.payload) == b""
+
+
+def test_what_was_used_least_recently_goes_first_and_is_handed_on_whole() -> None:
+    spilled: list[Record] = []
+    tier = tier_for(3, spilled=spilled.append)
+    group = records(6)
+    tier.store(group[:3])
+    tier.touch([group[0].identity.key])
+    assert is_right(tier.load(group[1].identity), group[1])
+    assert tier.store([group[2]]) == [AlreadyStored()]  # which is a use
+    tier.store(group[3:5])
+    assert [record.identity.key for record in spilled] == keys_of(group[:2])
+    assert [joined(record.payload) for record in spilled] == [joined(record.payload) for record in group[:2]]
+    assert all(
+        [bytes(part) for part in theirs.views()] == [bytes(part) for part in ours.views()]
+        for theirs, ours in zip(spilled, group, strict=False)
+    )
+    assert tier.load(group[0].identity) == Miss(MissKind.ABSENT)
+    assert tier.counts.evicted_records == 2
+
+
+def test_without_a_taker_what_is_evicted_is_gone_and_told() -> None:
+    told: list[RecordKey] = []
+    tier = tier_for(1, gone=told.extend)
+    group = records(2)
+    tier.store(group)
+    assert told == keys_of(group[:1])
+
+
+def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing() -> None:
+    tier = tier_for(2)
+    group = records(2)
+    tier.store(group)
+    large = record_of(identity_of(9), 2 * EACH)
+    (refused,) = tier.store([large])
+    assert isinstance(refused, NotStored)
+    assert refused.why is Refusal.TOO_LARGE
+    assert tier.counts.refused == {Refusal.TOO_LARGE: 1}
+    assert len(tier) == 2
+
+
+def test_room_is_made_before_the_copy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    tier = tier_for(2, spilled=lambda record: seen.append(tier.used_bytes))
+    copied = rootstock.tiers.host._copied
+
+    def watched(*arguments: object) -> object:
+        held = sum(held.charged_bytes for held in [*tier._held.values(), *tier._leaving.values()])
+        assert held + EACH <= tier.cap_bytes
+        return copied(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rootstock.tiers.host, "_copied", watched)
+    tier.store(records(5))
+    assert seen == [2 * EACH] * 3  # what is handed on is charged until it was taken
+
+
+def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = tier_for(3)
+    first, second = records(2)
+    tier.store([first])
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(rootstock.tiers.host, "_copied", fails)
+    assert tier.store([second]) == [NotStored(Refusal.FAILED, "the system has no memory left")]
+    assert tier.used_bytes == EACH
+    assert is_right(tier.load(first.identity), first)
+
+
+def test_the_charge_covers_what_a_record_takes() -> None:
+    group = [Record(identity_of(seed), [np.ones(500, np.uint8) for _ in range(24)]) for seed in range(200)]
+    for record in group:
+        record.views()  # NumPy notes once for each array how it was last looked at
+    tier = HostTier(1 << 30)
+    tracemalloc.start()
+    tier.store(group)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page is for what is not traced
+
+
+def test_buffers_of_another_size_are_a_miss_of_that_kind() -> None:
+    tier = tier_for(2)
+    (record,) = records(1)
+    tier.store([record])
+    result = tier.load(record.identity, [np.zeros(2999, np.uint8)])
+    assert isinstance(result, Miss)
+    assert result.kind is MissKind.OTHER_SIZE
+    assert tier.counts.misses == {MissKind.OTHER_SIZE: 1}
+
+
+def test_a_damaged_byte_is_a_miss_and_the_record_is_struck() -> None:
+    told: list[RecordKey] = []
+    tier = tier_for(2, gone=told.extend)
+    (record,) = records(1)
+    tier.store([record])
+    damage(tier, record.identity.key)
+    result = tier.load(record.identity)
+    assert isinstance(result, Miss)
+    assert result.kind is MissKind.CHECKSUM
+    assert told == [record.identity.key]
+    assert tier.load(record.identity) == Miss(MissKind.ABSENT)
+    assert (tier.counts.quarantined_records, tier.used_bytes, len(tier)) == (1, 0, 0)
+    assert tier.store([record]) == [Stored(EACH)]
+
+
+def test_a_damaged_record_is_never_handed_on() -> None:
+    spilled: list[Record] = []
+    told: list[RecordKey] = []
+    tier = tier_for(2, spilled=spilled.append, gone=told.extend)
+    group = records(4)
+    tier.store(group[:2])
+    damage(tier, group[0].identity.key)
+    tier.store(group[2:])
+    assert [record.identity.key for record in spilled] == keys_of(group[1:2])
+    assert told == keys_of(group[:1])
+    damage(tier, group[2].identity.key)
+    assert [record.identity.key for record in tier.records()] == keys_of(group[3:])
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (identity_of(1, namespace=Namespace("other", "float32")), MissKind.OTHER_NAMESPACE),
+        (identity_of(1, layers=5), MissKind.OTHER_LAYERS),
+        (identity_of(1, dtype="bfloat16"), MissKind.OTHER_DTYPE),
+        (identity_of(1, start=17), MissKind.OTHER_POSITION),
+        (identity_of(2), MissKind.OTHER_TOKENS),
+    ],
+)
+def test_a_record_of_something_else_is_never_given_out(
+    other: Identity, kind: MissKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if two keys were equal."""
+    monkeypatch.setattr(Identity, "key", property(lambda self: RecordKey(bytes(16))))
+    tier = tier_for(2)
+    tier.store([record_of(identity_of(1))])
+    result = tier.load(other)
+    assert isinstance(result, Miss)
+    assert result.kind is kind
+
+
+def test_a_state_is_found_whichever_tokens_its_record_carries() -> None:
+    tier = tier_for(2)
+    record = record_of(identity_of(1, start=0, kind=Kind.STATE))
+    tier.store([record])
+    assert is_right(tier.load(identity_of(1, start=20, kind=Kind.STATE)), record)
+
+
+def test_entries_say_use_and_size_with_parents_first() -> None:
+    clock = Clock()
+    tier = tier_for(4, clock=clock)
+    later, first = record_of(identity_of(1, 16, 29)), record_of(identity_of(1, 0, 16))
+    tier.store([later, first])
+    clock.now_s = 1234.0
+    tier.touch([later.identity.key, RecordKey(bytes(16))])
+    entries = list(tier.entries())
+    assert [entry.identity.key for entry in entries] == keys_of([first, later])
+    assert [(entry.last_use_s, entry.uses) for entry in entries] == [(1000.0, 0), (1234.0, 1)]
+    assert [entry.payload_bytes for entry in entries] == [3000, 3000]
+    assert sum(entry.stored_bytes for entry in entries) == tier.used_bytes
+
+
+def test_quarantine_and_clear_drop_records_and_tell() -> None:
+    told: list[RecordKey] = []
+    spilled: list[Record] = []
+    tier = tier_for(4, spilled=spilled.append, gone=told.extend)
+    group = records(4)
+    tier.store(group)
+    tier.quarantine([*keys_of(group[:1]), RecordKey(bytes(16))])
+    assert told == keys_of(group[:1])
+    tier.clear()
+    assert told == keys_of(group)
+    assert spilled == []
+    assert (len(tier), tier.used_bytes) == (0, 0)
+    assert tier.store(group[:1]) == [Stored(EACH)]
+
+
+def test_closing_drops_everything_and_says_so() -> None:
+    tier = tier_for(4)
+    (record,) = records(1)
+    tier.store([record])
+    assert tier.state == Ready()
+    tier.close()
+    tier.close()
+    assert isinstance(tier.state, Off)
+    assert tier.used_bytes == 0
+    assert tier.load(record.identity) == Miss(MissKind.UNAVAILABLE, "closed")
+    assert tier.store([record]) == [NotStored(Refusal.UNAVAILABLE, "closed")]
+
+
+def test_a_record_can_be_loaded_until_it_has_been_taken() -> None:
+    found: list[bool] = []
+    group = records(3)
+
+    def take(record: Record) -> None:
+        (same,) = (other for other in group if other.identity.key == record.identity.key)
+        found.append(is_right(tier.load(record.identity), same))
+        assert record.identity.key in {entry.identity.key for entry in tier.entries()}
+
+    tier = tier_for(1, spilled=take)
+    tier.store(group)
+    assert found == [True, True]
+
+
+def test_a_taker_that_fails_loses_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    def take(record: Record) -> None:
+        raise ZeroDivisionError("a bug")
+
+    tier = tier_for(1, spilled=take)
+    group = records(2)
+    assert tier.store(group) == [Stored(EACH)] * 2
+    assert is_right(tier.load(group[1].identity), group[1])
+    assert tier.used_bytes == EACH
+    assert len(caplog.records) == 1
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
+    leaving, go_on = threading.Event(), threading.Event()
+
+    def take(record: Record) -> None:
+        leaving.set()
+        assert go_on.wait(10)
+
+    tier = tier_for(1, spilled=take)
+    group = records(2)
+    storing = in_thread(lambda: tier.store(group))
+    assert leaving.wait(10)
+    striking = in_thread(lambda: tier.quarantine(keys_of(group[:1])))
+    striking.join(0.05)
+    assert striking.is_alive()
+    go_on.set()
+    striking.join(10)
+    storing.join(10)
+    assert not striking.is_alive()
+    assert len(tier) == 1
+
+
+def test_a_store_waits_for_room_that_another_is_making() -> None:
+    leaving, go_on = threading.Event(), threading.Event()
+
+    def take(record: Record) -> None:
+        leaving.set()
+        assert go_on.wait(10)
+
+    tier = tier_for(1, spilled=take)
+    first, second, third = records(3)
+    tier.store([first])
+    outcomes: list[StoreOutcome] = []
+    threads = [in_thread(lambda: outcomes.extend(tier.store([second])))]
+    assert leaving.wait(10)
+    threads.append(in_thread(lambda: outcomes.extend(tier.store([third]))))
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    assert tier.used_bytes == EACH
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert outcomes == [Stored(EACH)] * 2
+    assert tier.used_bytes == EACH
+
+
+def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
+    taken: list[RecordKey] = []
+    tier = tier_for(8, spilled=lambda record: taken.append(record.identity.key))
+    group = records(24)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(300):
+            record = group[int(random.integers(len(group)))]
+            what = random.integers(8)
+            if what < 3:
+                tier.store([record])
+            elif what < 7:
+                result = tier.load(record.identity)
+                if not is_right(result, record) and result != Miss(MissKind.ABSENT):
+                    wrong.append(result)
+            else:
+                tier.quarantine([record.identity.key])
+            if tier.used_bytes > tier.cap_bytes:
+                wrong.append(tier.used_bytes)
+
+    threads = [in_thread(lambda seed=seed: work(seed)) for seed in range(4)]  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert tier.used_bytes == EACH * len(tier)
+    assert tier._leaving == {}
+    assert taken
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """A list of records, the least recently used first, says what must be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spilled: list[RecordKey] = []
+        self.tier = HostTier(4 * EACH, lambda record: self.spilled.append(record.identity.key))
+        self.model: list[Record] = []
+        self.expected_spills: list[RecordKey] = []
+
+    def _find(self, record: Record) -> Record | None:
+        return next((r for r in self.model if r.identity.key == record.identity.key), None)
+
+    def _use(self, record: Record) -> None:
+        self.model.remove(record)
+        self.model.append(record)
+
+    @rule(seed=st.integers(0, 9))
+    def store(self, seed: int) -> None:
+        record = record_of(identity_of(seed), 500 * seed)
+        (outcome,) = self.tier.store([record])
+        if (there := self._find(record)) is not None:
+            assert outcome == AlreadyStored()
+            self._use(there)
+            return
+        while sum(map(charge, self.model)) + charge(record) > self.tier.cap_bytes:
+            self.expected_spills.append(self.model.pop(0).identity.key)
+        self.model.append(record)
+        assert outcome == Stored(charge(record))
+
+    @rule(seed=st.integers(0, 9))
+    def load(self, seed: int) -> None:
+        record = record_of(identity_of(seed), 500 * seed)
+        result = self.tier.load(record.identity)
+        if (there := self._find(record)) is not None:
+            assert is_right(result, there)
+            self._use(there)
+        else:
+            assert result == Miss(MissKind.ABSENT)
+
+    @rule(seeds=st.lists(st.integers(0, 9), max_size=3))
+    def touch(self, seeds: list[int]) -> None:
+        identities = [identity_of(seed) for seed in seeds]
+        self.tier.touch([identity.key for identity in identities])
+        for identity in identities:
+            if (there := self._find(Record(identity, []))) is not None:
+                self._use(there)
+
+    @rule(seed=st.integers(0, 9))
+    def quarantine(self, seed: int) -> None:
+        identity = identity_of(seed)
+        self.tier.quarantine([identity.key])
+        self.model = [record for record in self.model if record.identity.key != identity.key]
+
+    @invariant()
+    def holds_what_it_should(self) -> None:
+        assert keys_of(self.tier.records()) == keys_of(self.model)
+        assert self.tier.used_bytes == sum(map(charge, self.model)) <= self.tier.cap_bytes
+        assert self.spilled == self.expected_spills
+
+
+AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTheHostTierAgainstAModel = AgainstAModel.TestCase
+
+
+def test_a_prompts_tokens_are_not_kept_alive_by_a_record_of_its_end() -> None:
+    tier = tier_for(2)
+    record = records(1)[0]
+    prompt = np.concatenate([np.zeros(100_000, np.int32), record.identity.tokens])
+    tier.store([Record(replace(record.identity, tokens=prompt[100_000:]), record.payload)])
+    (entry,) = tier.entries()
+    assert entry.identity.tokens.base is None
