@@ -1,0 +1,190 @@
+"""Two tiers as one: the host's memory above, and below it the one that it spills to, as a rule a disk.
+
+A record is stored above and goes down when the upper tier evicts it, through a mover, so that nobody who stores waits
+for the disk. It is in the upper tier, on its way, or in the lower one, with no gap between, and a load looks there in
+this order. What is loaded from below stays there; the accelerator, which asked for it, stores it above again in its
+time.
+
+Until it has gone down a record does not outlive the process. `close` brings down all that is left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
+from typing import Protocol
+
+from rootstock.cache.identity import Identity, RecordKey
+from rootstock.tiers.base import (
+    Buffer,
+    Entry,
+    Gone,
+    Loaded,
+    LoadResult,
+    Miss,
+    MissKind,
+    NotStored,
+    Record,
+    Refusal,
+    StoreOutcome,
+    Tier,
+    TierState,
+)
+from rootstock.tiers.host import HostTier
+from rootstock.tiers.mover import Done, PutResult
+
+_GROUP_BYTES = 16 * 2**20  # brought down together when the chain closes
+
+
+class Below(Protocol):
+    """`Mover` over the lower tier, or a double of it."""
+
+    def put(self, record: Record, done: Done | None = None) -> PutResult:
+        """Never blocks. If it answers `Queued`, `done` is called once the lower tier has stored or refused it."""
+        ...
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """From the queue if it is there, or from the lower tier."""
+        ...
+
+    def close(self) -> None:
+        """Everything that was queued is done when this returns."""
+        ...
+
+
+class TierChain:
+    """Owns both tiers and the mover from here on: the upper one spills to it. Thread-safe.
+
+    `gone` is told of records that neither tier has any more because the way down was closed or full, or because they
+    were damaged. The lower tier tells its own: it may name records that the upper one still holds.
+    """
+
+    def __init__(self, upper: HostTier, lower: Tier, mover: Below, *, gone: Gone | None = None) -> None:
+        self.upper = upper
+        self.lower = lower
+        self._mover = mover
+        self._gone = gone
+        self._lock = threading.Lock()
+        self._moving: dict[RecordKey, Record] = {}  # handed to the mover, and not yet below
+        self._condemned: set[RecordKey] = set()  # of those: not to stay below
+        self.lost_records = 0  # evicted above, refused below
+        upper.spilled = self._spill
+
+    @property
+    def state(self) -> TierState:
+        """The upper one's, which serves whatever becomes of the lower one. That one's own state tells of it."""
+        return self.upper.state
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """One outcome for each record, in order. What the upper tier has no place for is stored below at once."""
+        outcomes = self.upper.store(records)
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, NotStored) and outcome.why is not Refusal.UNAVAILABLE:
+                (outcomes[number],) = self.lower.store([records[number]])
+        return outcomes
+
+    def _spill(self, record: Record) -> None:
+        """Called by the upper tier, which gives the record out until this returns."""
+        key = record.identity.key
+        with self._lock:
+            self._moving[key] = record
+        put = self._mover.put(record, self._arrived)
+        if isinstance(put, NotStored):
+            self._arrived(key, put)
+
+    def _arrived(self, key: RecordKey, outcome: StoreOutcome) -> None:
+        """Called by the mover's thread."""
+        with self._lock:
+            condemned = key in self._condemned
+        if condemned:
+            self.lower.quarantine([key])
+        with self._lock:  # until now it was not given out
+            self._moving.pop(key, None)
+            self._condemned.discard(key)
+            lost = isinstance(outcome, NotStored) and not condemned
+            self.lost_records += lost
+        if lost and key not in self.upper:
+            self._tell_gone([key])
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """From the highest place that has it whole. A miss says what was wrong, if anything was."""
+        key = identity.key
+        above = self.upper.load(identity, into)
+        if isinstance(above, Loaded):
+            return above
+        with self._lock:
+            condemned = key in self._condemned
+        below = Miss(MissKind.ABSENT) if condemned else self._mover.load(identity, into)
+        if isinstance(below, Loaded):
+            return below
+        if below.kind is not MissKind.ABSENT or above.kind in (MissKind.ABSENT, MissKind.UNAVAILABLE):
+            return below
+        self._tell_gone([key])
+        return above
+
+    # -- use and contents ----------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        used = list(keys)
+        self.upper.touch(used)
+        self.lower.touch(used)
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        """Strikes these in both, and those on their way as soon as they have arrived."""
+        struck = list(keys)
+        self.upper.quarantine(struck)  # first: from here on none of them sets out
+        with self._lock:
+            self._condemned.update(key for key in struck if key in self._moving)
+        self.lower.quarantine(struck)
+
+    def clear(self) -> None:
+        self.upper.clear()
+        with self._lock:
+            self._condemned.update(self._moving)
+        self.lower.clear()
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record once, what it continues before it. Of a record that both have, the upper one's use."""
+        above = {entry.identity.key: entry for entry in self.upper.entries()}
+        with self._lock:
+            moving = [record for key, record in self._moving.items() if key not in self._condemned]
+        for record in moving:
+            on_its_way = Entry(record.identity, record.payload_bytes, record.payload_bytes, 0.0, 0)
+            above.setdefault(record.identity.key, on_its_way)
+        below = (entry for entry in self.lower.entries() if entry.identity.key not in above)
+        yield from merge(sorted(above.values(), key=_position), below, key=_position)
+
+    def close(self) -> None:
+        """Brings down what only the upper tier has, least recently used first, so that the last used outlive the
+        others below. Takes as long as the lower tier takes."""
+        self._mover.close()
+        group: list[Record] = []
+        group_bytes = 0
+        for record in self.upper.records():
+            group.append(record)
+            group_bytes += record.payload_bytes
+            if group_bytes >= _GROUP_BYTES:
+                self._bring_down(group)
+                group, group_bytes = [], 0
+        self._bring_down(group)
+        self.upper.close()
+        self.lower.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _bring_down(self, group: Sequence[Record]) -> None:
+        outcomes = self.lower.store(group)
+        self.lost_records += sum(isinstance(outcome, NotStored) for outcome in outcomes)
+
+    def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
+        if keys and self._gone is not None:
+            self._gone(keys)
+
+
+def _position(entry: Entry) -> tuple[int, int]:
+    return entry.identity.start, entry.identity.end

@@ -1,0 +1,327 @@
+"""The host's memory above a disk: one tier to whoever stores and loads, and no gap on the way down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rootstock.cache.identity import Identity, RecordKey
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Buffer,
+    Loaded,
+    LoadResult,
+    LoadsOnly,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    Tier,
+)
+from rootstock.tiers.chain import TierChain
+from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.host import HostTier, charge
+from rootstock.tiers.mover import Done, Mover, PutResult, Queued
+from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
+
+EACH = charge(records(1)[0])  # what a record of the usual size is charged above
+
+
+class HeldMover:
+    """Keeps what it was given until it is let: what is on its way stays there for as long as a test looks."""
+
+    def __init__(self, lower: Tier) -> None:
+        self.lower = lower
+        self.waiting: list[tuple[Record, Done | None]] = []
+        self.refuses: Refusal | None = None
+
+    def put(self, record: Record, done: Done | None = None) -> PutResult:
+        if self.refuses is not None:
+            return NotStored(self.refuses)
+        self.waiting.append((record, done))
+        return Queued()
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        for record, _ in self.waiting:
+            if record.identity.key == identity.key:
+                return Loaded(tuple(memoryview(bytearray(view)) for view in record.views()))
+        return self.lower.load(identity, into)
+
+    def let(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for record, done in waiting:
+            (outcome,) = self.lower.store([record])
+            if done is not None:
+                done(record.identity.key, outcome)
+
+    def close(self) -> None:
+        self.let()
+
+
+class Chain:
+    """A chain with a disk below, whose upper tier has room for so many records."""
+
+    def __init__(self, folder: Path, above: int, lower_bytes: int = 16 * CAP_BYTES) -> None:
+        self.gone: list[RecordKey] = []
+        self.disk: DiskTier = open_tier(folder, lower_bytes)
+        self.host = HostTier(above * EACH)
+        self.mover = HeldMover(self.disk)
+        self.tier = TierChain(self.host, self.disk, self.mover, gone=self.gone.extend)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[Chain]:
+    chain = Chain(tmp_path / "tier", above=2)
+    yield chain
+    chain.tier.close()
+
+
+@contextmanager
+def real_chain(folder: Path, above: int) -> Iterator[tuple[TierChain, DiskTier]]:
+    disk = open_tier(folder, 16 * CAP_BYTES)
+    tier = TierChain(HostTier(above * EACH), disk, Mover(disk, 4 * CAP_BYTES))
+    try:
+        yield tier, disk
+    finally:
+        tier.close()
+
+
+def keys_of(of: Sequence[Record]) -> list[RecordKey]:
+    return [record.identity.key for record in of]
+
+
+def keys_in(tier: Tier) -> list[RecordKey]:
+    return [entry.identity.key for entry in tier.entries()]
+
+
+def test_a_record_is_stored_above_and_goes_down_when_it_is_evicted(chain: Chain) -> None:
+    group = records(3)
+    assert chain.tier.store(group) == [Stored(EACH)] * 3
+    assert set(keys_in(chain.host)) == set(keys_of(group[1:]))
+    assert keys_in(chain.disk) == []
+    chain.mover.let()
+    assert keys_in(chain.disk) == keys_of(group[:1])
+    for record in group:
+        assert is_right(chain.tier.load(record.identity), record)
+    assert chain.tier.store(group[1:]) == [AlreadyStored()] * 2
+    assert chain.gone == []
+
+
+def test_on_its_way_a_record_is_found_and_listed_once(chain: Chain) -> None:
+    group = records(5)
+    chain.tier.store(group)
+    assert len(chain.mover.waiting) == 3
+    for record in group:
+        assert is_right(chain.tier.load(record.identity), record)
+    assert sorted(keys_in(chain.tier)) == sorted(keys_of(group))
+    chain.tier.store(group[:1])  # above again, while it is on its way
+    assert sorted(keys_in(chain.tier)) == sorted(keys_of(group))
+    chain.mover.let()
+    assert sorted(keys_in(chain.tier)) == sorted(keys_of(group))
+
+
+def test_a_load_fills_the_callers_buffers_wherever_the_record_is(tmp_path: Path) -> None:
+    with real_chain(tmp_path / "tier", above=1) as (tier, _):
+        group = records(4)
+        tier.store(group)
+        for record in group:
+            buffers = [np.zeros(n, np.uint8) for n in (1000, 1, 1999)]
+            assert is_right(tier.load(record.identity, buffers), record)
+            assert joined(buffers) == joined(record.payload)
+        assert tier.load(identity_of(99)) == Miss(MissKind.ABSENT)
+
+
+def test_entries_come_with_parents_first_wherever_they_are(chain: Chain) -> None:
+    conversation = [record_of(identity_of(1, start, start + 16)) for start in range(0, 96, 16)]
+    for record in reversed(conversation):
+        chain.tier.store([record])
+    chain.mover.let()
+    chain.tier.store([conversation[3]])  # one is evicted for it, and on its way
+    assert len(chain.mover.waiting) == 1
+    assert keys_in(chain.tier) == keys_of(conversation)
+
+
+def test_a_use_counts_in_both(chain: Chain) -> None:
+    group = records(4)
+    chain.tier.store(group)
+    chain.mover.let()
+    chain.tier.touch([group[0].identity.key, group[2].identity.key])
+    uses = {entry.identity.key: entry.uses for entry in chain.tier.entries()}
+    assert [uses[key] for key in keys_of(group)] == [1, 0, 1, 0]
+    chain.tier.store(records(1, first=9))
+    assert keys_of(group[3:]) == [record.identity.key for record, _ in chain.mover.waiting]
+
+
+def test_what_is_too_large_for_the_upper_tier_is_stored_below(chain: Chain) -> None:
+    small, large = records(1)[0], record_of(identity_of(7), 3 * EACH)
+    outcomes = chain.tier.store([small, large])
+    assert all(isinstance(outcome, Stored) for outcome in outcomes)
+    assert keys_in(chain.disk) == keys_of([large])
+    assert is_right(chain.tier.load(large.identity), large)
+
+
+def test_what_the_way_down_refuses_is_gone_and_told(chain: Chain) -> None:
+    group = records(3)
+    chain.mover.refuses = Refusal.QUEUE_FULL
+    assert chain.tier.store(group) == [Stored(EACH)] * 3
+    assert chain.gone == keys_of(group[:1])
+    assert chain.tier.lost_records == 1
+    assert chain.tier.load(group[0].identity) == Miss(MissKind.ABSENT)
+
+
+def test_what_the_lower_tier_refuses_is_gone_unless_the_upper_one_has_it_again(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = records(4)
+    chain.tier.store(group)
+    chain.tier.store(group[:1])
+    monkeypatch.setattr(chain.disk, "store", lambda records: [NotStored(Refusal.FAILED, "no")] * len(records))
+    chain.mover.let()
+    assert chain.gone == keys_of(group[1:3])
+    assert is_right(chain.tier.load(group[0].identity), group[0])
+
+
+def test_damage_above_is_made_good_from_below(chain: Chain) -> None:
+    group = records(3)
+    chain.tier.store(group)
+    chain.mover.let()
+    chain.tier.store(group[:1])  # now both have it
+    content = chain.host._held[group[0].identity.key].content
+    content.flags.writeable = True
+    content[5] ^= 1
+    assert is_right(chain.tier.load(group[0].identity), group[0])
+    assert chain.gone == []
+    assert chain.host.counts.misses[MissKind.CHECKSUM] == 1
+
+
+def test_damage_of_the_only_copy_is_a_miss_that_says_so_and_is_told(chain: Chain) -> None:
+    (record,) = records(1)
+    chain.tier.store([record])
+    content = chain.host._held[record.identity.key].content
+    content.flags.writeable = True
+    content[5] ^= 1
+    result = chain.tier.load(record.identity)
+    assert isinstance(result, Miss)
+    assert result.kind is MissKind.CHECKSUM
+    assert chain.gone == keys_of([record])
+    assert chain.tier.load(record.identity) == Miss(MissKind.ABSENT)
+
+
+def test_quarantine_strikes_above_below_and_on_the_way(chain: Chain) -> None:
+    group = records(6)
+    chain.tier.store(group[:3])
+    chain.mover.let()
+    chain.tier.store(group[3:])  # below, three on their way, two above
+    bad = [group[0], group[2], group[5]]
+    chain.tier.quarantine(keys_of(bad))
+    for _ in range(2):
+        for record in group:
+            result = chain.tier.load(record.identity)
+            assert result == Miss(MissKind.ABSENT) if record in bad else is_right(result, record)
+        assert sorted(keys_in(chain.tier)) == sorted(set(keys_of(group)) - set(keys_of(bad)))
+        chain.mover.let()
+    assert chain.tier.store(bad[:1]) == [Stored(EACH)]
+    assert is_right(chain.tier.load(bad[0].identity), bad[0])
+
+
+def test_clear_leaves_nothing_wherever_it_was(chain: Chain) -> None:
+    group = records(6)
+    chain.tier.store(group[:3])
+    chain.mover.let()
+    chain.tier.store(group[3:])
+    chain.tier.clear()
+    for _ in range(2):
+        assert keys_in(chain.tier) == []
+        assert all(chain.tier.load(record.identity) == Miss(MissKind.ABSENT) for record in group)
+        chain.mover.let()
+    assert keys_in(chain.disk) == []
+    chain.tier.store(group[:1])
+    assert keys_in(chain.tier) == keys_of(group[:1])
+
+
+def test_closing_brings_everything_down_for_the_next_start(tmp_path: Path) -> None:
+    group = records(40)
+    with real_chain(tmp_path / "tier", above=30) as (tier, disk):
+        tier.store(group)
+    assert isinstance(tier.state, Off)
+    assert isinstance(disk.state, Off)
+    with real_chain(tmp_path / "tier", above=30) as (tier, disk):
+        assert sorted(keys_in(tier)) == sorted(keys_of(group))
+        assert all(is_right(tier.load(record.identity), record) for record in group)
+
+
+def test_of_a_smaller_disk_what_was_used_last_is_what_stays(tmp_path: Path) -> None:
+    chain = Chain(tmp_path / "tier", above=300, lower_bytes=CAP_BYTES)
+    group = records(60, 20_000)
+    chain.tier.store(group)
+    chain.tier.touch(keys_of(group[:10]))
+    chain.tier.close()
+    disk = open_tier(tmp_path / "tier")
+    kept = set(keys_in(disk))
+    assert set(keys_of(group[:10])) <= kept
+    assert len(kept) < len(group)
+    disk.close()
+
+
+def test_the_chain_serves_while_the_lower_tier_does_not(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain.disk, "_state", LoadsOnly("no room", 1e18))
+    (record,) = records(1)
+    assert chain.tier.state == Ready()
+    assert chain.tier.store([record]) == [Stored(EACH)]
+    assert is_right(chain.tier.load(record.identity), record)
+
+
+def test_after_closing_nothing_is_taken_or_given(tmp_path: Path) -> None:
+    with real_chain(tmp_path / "tier", above=3) as (tier, _):
+        pass
+    (record,) = records(1)
+    assert tier.store([record]) == [NotStored(Refusal.UNAVAILABLE, "closed")]
+    result = tier.load(record.identity)
+    assert isinstance(result, Miss)
+    assert result.kind is MissKind.UNAVAILABLE
+
+
+def test_every_record_is_readable_at_every_instant_from_above_to_below(tmp_path: Path) -> None:
+    group = [record_of(identity_of(seed), 4000) for seed in range(150)]
+    wrong: list[object] = []
+    published = 0
+    done = threading.Event()
+    with real_chain(tmp_path / "tier", above=4) as (tier, disk):
+
+        def read(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            while not done.is_set():
+                if published:
+                    # Those that are just going down, as a rule.
+                    back = int(random.integers(1, 20))
+                    record = group[max(0, published - back)]
+                    result = tier.load(record.identity)
+                    if not is_right(result, record):
+                        wrong.append((published - back, result))
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for record in group:
+            assert isinstance(tier.store([record])[0], Stored)
+            published += 1
+            if published % 8 == 0:
+                listed = keys_in(tier)
+                assert len(listed) == len(set(listed)) == published
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert tier.lost_records == 0
+        assert disk.counts.stored_records > 100
