@@ -98,7 +98,7 @@ def verify(
             tier.quarantine([failure.key for failure in found.failures])
             _stop_if_off(tier)
             print(
-                f"{_counted(len(found.failures), 'damaged record')} struck: a server computes anew what they held."
+                f"{_counted(len(found.failures), 'damaged record')} struck: a server computes anew what is missing."
             )
         else:
             print(
@@ -185,7 +185,7 @@ def _summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, n
     if not prefixes.records:
         return [f"Nothing is stored ({taken})."]
     lines = [
-        f"{_counted(prefixes.records, 'record')}, {in_units(prefixes.stored_bytes)}; {taken}; used between "
+        f"{_counted(prefixes.records, 'record')}, {in_units(prefixes.stored_bytes)}; {taken}; last used between "
         f"{_ago(prefixes.oldest_use_s, now_s)} and {_ago(prefixes.newest_use_s, now_s)}."
     ]
     if shown < summary["prefixes"]:
@@ -230,7 +230,11 @@ def _print_table(shown: Sequence[Prefix], now_s: float, *, with_text: bool) -> N
         columns.append(("text", lambda prefix: prefix.text))
     for name, _ in columns:
         is_number = name in ("tokens", "checkpoints", "own", "shared", "uses")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name == "key")
+        table.add_column(
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=name not in ("families", "last use", "text"),
+        )
     for prefix in shown:
         table.add_row(*(Text(cell(prefix)) for _, cell in columns))
     console.print(table)

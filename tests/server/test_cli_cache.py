@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +22,8 @@ from rootstock.cache.identity import Kind, identify
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
 from rootstock.cli import main
-from rootstock.tiers.base import Record
+from rootstock.cli_cache import cache_app
+from rootstock.tiers.base import MissKind, Record
 from rootstock.tiers.lock import LOCK_NAME
 from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
 
@@ -42,6 +45,7 @@ class Ran:
 @pytest.fixture
 def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     def run(*arguments: object) -> Ran:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)  # no bars of progress
         monkeypatch.setattr(sys, "argv", ["rootstock", "cache", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -554,3 +558,24 @@ def test_an_import_into_a_directory_in_use_or_of_others_is_refused(
         assert told in ran.err
     assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["tree.jpg"]
     tier.close()
+
+
+# -- the guide ---------------------------------------------------------------------------------------------------
+
+GUIDE = (Path(__file__).parents[2] / "docs/disk.md").read_text()
+
+
+def test_the_guide_explains_every_kind_of_miss() -> None:
+    assert [kind for kind in MissKind if f"| `{kind}` |" not in GUIDE] == []
+
+
+def test_the_guide_names_only_options_that_the_commands_have() -> None:
+    commands = GUIDE[GUIDE.index("## Looking into a directory") : GUIDE.index("## Privacy")]
+    group = typer.main.get_command(cache_app)
+    assert isinstance(group, typer.core.TyperGroup)
+    known = {
+        option for command in group.commands.values() for param in command.params for option in param.opts
+    }
+    asked = set(re.findall(r"--[a-z-]+[a-z]", commands))
+    assert len(asked) >= 9
+    assert asked <= known
