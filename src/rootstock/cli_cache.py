@@ -554,6 +554,7 @@ class PrefixNode:
     own: bytes  # `Identity.own`
     content: NamespaceContent
     position: int
+    start: int = 0  # of the last record that ends here
     parent: PrefixNode | None = None
     begins: bool = False  # the path leads back to position 0
     followed: bool = False  # something continues it
@@ -578,9 +579,18 @@ class NamespaceContent:
 
     namespace: bytes
     families: list[str] = field(default_factory=list)
+    states: set[str] = field(default_factory=set)  # which of the families keep states
     dtypes: set[str] = field(default_factory=set)
     records: int = 0
     stored_bytes: int = 0
+
+    def bits(self, kind: Kind) -> int:
+        """Of `PrefixNode.families`: states, or windows and chunks."""
+        return sum(
+            1 << bit
+            for bit, name in enumerate(self.families)
+            if name != "full" and (name in self.states) == (kind is Kind.STATE)
+        )
 
     @property
     def needs_chains(self) -> bool:
@@ -609,7 +619,7 @@ class Prefix:
 
     leaf: PrefixNode
     families: list[str]
-    checkpoints: int  # positions where a state or a window is kept
+    checkpoints: int  # positions with a state, or with a window's tail
     own_bytes: int
     shared_bytes: int  # with other prefixes
     last_use_s: float  # of what is its own
@@ -684,10 +694,18 @@ class Prefixes:
         families = checkpoints = own_bytes = shared_bytes = 0
         last_use_s, uses = leaf.last_use_s, leaf.uses
         names = leaf.content.families
-        full = sum(1 << bit for bit, name in enumerate(names) if name == "full")
+        states = leaf.content.bits(Kind.STATE)
+        tails = leaf.content.bits(Kind.BLOCKS)
+        after: PrefixNode | None = None
         for node in leaf.path():
             families |= node.families
-            checkpoints += bool(node.families & ~full)
+            if states:
+                checkpoints += bool(node.families & states)
+            elif node.families & tails:
+                # A tail ends where its blocks end, or within a block that others have filled.
+                ends = after is None or not after.families & tails or after.start < node.position
+                checkpoints += ends
+            after = node
             if node.leaves == 1:
                 own_bytes += node.stored_bytes
                 last_use_s, uses = max(last_use_s, node.last_use_s), max(uses, node.uses)
@@ -729,6 +747,8 @@ class Prefixes:
             content = self.namespaces[identity.namespace] = NamespaceContent(identity.namespace)
         if identity.family not in content.families:
             content.families.append(identity.family)
+        if identity.kind is Kind.STATE:
+            content.states.add(identity.family)
         content.dtypes.add(identity.dtype)
         content.records += 1
         content.stored_bytes += entry.stored_bytes
@@ -738,6 +758,7 @@ class Prefixes:
         node = self.nodes.get(identity.own)
         if node is None:
             node = self.nodes[identity.own] = PrefixNode(identity.own, content, identity.end)
+        node.start = identity.start
         node.records += 1
         node.stored_bytes += entry.stored_bytes
         node.last_use_s = max(node.last_use_s, entry.last_use_s)

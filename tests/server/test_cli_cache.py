@@ -300,6 +300,16 @@ def test_ls_counts_a_prefix_once_however_its_last_block_grew(
     assert (only["tokens"], only["checkpoints"], only["shared_bytes"]) == (70, 1, 0)
 
 
+def test_a_windows_tail_is_one_checkpoint_however_many_blocks_it_has(
+    tmp_path: Path, rootstock: Callable[..., Ran]
+) -> None:
+    text = tokens_of(FIRST)
+    tails = [blocks(text[:end], first, family="window(24)") for end, first in ((70, 2), (75, 3), (150, 7))]
+    folder = stored(tmp_path / "tier", [*blocks(text), *(record for tail in tails for record in tail)])
+    (only,) = listed(rootstock, folder)["prefixes"]  # type: ignore[misc]
+    assert (only["tokens"], only["families"], only["checkpoints"]) == (len(FIRST), ["full", "window(24)"], 3)
+
+
 def test_ls_sums_up_what_continues_records_that_are_gone(
     tmp_path: Path, rootstock: Callable[..., Ran]
 ) -> None:
