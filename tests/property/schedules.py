@@ -8,14 +8,17 @@ would have been given alone, and at the end every row of every pool is accounted
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from property.simulated_tier import Failing, SimulatedTier, SimulatedTiering
 from rootstock.cache import KVCache
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.plan import Tokens
+from rootstock.cache.stored import StoredIndex
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
@@ -64,6 +67,21 @@ class Outcome:
     checkpoints_skipped: int = 0
     returned_rows: int = 0
 
+
+@dataclass
+class TierOutcome(Outcome):
+    """What a schedule with a tier below exercised besides."""
+
+    loaded_tokens: int = 0
+    loads_finished: int = 0
+    loads_missed: int = 0
+    loads_cancelled: int = 0
+    declined: int = 0
+    stored: int = 0
+    refused_stores: int = 0
+    records_gone: int = 0
+    lives: int = 0
+
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -99,8 +117,62 @@ def run_schedule(
             raise Injected
 
     families = families or _families(rng)
-    runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
+    outcome: Outcome = Outcome()
+    _live(rng, seed, families, fault, outcome, [], check_every_step)
+    return outcome
+
+
+def run_tiered_schedule(
+    seed: int, check_every_step: bool = True, families: tuple[Family, ...] | None = None
+) -> TierOutcome:
+    """The same with a tier below that refuses, loses and damages things, through restarts and crashes. Requests of a
+    later life go on from those of an earlier one."""
+    rng = np.random.default_rng([seed, 1])
+    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
+
+    def fault(batch: Batch) -> None:
+        if fail_rate and rng.random() < fail_rate:
+            raise Injected
+
+    families = families or _families(rng)
+    failing = Failing(
+        stores=float(rng.choice([0.0, 0.1])),
+        loads=float(rng.choice([0.0, 0.05, 0.3])),
+        disappearing=float(rng.choice([0.0, 0.05])),
+        declined=float(rng.choice([0.0, 0.2])),
+        overdue=float(rng.choice([0.0, 0.02])),
+    )
+    tier = SimulatedTier(rng, failing)
+    outcome = TierOutcome()
+    clients: list[Client] = []
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
+    for _ in range(int(rng.integers(1, 4))):
+        outcome.lives += 1
+        clients = _live(
+            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size
+        )
+    outcome.stored += failing.stored
+    outcome.refused_stores += failing.refused
+    outcome.records_gone += failing.gone
+    return outcome
+
+
+def _live(
+    rng: np.random.Generator,
+    seed: int,
+    families: tuple[Family, ...],
+    fault: Callable[[Batch], None],
+    outcome: Outcome,
+    before: list[Client],
+    check_every_step: bool,
+    tier: SimulatedTier | None = None,
+    failing: Failing | None = None,
+    block_size: int | None = None,
+) -> list[Client]:
+    """One engine from its start to its end; returns all clients up to now."""
+    runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
+    if block_size is None:
+        block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
     ticks = iter(range(10**9))
     cache = KVCache(
@@ -108,9 +180,16 @@ def run_schedule(
         blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
         clock=lambda: float(next(ticks)),
-        reuse=bool(rng.random() < 0.95),
+        reuse=tier is not None or bool(rng.random() < 0.95),
+        stored=None if tier is None else StoredIndex(families, block_size),
+        through=tier is not None and bool(rng.random() < 0.4),
     )
     runtime.allocate(cache.rows, block_size)
+    tiering = None
+    if tier is not None:
+        assert failing is not None
+        queue_bytes = int(rng.choice([500, 5_000, 10**9]))
+        tiering = SimulatedTiering(rng, failing, runtime, cache, tier, queue_bytes)
     config = EngineConfig(
         max_batch=int(rng.integers(1, 9)),
         chunk_tokens=int(rng.integers(1, 40)),
@@ -118,14 +197,14 @@ def run_schedule(
         context_limit=max(2, blocks * block_size),  # also for models that could go on for ever
         seed=seed,
     )
-    engine = Engine(runtime, cache, config)
-    outcome, clients = Outcome(), []
+    engine = Engine(runtime, cache, config, tiering=tiering)
+    clients: list[Client] = []
     to_come = int(rng.integers(3, 16))
     while to_come or engine._scheduler.has_work:
         action = rng.random()
         if to_come and (action < 0.4 or not engine._scheduler.has_work):
             to_come -= 1
-            client = Client(_request(rng, clients, engine.context_limit))
+            client = Client(_request(rng, [*before, *clients], engine.context_limit))
             try:
                 engine.submit(client.request, client.events.append)
                 clients.append(client)
@@ -136,6 +215,8 @@ def run_schedule(
         elif action < 0.43:
             engine.clear_cache()
         engine.step()
+        if tiering is not None:
+            tiering.run()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine._scheduler.sequences()
         )
@@ -145,6 +226,10 @@ def run_schedule(
             engine._scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
+    if tiering is not None:
+        tiering.reader.drain()  # loads for requests that are gone
+        engine.step()
+        assert not tiering.loading
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -161,11 +246,20 @@ def run_schedule(
     outcome.checkpoints_skipped += stats.checkpoints_skipped
     assert stats.checkpoints_refused == 0
     assert all(family.live_rows == 0 for family in stats.families)
+    if tiering is not None:
+        assert isinstance(outcome, TierOutcome)
+        outcome.loaded_tokens += stats.loaded_tokens
+        outcome.loads_finished += tiering.counters.loads["loaded"]
+        outcome.loads_missed += tiering.counters.loads["missed"]
+        outcome.loads_cancelled += tiering.counters.loads["cancelled"]
+        outcome.declined += tiering.counters.choices["recompute"]
+        if rng.random() < 0.5:
+            engine.stop()  # what memory has goes down; else it is a crash
     cache.clear()
     cache.check()
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
-    return outcome
+    return [*before, *clients]
 
 
 def _families(rng: np.random.Generator) -> tuple[Family, ...]:

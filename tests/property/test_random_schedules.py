@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from property.schedules import Outcome, run_schedule
+from property.schedules import Outcome, TierOutcome, run_schedule, run_tiered_schedule
 
 SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 2_000
+TIERED_SCHEDULES = SCHEDULES // 2
 SHARDS = 8
 
 
@@ -22,5 +23,18 @@ def test_random_schedules_give_what_a_run_alone_gives_and_balance_the_pool(shard
             error.add_note(f"schedule {seed}")
             raise
     # Every mechanism was at work, else the schedules prove less than they say.
+    for name in total.__dataclass_fields__:
+        assert getattr(total, name) > 0, f"no schedule had any {name}"
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_tier_that_fails_at_random_never_changes_what_a_request_is_given(shard: int) -> None:
+    total = TierOutcome()
+    for seed in range(shard, TIERED_SCHEDULES, SHARDS):
+        try:
+            total.add(run_tiered_schedule(seed))
+        except BaseException as error:
+            error.add_note(f"tiered schedule {seed}")
+            raise
     for name in total.__dataclass_fields__:
         assert getattr(total, name) > 0, f"no schedule had any {name}"

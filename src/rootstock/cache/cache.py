@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,15 +35,20 @@ from rootstock.cache.plan import (
     BlockCopy,
     BlockId,
     BlockIds,
+    Load,
     Plan,
+    RowPart,
     SlotId,
     StateCopy,
+    Store,
     Tokens,
 )
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix import block_table, replaced_blocks
 from rootstock.cache.resume import needed_tail, resume_point
+from rootstock.cache.spill import Spill
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
+from rootstock.cache.stored import Reach, StoredIndex
 from rootstock.cache.tree import PrefixTree, Want
 
 # A checkpoint at the end of a prompt that has another so few tokens before it goes when the answer has left its own.
@@ -54,7 +60,8 @@ class KVCache:
 
     `families` say what must be kept and what it costs; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
-    nothing is ever published or found: the same engine without a prefix cache. Raises BudgetTooSmall.
+    nothing is ever published or found: the same engine without a prefix cache. `stored` tells what a tier below
+    holds; then plans carry stores, `through`: of all that is published. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -67,8 +74,12 @@ class KVCache:
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
         rows: Sequence[int] | None = None,
+        stored: StoredIndex | None = None,
+        through: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.stored = stored if reuse else None
+        self._through = through
         self.families = tuple(families)
         self.budget_bytes = budget_bytes
         self.reuse = reuse
@@ -81,7 +92,8 @@ class KVCache:
 
     def _start_empty(self) -> None:
         self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
-        self.tree = PrefixTree(self.pools, self._policy, self._clock, self.counters)
+        self.spill = None if self.stored is None else Spill(self.pools, self.stored, through=self._through)
+        self.tree = PrefixTree(self.pools, self._policy, self._clock, self.counters, self.spill)
         self._leases: dict[LeaseId, Lease] = {}
         order = {tail.table: i for i, tail in enumerate(self.pools.tails)}
         self._no_tails = tuple(TailBlocks(0, NO_BLOCKS) for _ in self.pools.tails)
@@ -164,6 +176,12 @@ class KVCache:
             resume.tails,
         )
 
+    def reach(self, match: Match) -> Reach | None:
+        """How much deeper this match would go with what the tier below holds; None: no deeper. Changes nothing."""
+        if self.stored is None:
+            return None
+        return self.stored.reach(match.tokens, match.namespace, match.length, match.found, match.limit)
+
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
         """Why a request with these tokens hits what it hits, and what stopped it there. Changes nothing."""
         return explain_match(self.match(tokens, namespace), self.reuse)
@@ -171,18 +189,28 @@ class KVCache:
     # --------------------------------------------------------------------------- the cycle of a request
 
     def admit(
-        self, match: Match, headroom_blocks: int = 0, boundaries: Sequence[Boundary] = ()
+        self,
+        match: Match,
+        headroom_blocks: int = 0,
+        boundaries: Sequence[Boundary] = (),
+        reach: Reach | None = None,
     ) -> Admitted | Deferred:
         """Reserves what the prompt needs and pins what it hits, or changes nothing at all.
+
+        With `reach`, made of this very match, it hits what memory has below it, and is to be loaded the rest.
 
         `headroom_blocks` of every family must remain available afterwards, for requests that are running already.
         Checkpoints will be left at the `boundaries` and where the prompt parts from what is cached. The plan copies
         the shared part of a block that the prompt diverges in, and restores the state.
         """
         assert len(match.tokens) > 0
-        if match.version != self.tree.version:
-            match = self.match(match.tokens, match.namespace, match.limit)
-        match = self._verified(match)
+        if reach is not None:
+            assert match.version == self.tree.version, "a reach stands as long as its match"
+            match = replace(match, length=reach.base, checkpoint=None, tails=())
+        else:
+            if match.version != self.tree.version:
+                match = self.match(match.tokens, match.namespace, match.limit)
+            match = self._verified(match)
         size, pool, pools = self.block_size, self.pool, self.pools
         hit, node = match.length, match.node
         while node is not None and hit <= node.start and not node.is_root:
@@ -200,8 +228,12 @@ class KVCache:
         attached, resumed_from = (node, match.checkpoint) if hit else (None, None)
         tails = match.tails or self._no_tails
         rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
+        to_load = [0] * len(pools.tails) if reach is None else self._tail_rows_to_load(reach)
+        rows[1 : 1 + len(to_load)] = (
+            max(a, b + headroom_blocks) for a, b in zip(rows[1:], to_load, strict=False)
+        )
         kept = self._cached_rows_of(owned, tails, resumed_from)
-        if not pools.can_have(rows, kept) and (replaced or kept[1:]):
+        if reach is None and not pools.can_have(rows, kept) and (replaced or kept[1:]):
             # Without pinning the path its replaced tails can go; without copying, so can the shared tail. What can
             # be resumed at one position only is given up.
             if pools.resume_anywhere:
@@ -228,14 +260,56 @@ class KVCache:
         self.tree.make_room(
             [
                 fresh_blocks,
-                *(int(source is not None) for source in lease.sources),
+                *(n + (source is not None) for n, source in zip(to_load, lease.sources, strict=True)),
                 *(() if pools.states is None else (1,)),
             ]
         )
         plan = self._first_plan(lease, path_table, fresh_blocks)
         self._plan_cuts(lease, match, boundaries)
+        if reach is not None:
+            return Admitted(lease, plan, self._loads(lease, reach))
         self.counters.admitted(len(match.tokens), hit)
         return Admitted(lease, plan)
+
+    def _tail_rows_to_load(self, reach: Reach) -> Rows:
+        return [sum(block.family == tail.index for block in reach.blocks) for tail in self.pools.tails]
+
+    def _loads(self, lease: Lease, reach: Reach) -> tuple[Load, ...]:
+        """Gives the lease the rows of windows that are to be loaded, and says what belongs into which row."""
+        tables = {self.pools.full.index: lease._full}
+        for tail, table in zip(self.pools.tails, lease._tails, strict=True):
+            tables[tail.index] = table
+            wanted = [block.index for block in reach.blocks if block.family == tail.index]
+            table.begin_at(min(wanted, default=reach.position // self.block_size))
+            table.grow(tail.pool.allocate(len(wanted)))
+        loads = [
+            Load(
+                block.identity,
+                RowPart(block.family, int(tables[block.family].ids[block.index]), len(block.identity.tokens)),
+            )
+            for block in reach.blocks
+        ]
+        if reach.state is not None:
+            assert self.pools.states is not None
+            loads.append(Load(reach.state, RowPart(self.pools.states.index, lease.slot, 0)))
+        # Nothing is computed before that, so nothing can be left there.
+        lease.cuts = {at: kind for at, kind in lease.cuts.items() if at >= reach.position}
+        if not self.pools.resume_anywhere and lease.tip is not None:
+            # Others come by as well; and where what is stored goes on, this prompt parts from it.
+            lease.cuts.setdefault(reach.position, CheckpointKind.DIVERGENCE)
+            if reach.position < reach.found <= lease.known:
+                lease.cuts.setdefault(reach.found, CheckpointKind.DIVERGENCE)
+        return tuple(loads)
+
+    def loaded(self, lease: Lease, position: int) -> Plan:
+        """Everything that was to be loaded is in its rows, verified: the lease goes on from `position`, and others
+        find what it loaded. Execute the plan at once."""
+        assert not lease.ended
+        self.counters.admitted(lease.prompt_tokens, position)
+        self.counters.loaded_tokens += position - lease.computed
+        plan = self.commit(lease, lease.tokens[lease.computed : position])
+        lease.hit_tokens = position
+        return plan
 
     def _verified(self, match: Match) -> Match:
         """Refuses a checkpoint that is not of exactly this prefix. It cannot happen; if it does, it is a miss."""
@@ -401,6 +475,7 @@ class KVCache:
         """
         assert not lease.ended
         assert self.blocks_for(lease.computed + len(tokens)) <= lease.table_blocks, "computed without blocks"
+        first = lease.published
         lease._append(tokens)
         self._release_sources(lease)
         kind = lease.cuts.pop(lease.computed, None)
@@ -412,9 +487,16 @@ class KVCache:
             or lease.computed // self.block_size > lease.published // self.block_size
         ):
             self.tree.publish(lease)
+            if self.spill is not None:
+                self.spill.published(lease, first)
             if kind is not None:
-                return self._leave_copy(lease, kind)
+                return self._with_stores(self._leave_copy(lease, kind))
+            return self._with_stores(NOTHING)
         return NOTHING
+
+    def _with_stores(self, plan: Plan) -> Plan:
+        stores = () if self.spill is None else self.spill.take()
+        return replace(plan, stores=stores) if stores else plan
 
     def _release_sources(self, lease: Lease) -> None:
         """What the first plan read is not needed any more."""
@@ -430,12 +512,13 @@ class KVCache:
             self.tree.unpin(lease.resumed_from)
             lease.resumed_from = None
 
-    def make_real(self) -> Plan:
-        """Memory that free rows must give back, so that the budget holds for what is really taken. To be executed
-        before anything is written to rows that were reserved since."""
+    def make_way(self) -> Plan:
+        """What must happen before anything is written to rows that were reserved since: what was evicted from them
+        goes to the tier below, and free rows give memory back, so that the budget holds for what is really taken."""
+        plan = self._with_stores(NOTHING)
         if self.pools.backed_bytes <= self.pools.budget_bytes or self._fixed_rows is not None:
-            return NOTHING
-        return Plan(returned=tuple(self.pools.give_back()))
+            return plan
+        return replace(plan, returned=tuple(self.pools.give_back()))
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -459,6 +542,8 @@ class KVCache:
         self.tree.keep(checkpoint)
         states.pool.unuse(ids)
         lease.left.append(checkpoint)
+        if self.spill is not None:
+            self.spill.left(checkpoint, lease)
         return Plan(states=(StateCopy(lease.slot, checkpoint.slot),))
 
     def _leave_own(self, lease: Lease) -> None:
@@ -491,6 +576,8 @@ class KVCache:
         checkpoint = self._checkpoint(lease, kind, slot)
         self.tree.keep(checkpoint)
         lease.left.append(checkpoint)
+        if self.spill is not None:
+            self.spill.left(checkpoint, lease)
 
     def _checkpoint(self, lease: Lease, kind: CheckpointKind, slot: SlotId) -> Checkpoint:
         assert lease.tip is not None
@@ -524,6 +611,10 @@ class KVCache:
         """The request is complete: what it computed stays findable, what it owned is released."""
         self._end(lease)
 
+    def unload(self, lease: Lease) -> None:
+        """What was to be loaded for it was not: it ends as if it had never been admitted."""
+        self._end(lease, state_is_right=False)
+
     def preempt(self, lease: Lease) -> None:
         """The request makes room for others and will be admitted again."""
         self.counters.preemptions += 1
@@ -541,6 +632,8 @@ class KVCache:
             tip = None if reached is None else reached[0]
         lease.computed = lease.published
         self._end(lease, state_is_right=False)
+        if self.spill is not None:
+            self.spill.distrust(lease.tokens, lease.namespace, lease.hit_tokens)
         for checkpoint in lease.left:
             if checkpoint.node is not None:
                 self.tree.drop(checkpoint)
@@ -562,8 +655,11 @@ class KVCache:
             lease.published = 0
             self.tree.attach(lease, self.tree.root_of(lease.namespace))
         if lease.tip is not None:
+            first = lease.published
             if lease.published < lease.computed:
                 self.tree.publish(lease)
+            if self.spill is not None and lease.computed > lease.hit_tokens:
+                self.spill.published(lease, first, at_end=True)
             if state_is_right and lease.computed > lease.hit_tokens and not pools.resume_anywhere:
                 self._leave_own(lease)
             self.tree.detach(lease)
@@ -593,10 +689,21 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- house-keeping
 
+    def everything(self) -> tuple[Store, ...]:
+        """What memory holds and the tier below lacks, what was used last comes last: for when memory is to go."""
+        if self.spill is None:
+            return ()
+        nodes = sorted(self.tree.nodes(), key=lambda node: (node.last_used, -node.start))
+        for node in nodes:
+            self.spill.node(node)
+        return self.spill.take()
+
     def clear(self) -> int:
         """Drops every cached prefix that no running request uses; returns how many blocks that freed."""
         before = self.pool.free_blocks
         self.tree.clear()
+        if self.spill is not None:
+            self.spill.take()
         return self.pool.free_blocks - before
 
     def reset(self) -> None:

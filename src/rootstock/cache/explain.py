@@ -22,6 +22,30 @@ MAX_ALTERNATIVES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """Whether what the tier below holds is loaded or computed anew, and why. Estimates are None until something was
+    measured; then loading is tried."""
+
+    position: int  # up to which it could be loaded
+    records: int
+    payload_bytes: int
+    load_s: float | None  # including what waits to be loaded before it
+    compute_s: float | None
+    load: bool
+
+    @property
+    def message(self) -> str:
+        def told(seconds: float | None) -> str:
+            return "unknown" if seconds is None else f"{seconds * 1000:,.1f} ms"
+
+        chosen = "It is loaded." if self.load else "It is computed."
+        return (
+            f"{self.position:,} tokens can be resumed with {self.payload_bytes:,} bytes from the tier below: loading "
+            f"is estimated at {told(self.load_s)}, computing at {told(self.compute_s)}. {chosen}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     prompt_tokens: int
     matched_tokens: int  # that need not be computed
@@ -34,6 +58,7 @@ class Explanation:
     found_tokens: int  # of the prompt, that are cached in the sense that their K/V need not be computed
     capped_by: str | None  # the family that cannot resume as far as that
     message: str
+    below: LoadChoice | None = None  # what the tier below adds; None: nothing
 
 
 def explain_match(match: Match, reuse: bool) -> Explanation:

@@ -10,7 +10,7 @@ import numpy as np
 from rootstock.cache.blocks import NO_BLOCKS
 from rootstock.cache.checkpoints import Checkpoint, CheckpointKind, TailBlocks
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Plan, SlotId, Tokens
+from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Load, Plan, SlotId, Tokens
 from rootstock.cache.radix import Node
 
 LeaseId = NewType("LeaseId", int)
@@ -47,6 +47,12 @@ class BlockTable:
             self._ids = grown
         self._ids[self.length : needed] = ids
         self.length = needed
+
+    def begin_at(self, index: int) -> None:
+        """The table, which owns nothing, goes on at block `index`: whatever lies before is not needed."""
+        assert self.first == self.length, "a table that owns blocks was begun anew"
+        self._ids = np.full(index, NO_BLOCK, np.int32)
+        self.first = self.length = index
 
     def release_before(self, index: int) -> BlockIds:
         """Takes blocks out of the front; returns them."""
@@ -196,8 +202,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
+    """With `loads`, the lease's blocks up to where it is to resume are void until all of them are executed and
+    `KVCache.loaded` is told."""
+
     lease: Lease
     plan: Plan
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ class Counters:
     evicted_blocks: int = 0  # owners let go by eviction
     evicted_tokens: int = 0
     preemptions: int = 0
+    loaded_tokens: int = 0  # of those hit, from a tier below
     checkpoints_taken: int = 0
     checkpoints_hit: int = 0  # admissions that resumed from one
     checkpoints_evicted: int = 0
@@ -72,6 +73,7 @@ class CacheStats:
     evicted_blocks: int
     evicted_tokens: int
     preemptions: int
+    loaded_tokens: int
     checkpoints_taken: int
     checkpoints_hit: int
     checkpoints_evicted: int

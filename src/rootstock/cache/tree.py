@@ -16,9 +16,10 @@ from rootstock.cache.evicted import EvictedRuns, joined
 from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, MostValuableLast, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
-from rootstock.cache.plan import BlockIds, Tokens
+from rootstock.cache.plan import NO_BLOCK, BlockIds, Tokens
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, split, walk
+from rootstock.cache.spill import Spill
 from rootstock.cache.stats import Counters
 
 
@@ -40,8 +41,10 @@ class PrefixTree:
         policy: EvictionPolicy,
         clock: Callable[[], float],
         counters: Counters,
+        spill: Spill | None = None,
     ) -> None:
         self.pools = pools
+        self.spill = spill  # told of what is evicted
         self.pool: BlockPool = pools.full.pool
         self.block_size = pools.block_size
         self.counters = counters
@@ -260,11 +263,14 @@ class PrefixTree:
         if not lease._tails:
             return []
         size = self.block_size
-        part = slice(start // size, -(-end // size))
-        return [
-            tail.pool.references(table.ids[part])
-            for tail, table in zip(self.pools.tails, lease._tails, strict=True)
-        ]
+        first, last = start // size, -(-end // size)
+        found = []
+        for tail, table in zip(self.pools.tails, lease._tails, strict=True):
+            ids = table.ids[first:last]
+            if len(ids) < last - first:  # loaded up to inside a block of which this family needs nothing
+                ids = np.concatenate((ids, np.full(last - first - len(ids), NO_BLOCK, np.int32)))
+            found.append(tail.pool.references(ids))
+        return found
 
     def _refer(self, lease: Lease, node: Node, end: int) -> None:
         """The lease's own edge is about to grow to `end`: references for the new block indices, too. A block that
@@ -468,6 +474,8 @@ class PrefixTree:
         else:
             chosen = self.checkpoints.pop()
             assert chosen is not None
+            if self.spill is not None:
+                self.spill.checkpoint(chosen)
             self.drop(chosen)
             self.counters.checkpoints_evicted += 1
         return True
@@ -497,8 +505,14 @@ class PrefixTree:
             # Up to the very position: only then is what is left worth what the checkpoint is.
             kept, end = -(-last.position // size) - leaf.start // size, last.position
         if kept > 0:
+            if self.spill is not None:
+                self.spill.blocks(leaf, kept)
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
+            if self.spill is not None:
+                for position, checkpoint in leaf.checkpoints.items():
+                    if position > end:
+                        self.spill.checkpoint(checkpoint)
             self._drop_checkpoints(leaf, end)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.tails = [references[:kept].copy() for references in leaf.tails]
@@ -510,6 +524,10 @@ class PrefixTree:
             self.queue.put(leaf)
             return
         assert leaf.parent is not None
+        if self.spill is not None:
+            self.spill.blocks(leaf)
+            for checkpoint in leaf.checkpoints.values():
+                self.spill.checkpoint(checkpoint)
         self._remember_evicted(leaf.parent, leaf, leaf.tokens)
         self.counters.evicted_tokens += leaf.end - leaf.start
         self.counters.evicted_blocks += len(leaf.blocks)

@@ -39,8 +39,9 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling import SampledToken, Sampler, score_prompt
 from rootstock.engine.scheduler import Scheduler, Work
-from rootstock.engine.sequence import Decoding, Sequence
+from rootstock.engine.sequence import Decoding, Loading, Sequence
 from rootstock.engine.text import TextCodec, TextStream
+from rootstock.engine.tiering import Tiering, UnderWay
 from rootstock.errors import (
     CompletionTooLong,
     EmptyPrompt,
@@ -53,6 +54,7 @@ from rootstock.errors import (
     StepFailed,
 )
 from rootstock.runtime.base import Batch, Logits, Runtime, Segment
+from rootstock.tiers.loader import LoadEnded
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +77,17 @@ class Engine:
         config: EngineConfig | None = None,
         codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tiering: Tiering | None = None,
     ) -> None:
+        self._tiering = tiering
+        self._stalled = False  # nothing can run before a load has ended
         self._runtime = runtime
         self._cache = cache
         self._config = config or EngineConfig()
         self._codec = codec
         self._clock = clock
-        self._scheduler = Scheduler(cache, self._config.max_batch, self._config.chunk_tokens)
+        reach = () if tiering is None else (tiering.worth_loading,)
+        self._scheduler = Scheduler(cache, self._config.max_batch, self._config.chunk_tokens, *reach)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended
         self._lock = threading.Lock()  # of _live, _arrivals and _closed
@@ -115,6 +121,7 @@ class Engine:
             self._closed = True
         if self._thread is None:
             self._fail_everything(EngineStopped())
+            self._close_tiers()
             return
         self._commands.put(lambda: None)  # wakes the thread if it sleeps
         if self._thread is not threading.current_thread():
@@ -124,13 +131,37 @@ class Engine:
         try:
             while not self._closed:
                 # With nothing to do, sleep until somebody asks for something.
-                self.step(None if self._scheduler.has_work else self._commands.get())
+                self.step(self._next_command())
         finally:
             # Also when the thread dies of something that no handler can mend: nobody is left waiting.
             with self._lock:
                 self._closed = True
             self._fail_everything(EngineStopped())
             self._drain_commands()
+            self._close_tiers()
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Waits for one if there is nothing to do before it comes."""
+        if not self._scheduler.has_work:
+            return self._commands.get()
+        if not self._stalled or self._tiering is None:
+            return None
+        try:
+            return self._commands.get(timeout=self._tiering.next_overdue_s)
+        except queue.Empty:
+            return None
+
+    def _close_tiers(self) -> None:
+        """What only memory has is written down; then the tier's threads end."""
+        if self._tiering is None:
+            return
+        try:
+            self._tiering.settle()
+            self._tiering.flush()
+        except Exception:
+            log.exception("the cache could not be written to the tier below")
+        finally:
+            self._tiering.close()
 
     # ---------------------------------------------------------------------------------- for any thread
 
@@ -200,22 +231,36 @@ class Engine:
 
     def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
         """Why a request with these tokens would hit what it would hit now."""
-        return self.call(lambda: self._cache.explain(tokens, self._namespace(salt)))
+
+        def explain() -> Explanation:
+            namespace = self._namespace(salt)
+            explanation = self._cache.explain(tokens, namespace)
+            if self._tiering is None:
+                return explanation
+            _, choice = self._tiering.choose(self._cache.match(tokens, namespace))
+            return explanation if choice is None else replace(explanation, below=choice)
+
+        return self.call(explain)
 
     def stats(self) -> EngineStats:
         return self.call(
             lambda: EngineStats(
-                self._cache.stats(), self._scheduler.running, self._scheduler.waiting, replace(self._counters)
+                self._cache.stats(),
+                self._scheduler.running,
+                self._scheduler.waiting,
+                replace(self._counters),
+                None if self._tiering is None else self._tiering.stats(),
             )
         )
 
     def clear_cache(self) -> Cleared:
-        """Drops every cached prefix that no running request uses."""
+        """Drops every cached prefix that no running request uses, in memory and below."""
 
         def clear() -> Cleared:
             before = self._cache.pools.owned_bytes
             blocks = self._cache.clear()
-            return Cleared(blocks, before - self._cache.pools.owned_bytes)
+            later = self._tiering is not None and not self._tiering.clear()
+            return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
         return self.call(clear)
 
@@ -321,12 +366,17 @@ class Engine:
     def _abort(self, request: RequestId) -> None:
         sequence = self._live.get(request)
         if sequence is not None:
-            self._scheduler.remove(sequence)
+            self._take_out(sequence)
             self._forget(sequence)
             sequence.abort(self._clock())
 
-    def _fail(self, sequence: Sequence, error: RootstockError) -> None:
+    def _take_out(self, sequence: Sequence) -> None:
+        if self._tiering is not None and isinstance(sequence.state, Loading):
+            self._tiering.give_up(sequence)
         self._scheduler.remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: RootstockError) -> None:
+        self._take_out(sequence)
         self._forget(sequence)
         sequence.fail(error)
 
@@ -357,6 +407,8 @@ class Engine:
                 "the engine failed between forwards; every open request fails, the cache is emptied"
             )
             self._scheduler.drain()
+            if self._tiering is not None:
+                self._tiering.settle()  # nobody writes to rows that are given out anew
             self._cache.reset()
             self._fail_everything(EngineFault(error))
         finally:
@@ -365,13 +417,20 @@ class Engine:
 
     def _schedule_and_run(self) -> None:
         self._scheduler.now = self._clock()
+        if self._tiering is not None:
+            self._prepare_loads(self._tiering)
         work, given_up = self._scheduler.schedule()
+        for sequence in self._scheduler.take_to_load():
+            self._begin_load(sequence)
         for sequence, error in given_up:
             self._forget(sequence)
             sequence.fail(error)
         if not work:
-            assert given_up or not self._scheduler.has_work, "requests wait and nothing runs"
+            loading = 0 if self._tiering is None else self._tiering.loading
+            assert given_up or loading or not self._scheduler.has_work, "requests wait and nothing runs"
+            self._stalled = bool(loading)
             return
+        self._stalled = False
         try:
             logits = self._forward(work)
         except Exception as error:
@@ -382,22 +441,26 @@ class Engine:
                 self._forget(item.sequence)
                 item.sequence.fail(StepFailed(error))
             return
-        row, kept = 0, []
+        row = 0
         for item in work:
             rows = self._rows_wanted(item)
-            kept.append(self._take(item, logits[row : row + rows]))
+            self._take(item, logits[row : row + rows])
             row += rows
-        # First the snapshots: a working state that was freed since may be the source of one.
-        for plan in (together(kept), self._cache.make_real()):
-            if plan:
-                self._runtime.apply(plan)
+        self._apply(self._cache.make_way())
+        if self._tiering is not None:
+            self._tiering.follow()
 
-    def _forward(self, work: list[Work]) -> Logits:
-        plan = together([self._cache.make_real(), *(item.sequence.plan for item in work)])
+    def _apply(self, plan: Plan) -> None:
+        """Stores first: what follows may write to their rows."""
+        if plan.stores and self._tiering is not None:
+            self._tiering.store(plan.stores)
         if plan:
             self._runtime.apply(plan)
-            for item in work:
-                item.sequence.plan = NOTHING
+
+    def _forward(self, work: list[Work]) -> Logits:
+        self._apply(together([self._cache.make_way(), *(item.sequence.plan for item in work)]))
+        for item in work:
+            item.sequence.plan = NOTHING
         batch = Batch(
             [
                 Segment(
@@ -412,7 +475,10 @@ class Engine:
         )
         began = self._clock()
         logits = self._runtime.forward(batch)
-        self._counters.forward_s += self._clock() - began
+        took = self._clock() - began
+        self._counters.forward_s += took
+        if self._tiering is not None:
+            self._tiering.observe(batch.segments, took)
         self._counters.steps += 1
         self._counters.computed_tokens += batch.new_tokens
         return logits
@@ -423,9 +489,8 @@ class Engine:
             return len(item.tokens)
         return 1 if item.completes_prompt and item.sequence.max_tokens > 0 else 0
 
-    def _take(self, item: Work, logits: Logits) -> Plan:
-        """One sequence's share of a forward's result: score, sample, publish, tell. Returns what is to be kept of
-        its state.
+    def _take(self, item: Work, logits: Logits) -> None:
+        """One sequence's share of a forward's result: score, sample, publish, keep its state, tell.
 
         Logits that are not finite come of K/V that are not: nothing that such a request computed is published.
         """
@@ -436,20 +501,20 @@ class Engine:
             sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
         except RootstockError as error:
             self._discard(sequence, item.lease, error)
-            return NOTHING
+            return
         except Exception as error:
             log.exception("request %s failed after its forward", sequence.request.id)
             self._discard(sequence, item.lease, StepFailed(error))
-            return NOTHING
-        kept = self._cache.commit(item.lease, item.tokens)
+            return
+        # At once: another sequence's commit may take the rows that a snapshot is kept in.
+        self._apply(self._cache.commit(item.lease, item.tokens))
         if not completes:
-            return kept
+            return
         try:
             self._continue(sequence, item, sampled)
         except Exception as error:
             log.exception("request %s failed after it was sampled", sequence.request.id)
             self._fail(sequence, StepFailed(error))
-        return kept
 
     def _score(self, sequence: Sequence, past: int, logits: Logits) -> None:
         prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
@@ -471,6 +536,8 @@ class Engine:
         sequence.state = Decoding(item.lease)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
+            if self._tiering is not None:
+                self._tiering.count(sequence.load_choice)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, item, "stop", stopped_by=sampled.token)
             return
@@ -500,6 +567,48 @@ class Engine:
         usage = sequence.usage(self._clock())
         sequence.finish(Finished(sequence.request.id, reason, usage, text, stopped_by))
 
+    # ----------------------------------------------------------------------------------------- loading
+
+    def _prepare_loads(self, tiering: Tiering) -> None:
+        tiering.follow()
+        for sequence in tiering.overdue():
+            log.warning("request %s does not wait for the tier any longer, and computes", sequence.request.id)
+            tiering.give_up(sequence)
+            sequence.may_load = False
+            self._scheduler.requeue(sequence)
+        self._scheduler.loading = tiering.loading
+
+    def _begin_load(self, sequence: Sequence) -> None:
+        assert self._tiering is not None
+        assert isinstance(sequence.state, Loading)
+        lease, position, loads = sequence.state.lease, sequence.state.position, sequence.state.loads
+        self._apply(together([self._cache.make_way(), sequence.plan]))
+        sequence.plan = NOTHING
+        self._tiering.begin(
+            sequence,
+            lease,
+            position,
+            loads,
+            lambda load, ended: self._commands.put(lambda: self._end_load(load, ended)),
+        )
+
+    def _end_load(self, load: UnderWay, ended: LoadEnded) -> None:
+        """The request goes on from what was loaded, or is admitted anew if some of it could not be. What was loaded
+        for a request that is gone stays in the cache."""
+        assert self._tiering is not None
+        if not self._tiering.is_under_way(load):
+            return  # the cache was started anew meanwhile
+        if not self._tiering.end(load, ended):
+            self._cache.unload(load.lease)
+            if load.sequence is not None:
+                self._scheduler.requeue(load.sequence)
+            return
+        self._apply(self._cache.loaded(load.lease, load.position))
+        if load.sequence is None:
+            self._cache.finish(load.lease)
+        else:
+            self._scheduler.loaded(load.sequence, load.lease)
+
     # ---------------------------------------------------------------------------------------- the rest
 
     def _drain_commands(self) -> None:
@@ -509,7 +618,7 @@ class Engine:
 
     def _fail_everything(self, error: RootstockError) -> None:
         for sequence in list(self._scheduler.sequences()):
-            self._scheduler.remove(sequence)
+            self._take_out(sequence)
         with self._lock:
             left, self._live = list(self._live.values()), {}
         for sequence in left:

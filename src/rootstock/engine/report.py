@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
+from rootstock.engine.tiering import TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Health:
 class Cleared:
     blocks: int
     bytes: int
+    later: bool = False  # the tiers below are cleared when what is being loaded from them has ended
 
 
 @dataclass(slots=True)
@@ -37,3 +39,4 @@ class EngineStats:
     running: int
     waiting: int
     counters: StepCounters = field(default_factory=StepCounters)
+    tier: TierStats | None = None  # None: there is nothing below the device's memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,11 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
+from rootstock.cache.stored import Reach
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
+    Loading,
     Preempted,
     Prefilling,
     Sequence,
@@ -45,10 +47,21 @@ class Work:
 
 
 class Scheduler:
-    """Owns the queue and the running set."""
+    """Owns the queue and the running set. `reach` says what is worth loading for a match from a tier below."""
 
-    def __init__(self, cache: KVCache, max_batch: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_batch: int,
+        chunk_tokens: int,
+        reach: Callable[[Sequence, Match], Reach | None] = lambda sequence, match: None,
+    ) -> None:
         self._cache = cache
+        self._reach = reach
+        self._to_load: list[Sequence] = []
+        self.loading = (
+            0  # loads under way, also for requests that are gone: set by the engine before each step
+        )
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
         self._waiting: deque[Sequence] = deque()
@@ -76,9 +89,12 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; what it has computed stays in the cache."""
+        """Takes a sequence out, wherever it is; what it has computed stays in the cache. The lease of one that is
+        loading stays with the load."""
         lease = sequence.lease
-        if lease is not None:
+        if isinstance(sequence.state, Loading):
+            self._running.remove(sequence)
+        elif lease is not None:
             self._running.remove(sequence)
             self._cache.abort(lease)
         else:
@@ -98,6 +114,23 @@ class Scheduler:
         self._cache.discard(lease)
         sequence.state = Waiting()
 
+    def loaded(self, sequence: Sequence, lease: Lease) -> None:
+        """What it waited for is there: it takes part in the next step."""
+        sequence.state = Prefilling(lease)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = lease.hit_tokens
+
+    def requeue(self, sequence: Sequence) -> None:
+        """What it was to be loaded did not come: it is admitted anew, before those that came after it."""
+        self._running.remove(sequence)
+        self._put_back(sequence)
+        sequence.state = Waiting()
+
+    def take_to_load(self) -> list[Sequence]:
+        """Those that the last step admitted to be loaded. Their plans are to be executed before they are."""
+        to_load, self._to_load = self._to_load, []
+        return to_load
+
     def complete(self, sequence: Sequence, lease: Lease) -> None:
         """A running sequence has all its tokens."""
         self._running.remove(sequence)
@@ -109,6 +142,7 @@ class Scheduler:
         left = list(self.sequences())
         self._running.clear()
         self._waiting.clear()
+        self._to_load.clear()
         for sequence in left:
             sequence.state, sequence.want = Waiting(), None
         return left
@@ -144,12 +178,15 @@ class Scheduler:
             extended = self._cache.extend(lease, tokens)
             if not isinstance(extended, Deferred):
                 return True
-            if len(self._running) == 1:  # the last one is never preempted: nobody would make room for it
+            # One that loads cannot be stopped, and ends soon: somebody else makes room, or this one waits for that.
+            others = [s for s in self._running if not isinstance(s.state, Loading)]
+            if len(self._running) == 1 and not self.loading:
+                # The last one is never preempted: nobody would make room for it.
                 self.remove(sequence)
                 error = OutOfBlocks(extended.needed_bytes, self._cache.budget_bytes)
                 self._given_up.append((sequence, error))
                 return False
-            victim = min(self._running, key=_progress)
+            victim = min(others, key=_progress)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -161,9 +198,12 @@ class Scheduler:
         self._running.remove(victim)
         victim.state = Preempted()
         victim.plan = NOTHING
-        # Ahead of what was never admitted, in order of arrival among its like.
-        ahead = sum(s.cached_tokens is not None and s.arrival < victim.arrival for s in self._waiting)
-        self._waiting.insert(ahead, victim)
+        self._put_back(victim)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Ahead of what was never admitted, in order of arrival among its like."""
+        ahead = sum(s.admitted_at is not None and s.arrival < sequence.arrival for s in self._waiting)
+        self._waiting.insert(ahead, sequence)
 
     def _prefill(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
         """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has.
@@ -200,7 +240,16 @@ class Scheduler:
                 continue
             # Those that run must not be preempted at once for the sake of the newcomer.
             headroom = sum(isinstance(s.state, Decoding) for s in self._running)
-            admitted = self._cache.admit(match, headroom, sequence.request.boundaries)
+            boundaries = sequence.request.boundaries
+            reach = self._reach(sequence, match) if sequence.may_load and sequence.prompt_scored else None
+            if reach is not None:
+                admitted = self._cache.admit(match, headroom, boundaries, reach)
+                if isinstance(admitted, Admitted):
+                    self._start(sequence, admitted)
+                    sequence.state = Loading(admitted.lease, reach.position, admitted.loads)
+                    self._to_load.append(sequence)
+                    continue
+            admitted = self._cache.admit(match, headroom, boundaries)
             if isinstance(admitted, Deferred):
                 return  # first come, first served: nobody overtakes
             self._start(sequence, admitted)
@@ -225,9 +274,10 @@ class Scheduler:
         sequence.state = Prefilling(admitted.lease)
         sequence.plan = admitted.plan
         sequence.prompt_scores.clear()  # a prompt that is scored begins anew after a preemption
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = admitted.lease.hit_tokens
+        if sequence.admitted_at is None:
             sequence.admitted_at = self.now
+        if sequence.cached_tokens is None and not admitted.loads:
+            sequence.cached_tokens = admitted.lease.hit_tokens
 
     def _protect_hits_of_queued(self) -> None:
         """What they would hit changes with the cache, so a claim is made anew when the cache has changed."""
@@ -244,8 +294,9 @@ class Scheduler:
     def check(self) -> None:
         """Asserts what must hold between steps."""
         for sequence in self._running:
-            assert sequence.lease is not None
-            assert not sequence.lease.ended
+            lease = sequence.state.lease if isinstance(sequence.state, Loading) else sequence.lease
+            assert lease is not None
+            assert not lease.ended
         for sequence in self._waiting:
             assert sequence.lease is None
             assert not isinstance(sequence.state, Ended)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NOTHING, Plan, Tokens
+from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
 from rootstock.cache.tree import Want
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, Sink, TokenLogprob, Usage
 from rootstock.engine.sampling import Sampler
@@ -38,6 +39,15 @@ class WaitingForPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """Its place in the batch and its blocks are reserved; what a tier holds of its prompt is being loaded."""
+
+    lease: Lease
+    position: int  # where it goes on when all of it is there
+    loads: tuple[Load, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilling:
     lease: Lease
 
@@ -57,7 +67,7 @@ class Ended:
     """It got its terminal event."""
 
 
-State = Waiting | WaitingForPrefix | Prefilling | Decoding | Preempted | Ended
+State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
 
 
 class Sequence:
@@ -69,7 +79,9 @@ class Sequence:
         "cached_tokens",
         "first_token_at",
         "generated",
+        "load_choice",
         "max_tokens",
+        "may_load",
         "namespace",
         "plan",
         "prompt_scored",
@@ -111,6 +123,8 @@ class Sequence:
         self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
         self.plan: Plan = NOTHING  # to be executed before its next forward
         self.want: Want | None = None
+        self.load_choice: LoadChoice | None = None  # what was last decided about loading
+        self.may_load = True  # from a tier: not again when that took too long
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -124,6 +138,7 @@ class Sequence:
 
     @property
     def lease(self) -> Lease | None:
+        """Of a sequence that takes part in steps. While it is loading, the load owns the lease."""
         match self.state:
             case Prefilling(lease) | Decoding(lease):
                 return lease
