@@ -187,6 +187,15 @@ def test_a_row_that_was_given_back_takes_what_is_placed() -> None:
     assert rows.tensor[10:12].flatten().view(torch.uint8).numpy().tobytes() == content.tobytes()
 
 
+def test_a_row_beyond_four_gigabytes_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """A block table gives rows in 32 bits."""
+    runtime = load(save(tmp_path, "llama"))
+    runtime.allocate([0], BLOCK_SIZE)
+    table: BlockIds = np.array([2**30], np.int32)
+    part = RowPart(0, table[0], BLOCK_SIZE)  # type: ignore[arg-type]
+    assert pool_of(runtime)._rows(part) == (2**32, 2**32 + BLOCK_SIZE)
+
+
 def test_a_pool_without_rows_has_formats_and_no_bytes(tmp_path: Path) -> None:
     runtime = load(save(tmp_path, "qwen3_next"))
     runtime.allocate([0, 0], BLOCK_SIZE)

@@ -188,11 +188,12 @@ class TorchPool:
 
     def _rows(self, part: RowPart) -> tuple[int, int]:
         """(first, end) of the tensors' rows: slots of a block, or one state."""
+        row = int(part.row)  # as a block table gives it, offsets in bytes would overflow 32 bits
         if part.family == len(self.families):
             assert part.tokens == 0, "a state is whole"
-            return part.row, part.row + 1
+            return row, row + 1
         assert 0 < part.tokens <= self.block_size
-        first = part.row * self.block_size
+        first = row * self.block_size
         return first, first + part.tokens
 
     def _divided(self, joined: HostBytes, part: RowPart) -> list[HostBytes]:
