@@ -6,6 +6,7 @@ The tier knows records. People know prompts: `Prefixes` chains the records into 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import sys
 import time
@@ -138,7 +139,7 @@ def list_prefixes(
         str | None, typer.Option(metavar="SIZE", help="The server's, to say how much of it is taken.")
     ] = None,
 ) -> None:
-    """List the prefixes that are stored: each the longest of its kind, with all that it needs."""
+    """List the prefixes that are stored: how far they go, what they take and share, when they were last used."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
     codec = None if tokenizer is None else HFTextCodec.load(tokenizer)
     with _opened(folder) as tier:
@@ -412,7 +413,7 @@ def import_(
 
 def _refuse_to_overwrite(file: Path) -> None:
     """Unless it is an archive, which may have been made by an earlier export."""
-    if file.exists() and isinstance(found := read_places(Files(), file), Unreadable):
+    if os.path.exists(file) and isinstance(found := read_places(Files(), file), Unreadable):
         raise StartupError(f"{file} is there and is not replaced: {found.reason}. Give another name.")
 
 
@@ -424,7 +425,7 @@ def _refuse_to_evict(folder: Path, cap_bytes: int, total_bytes: int) -> None:
             f"The file holds {in_units(total_bytes)} of records, and a --disk-budget of {in_units(cap_bytes)} has "
             f"room for {in_units(max(0, usable_bytes))}. Give a larger one, or export less with --limit-bytes."
         )
-    if not (folder / LOCK_NAME).exists():
+    if not os.path.exists(folder / LOCK_NAME):
         return
     try:
         there_bytes = measure(Files(), folder, 0).total_bytes
@@ -493,9 +494,8 @@ def _chosen(
     prefixes.use_with_what_follows()
     candidates = []
     for order, entry in enumerate(entries()):
-        own = entry.identity.own
-        if wanted is None or own in wanted:
-            node = prefixes.nodes[own]
+        node = prefixes.nodes[entry.identity.own]
+        if not _is_orphan(node) and (wanted is None or node.own in wanted):
             candidates.append(
                 (-node.last_use_s, node.position, order, entry.stored_bytes, entry.identity.key)
             )

@@ -187,8 +187,8 @@ class DiskTier:
     def open_as_found(
         folder: Path, *, clock: Callable[[], float] = time.time, files: Files | None = None
     ) -> DiskTier | Off:
-        """For looking at what a server has left, damage included: there is no cap, and nothing is made, removed or
-        put in order. `Off` says why not, and what to do."""
+        """For looking at what a server has left, damage included: there is no cap, nothing is removed or put in
+        order, and nothing is made but an index if there is none. `Off` says why not, and what to do."""
         files = files or Files()
         budget = Budget.of(_NO_CAP_BYTES, SEGMENT_BYTES)
         index: Index | None = None
