@@ -358,6 +358,39 @@ def test_a_store_waits_for_room_that_another_is_making() -> None:
     assert tier.used_bytes == EACH
 
 
+def test_two_who_store_the_same_record_at_once_are_charged_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    copied = rootstock.tiers.host._copied
+
+    def at_once(*arguments: object) -> object:
+        both.wait(10)
+        return copied(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rootstock.tiers.host, "_copied", at_once)
+    tier = tier_for(2)
+    outcomes: list[StoreOutcome] = []
+    threads = [in_thread(lambda: outcomes.extend(tier.store(records(1)))) for _ in range(2)]
+    for thread in threads:
+        thread.join(10)
+    assert sorted(outcomes, key=str) == [AlreadyStored(), Stored(EACH)]
+    assert (tier.used_bytes, len(tier)) == (EACH, 1)
+
+
+def test_a_store_that_a_close_overtakes_is_refused_and_charged_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = rootstock.tiers.host._copied
+    tier = tier_for(2)
+
+    def overtaken(*arguments: object) -> object:
+        tier.close()
+        return copied(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rootstock.tiers.host, "_copied", overtaken)
+    assert tier.store(records(1)) == [NotStored(Refusal.UNAVAILABLE, "closed")]
+    assert (tier.used_bytes, len(tier)) == (0, 0)
+
+
 def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
     taken: list[RecordKey] = []
     tier = tier_for(8, spilled=lambda record: taken.append(record.identity.key))

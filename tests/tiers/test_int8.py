@@ -104,6 +104,15 @@ def test_zeros_come_back_as_zeros_beside_large_vectors(dtype: str) -> None:
     assert np.count_nonzero(back[2]) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vectors_too_small_for_a_scale_become_zeros(dtype: str) -> None:
+    of = Of(dtype, 3)
+    numbers = np.array([[1e-38, -2e-39, 1e-36], [2e-36, -2e-38, 1e-36]], np.float32)
+    back = numbers_of(and_back([bytes_of(numbers, dtype)], [of])[0], of)
+    assert not back[0].any()
+    np.testing.assert_allclose(back[1], numbers[1], atol=2e-38)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_number_there_is_stays_finite(dtype: str) -> None:
     of = Of(dtype, 4)

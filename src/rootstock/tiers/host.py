@@ -199,8 +199,7 @@ class HostTier:
                 self._hand_on(victim)
 
     def _evict(self, short_bytes: int) -> list[_Held]:
-        """Records that make up for what is missing, beyond those that are leaving anyway. The lock is held."""
-        short_bytes -= sum(held.charged_bytes for held in self._leaving.values())
+        """Records that make up for what is missing: others are leaving for others' sake. The lock is held."""
         victims: list[_Held] = []
         for key, held in self._held.items():
             if short_bytes <= 0:
