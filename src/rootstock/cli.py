@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from rootstock._version import __version__
 from rootstock.cli_cache import cache_app
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, parse_bytes
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TierConfig, parse_bytes
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.errors import InvalidOption, StartupError
 
@@ -24,6 +24,7 @@ EXIT_STARTUP_ERROR = 2
 
 # Their values are the options' defaults.
 _MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
+_TIER = TierConfig()
 
 app = typer.Typer(
     name="rootstock",
@@ -101,6 +102,31 @@ def serve(
         bool,
         typer.Option("--cache/--no-cache", help="Without: no prefix is found, to measure what it saves."),
     ] = _CACHE.enabled,
+    disk_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the cache goes on below memory, and outlives a restart. One server at a time."
+        ),
+    ] = None,
+    disk_budget: Annotated[
+        str, typer.Option(help="The most that everything under --disk-dir may take, such as 50GiB.")
+    ] = "50GiB",
+    disk_write: Annotated[
+        str,
+        typer.Option(
+            help="back: what memory evicts, and the rest at the end. through: all, as it is computed."
+        ),
+    ] = _TIER.disk_write,
+    host_budget: Annotated[
+        str, typer.Option(help="RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.")
+    ] = "0",
+    tier_compress: Annotated[
+        str, typer.Option(help="Of blocks below the device's memory: none, or int8, which is lossy.")
+    ] = _TIER.compress,
+    verify_hits: Annotated[
+        float,
+        typer.Option(help="Share of hits that are computed anew in idle time and compared, such as 0.01."),
+    ] = _TIER.verify_hits,
     max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = _ENGINE.max_batch,
     chunk_tokens: Annotated[
         int, typer.Option(help="Tokens of one forward: how long a prefill may hold up the others.")
@@ -131,6 +157,14 @@ def serve(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
     )
     engine_config = EngineConfig(max_batch, chunk_tokens, max_queue, context_limit)
+    tier_config = TierConfig(
+        disk_dir,
+        parse_bytes(disk_budget, "--disk-budget"),
+        disk_write,
+        parse_bytes(host_budget, "--host-budget"),
+        tier_compress,
+        verify_hits,
+    )
     server_config = ServerConfig(host, port, api_key)
     template = None if chat_template is None else _read_template(chat_template)
 
@@ -139,7 +173,7 @@ def serve(
     taken = listen(host, port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         made = build_engine(
-            model_config, cache_config, engine_config, chat_template=template, progress=progress
+            model_config, cache_config, engine_config, tier_config, chat_template=template, progress=progress
         )
 
     from rootstock.server.app import create_app

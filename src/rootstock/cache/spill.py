@@ -26,6 +26,7 @@ class Spill:
     def __init__(self, pools: Pools, stored: StoredIndex, *, through: bool = False) -> None:
         self.stored = stored
         self.through = through
+        self.is_open = True  # else nothing that goes can be stored, and nothing is said of it
         self._pools = pools
         self._waiting: dict[RecordKey, Store] = {}
         self._used: list[RecordKey] = []
@@ -54,7 +55,7 @@ class Spill:
         """The node's blocks but for the first `kept` are about to go. Reasoning that a conversation dropped is not
         worth a place on the disk."""
         full = self._pools.full
-        if full.family is None or node.passed_by or kept >= len(node.blocks):
+        if not self.is_open or full.family is None or node.passed_by or kept >= len(node.blocks):
             return
         namespace, tokens = path_tokens(node, node.end)
         self._blocks(namespace, tokens, node.start // self._size + kept, node.blocks[kept:], full)
@@ -63,7 +64,7 @@ class Spill:
         """It is about to be dropped."""
         node = checkpoint.node
         assert node is not None
-        if node.passed_by or not self._is_whole(checkpoint):
+        if not self.is_open or node.passed_by or not self._is_whole(checkpoint):
             return
         namespace, tokens = path_tokens(node, checkpoint.position)
         for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
@@ -88,7 +89,7 @@ class Spill:
     def published(self, lease: Lease, first: int, *, at_end: bool = False) -> None:
         """Positions from `first` on can be found now. Blocks are stored when they are full, or at the lease's end."""
         full = self._pools.full
-        if not self.through or full.family is None:
+        if not (self.through and self.is_open) or full.family is None:
             return
         size, end = self._size, lease.published
         if not at_end:
@@ -99,7 +100,7 @@ class Spill:
 
     def left(self, checkpoint: Checkpoint, lease: Lease) -> None:
         """A checkpoint was left where the lease is now: its working state is what the checkpoint's will be."""
-        if not self.through or not self._is_whole(checkpoint):
+        if not (self.through and self.is_open) or not self._is_whole(checkpoint):
             return
         tokens = lease.tokens[: checkpoint.position]
         for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):

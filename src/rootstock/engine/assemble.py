@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.engine.below import open_below, stored_index
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import HFTextCodec, TextCodec
 from rootstock.runtime.base import ModelDescription, Runtime
@@ -38,17 +39,30 @@ class Assembly:
 
 
 def assemble(
-    runtime: Runtime, codec: TextCodec, cache: CacheConfig | None = None, engine: EngineConfig | None = None
+    runtime: Runtime,
+    codec: TextCodec,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    tier: TierConfig | None = None,
 ) -> Assembly:
-    """Raises BudgetTooSmall."""
-    cache, engine = cache or CacheConfig(), engine or EngineConfig()
+    """Raises BudgetTooSmall or InvalidOption."""
+    cache, engine, tier = cache or CacheConfig(), engine or EngineConfig(), tier or TierConfig()
     described = runtime.description
     budget = auto_budget_bytes(described, engine) if cache.budget_bytes is None else cache.budget_bytes
     rows = None if described.device == "cpu" else divided_rows(described.families, budget, cache.block_size)
-    kv = KVCache(described.families, budget, cache.block_size, reuse=cache.enabled, rows=rows)
+    kv = KVCache(
+        described.families,
+        budget,
+        cache.block_size,
+        reuse=cache.enabled,
+        rows=rows,
+        stored=stored_index(runtime, tier, cache.block_size),
+        through=tier.disk_write == "through",
+    )
     runtime.allocate(kv.rows, cache.block_size)
+    tiering = open_below(runtime, kv, tier, engine.chunk_tokens)
     return Assembly(
-        Engine(runtime, kv, engine, codec),
+        Engine(runtime, kv, engine, codec, tiering=tiering),
         codec,
         described,
         pool_tokens=kv.capacity_tokens,
@@ -60,6 +74,7 @@ def build_engine(
     model: ModelConfig,
     cache: CacheConfig | None = None,
     engine: EngineConfig | None = None,
+    tier: TierConfig | None = None,
     *,
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
@@ -77,7 +92,7 @@ def build_engine(
     # First what loads fast: a missing tokenizer is told before minutes of weights.
     codec = HFTextCodec.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     runtime = load_model(model, report)
-    return replace(assemble(runtime, codec, cache, engine), model_directory=directory)
+    return replace(assemble(runtime, codec, cache, engine, tier), model_directory=directory)
 
 
 def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:

@@ -10,7 +10,8 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from rootstock.tiers.base import (
     StoreOutcome,
     Tier,
 )
+from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.loader import LoadEnded, LoadTask
 from rootstock.tiers.mover import Done, PutResult
 
@@ -113,6 +115,14 @@ class TierCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """Of a tier's directory, as measured."""
+
+    used_bytes: int
+    cap_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Of the tiers below; counters since the start."""
 
@@ -163,7 +173,10 @@ class Tiering:
         chunk_tokens: int,
         queue_bytes: int,
         clock: Callable[[], float],
+        disk: DiskTier | None = None,
+        space: Callable[[], Space] = lambda: Space(0, 0),
     ) -> None:
+        """`disk` and `space` are where the statistics come from, if there is a disk."""
         assert cache.stored is not None, "a cache that stores has an index of what is stored"
         self._runtime = runtime
         self._cache = cache
@@ -175,6 +188,8 @@ class Tiering:
         self._chunk_tokens = chunk_tokens
         self._queue_bytes = queue_bytes  # the writer's
         self._clock = clock
+        self._disk = disk
+        self._space = space
         self._under_way: dict[Lease, UnderWay] = {}
         self._measured_at = -STALE_S
         self._probing = False
@@ -219,6 +234,7 @@ class Tiering:
         self._events.apply(self._stored)
         spill = self._cache.spill
         if spill is not None:
+            spill.is_open = not isinstance(self._tier.state, Off)
             if used := spill.take_used():
                 self._writer.touch(used)
             if wrong := spill.take_wrong():
@@ -421,10 +437,7 @@ class Tiering:
         self._tier.close()
 
     def stats(self) -> TierStats:
-        from rootstock.tiers.disk import DiskTier
-
-        state = self._tier.state
-        disk = self._tier if isinstance(self._tier, DiskTier) else None
+        state, disk, space = self._tier.state, self._disk, self._space()
         return TierStats(
             state={"Ready": "ready", "LoadsOnly": "loads only", "Off": "off"}[type(state).__name__],
             reason=getattr(state, "reason", ""),
@@ -435,14 +448,14 @@ class Tiering:
             loading=len(self._under_way),
             load_bytes_per_s=self.load_speed.bytes_per_s,
             prefill_tokens_per_s=self.prefill_speed.tokens_per_s_at(0),
-            counters=replace(self.counters),
+            counters=deepcopy(self.counters),
             misses={} if disk is None else {str(k): n for k, n in disk.counts.misses.items()},
             refused={} if disk is None else {str(k): n for k, n in disk.counts.refused.items()},
             stored_records=0 if disk is None else disk.counts.stored_records,
             stored_bytes=0 if disk is None else disk.counts.stored_bytes,
             quarantined_records=0 if disk is None else disk.counts.quarantined_records,
-            used_bytes=0,
-            cap_bytes=0,
+            used_bytes=space.used_bytes,
+            cap_bytes=space.cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
         )
 

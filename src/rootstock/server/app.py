@@ -147,6 +147,8 @@ def explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dic
     at = explanation.divergence
     divergence = None
     message = explanation.message
+    if explanation.below is not None:
+        message += f" {explanation.below.message}"
     if at is not None:
 
         def shown(token: int) -> dict[str, Any]:
@@ -169,6 +171,7 @@ def explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dic
         "divergence": divergence,
         "evicted_tokens": explanation.evicted_tokens,
         "pending_tokens": explanation.pending_tokens,
+        "below": None if explanation.below is None else asdict(explanation.below),
     }
 
 

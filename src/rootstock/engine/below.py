@@ -1,0 +1,91 @@
+"""What lies below the device's memory, put together from the configuration."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from rootstock.cache import KVCache
+from rootstock.cache.stored import LOSSY_MARK, StoredIndex
+from rootstock.config import TierConfig
+from rootstock.engine.tiering import Events, Space, Tiering
+from rootstock.errors import InvalidOption
+from rootstock.runtime.base import Runtime
+from rootstock.tiers.absent import AbsentTier
+from rootstock.tiers.base import Off, Tier
+from rootstock.tiers.chain import TierChain
+from rootstock.tiers.compressed import CompressedTier
+from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.host import HostTier
+from rootstock.tiers.int8 import can_encode
+from rootstock.tiers.loader import Loader
+from rootstock.tiers.mover import Mover
+
+log = logging.getLogger(__name__)
+
+
+def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
+    """For the cache; None if there is nothing below. Raises InvalidOption for what this device or model can't do."""
+    described = runtime.description
+    if tier.host_budget_bytes and described.device == "cpu":
+        raise InvalidOption(
+            "--host-budget",
+            tier.host_budget_bytes,
+            "left out on a CPU, whose cache is in RAM: see --kv-budget",
+        )
+    if tier.disk_dir is None and not tier.host_budget_bytes:
+        return None
+    lossy = ""
+    if tier.compress == "int8":
+        formats = [runtime.formats(i) for i in range(len(described.families))]
+        if not any(formats) or not all(can_encode(of_family) for of_family in formats if of_family):
+            raise InvalidOption(
+                "--tier-compress", tier.compress, "none: what this model keeps has no such form"
+            )
+        lossy = LOSSY_MARK
+    return StoredIndex(described.families, block_size, lossy=lossy)
+
+
+def open_below(
+    runtime: Runtime,
+    cache: KVCache,
+    tier: TierConfig,
+    chunk_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tiering | None:
+    """Opens the tiers and reads what they hold. A directory that can't be used is one warning, and no tier."""
+    if cache.stored is None:
+        return None
+    events = Events()
+    disk: DiskTier | None = None
+    bottom: Tier | None = None
+    if tier.disk_dir is not None:
+        opened = DiskTier.open(tier.disk_dir, tier.disk_budget_bytes, gone=events.gone)
+        if isinstance(opened, Off):
+            log.warning("There is no disk tier: %s Requests go on without it.", opened.reason)
+            bottom = AbsentTier(opened)
+        else:
+            bottom = disk = opened
+    if bottom is not None and cache.stored.lossy:
+        formats = {family.name: runtime.formats(i) for i, family in enumerate(runtime.description.families)}
+        bottom = CompressedTier(bottom, formats)
+    if tier.host_budget_bytes:
+        # What the host gives up goes on to the disk, in the host's own time.
+        below = bottom or AbsentTier(Off("there is no disk tier: --disk-dir is not given"))
+        host = HostTier(tier.host_budget_bytes)
+        bottom = TierChain(host, below, Mover(below, tier.queue_bytes), gone=events.gone)
+    assert bottom is not None
+    mover = Mover(bottom, tier.queue_bytes)
+    loader = Loader(mover.load)
+
+    def space() -> Space:
+        if disk is not None:
+            with suppress(Exception):  # a directory that can't be measured now is no reason for anything
+                return Space(disk.usage().total_bytes, tier.disk_budget_bytes)
+        return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
+
+    return Tiering(
+        runtime, cache, bottom, mover, loader, events, chunk_tokens, tier.queue_bytes, clock, disk, space
+    )
