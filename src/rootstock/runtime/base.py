@@ -110,7 +110,7 @@ class Runtime(Protocol):
 
     def formats(self, family: int) -> list[BufferFormat]:
         """Of each buffer that `read` gives for a block of this family (an index into the model's families). Empty:
-        only whole bytes are known of it, as of a state."""
+        only whole bytes are known of it, as of a state. May be asked before `allocate`."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

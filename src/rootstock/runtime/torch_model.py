@@ -30,7 +30,7 @@ from rootstock.runtime.torch_files import (
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
-from rootstock.runtime.torch_pool import TorchPool
+from rootstock.runtime.torch_pool import TorchPool, formats_of
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
 
@@ -146,8 +146,7 @@ class TorchRuntime:
             self._pool.place(part, buffers)
 
     def formats(self, family: int) -> list[BufferFormat]:
-        assert self._pool is not None, "allocate comes first"
-        return self._pool.formats(family)
+        return formats_of(self._layout.layers, family)
 
     def forward(self, batch: Batch) -> Logits:
         pool, rung = self._pool, self._description.rung

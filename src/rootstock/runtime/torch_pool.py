@@ -45,11 +45,17 @@ class LayerShape:
     indexer_dtype: torch.dtype = torch.float32
 
     @property
+    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """What is kept of one position: K, V, and the indexer's key if there is one."""
+        kept: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((self.kv_heads, self.key_dim), self.dtype),
+            ((self.kv_heads, self.value_dim), self.dtype),
+        ]
+        return [*kept, ((self.indexer_dim,), self.indexer_dtype)] if self.indexer_dim else kept
+
+    @property
     def bytes_per_token(self) -> int:
-        return (
-            self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-            + self.indexer_dim * self.indexer_dtype.itemsize
-        )
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors)
 
 
 class LayerMemory:
@@ -65,10 +71,7 @@ class LayerMemory:
     def __init__(self, shape: LayerShape, kernel: Kernel, slots: int, device: torch.device) -> None:
         self.family = shape.family
         self.kernel: Kernel = kernel
-        widths = [(shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim)]
-        self.lazy = [LazyRows((slots, *width), shape.dtype, device) for width in widths]
-        if shape.indexer_dim:
-            self.lazy.append(LazyRows((slots, shape.indexer_dim), shape.indexer_dtype, device))
+        self.lazy = [LazyRows((slots, *kept), dtype, device) for kept, dtype in shape.tensors]
         self.keys, self.values = self.lazy[0].tensor, self.lazy[1].tensor
         self.indexer = self.lazy[2].tensor if shape.indexer_dim else None
 
@@ -178,14 +181,6 @@ class TorchPool:
         for memory, buffer in zip(self._memories[part.family], buffers, strict=True):
             memory.device_bytes(first, end).copy_(torch.from_numpy(buffer))
 
-    def formats(self, family: int) -> list[BufferFormat]:
-        if family == len(self.families):
-            return []
-        return [
-            BufferFormat(str(memory.tensor.dtype).removeprefix("torch."), memory.tensor.shape[-1])
-            for memory in self._memories[family]
-        ]
-
     def _rows(self, part: RowPart) -> tuple[int, int]:
         """(first, end) of the tensors' rows: slots of a block, or one state."""
         row = int(part.row)  # as a block table gives it, offsets in bytes would overflow 32 bits
@@ -240,6 +235,16 @@ class TorchPool:
             if layer.family == copies[0].family:
                 for memory in layer.tensors:
                     memory.index_copy_(0, targets, memory.index_select(0, sources))
+
+
+def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:
+    """Of the buffers of a block, in the order in which a pool of these layers gives them out."""
+    return [
+        BufferFormat(str(dtype).removeprefix("torch."), shape[-1])
+        for layer in sorted(layers, key=lambda layer: layer.index)
+        if layer.family == family
+        for shape, dtype in layer.tensors
+    ]
 
 
 def _kernel(shape: LayerShape, device: torch.device) -> Kernel:
