@@ -43,11 +43,11 @@ class HeldMover:
     def __init__(self, lower: Tier) -> None:
         self.lower = lower
         self.waiting: list[tuple[Record, Done | None]] = []
-        self.refuses: Refusal | None = None
+        self.full = self.stays_full = False
 
     def put(self, record: Record, done: Done | None = None) -> PutResult:
-        if self.refuses is not None:
-            return NotStored(self.refuses)
+        if self.full:
+            return NotStored(Refusal.QUEUE_FULL)
         self.waiting.append((record, done))
         return Queued()
 
@@ -63,6 +63,10 @@ class HeldMover:
             (outcome,) = self.lower.store([record])
             if done is not None:
                 done(record.identity.key, outcome)
+
+    def drain(self) -> None:
+        self.let()
+        self.full = self.full and self.stays_full
 
     def close(self) -> None:
         self.let()
@@ -170,13 +174,41 @@ def test_what_is_too_large_for_the_upper_tier_is_stored_below(chain: Chain) -> N
     assert is_right(chain.tier.load(large.identity), large)
 
 
-def test_what_the_way_down_refuses_is_gone_and_told(chain: Chain) -> None:
+@pytest.mark.parametrize("stays_full", [False, True])
+def test_who_stores_waits_for_a_full_way_down_and_nothing_is_lost(chain: Chain, stays_full: bool) -> None:
+    group = records(5)
+    chain.tier.store(group[:3])
+    chain.mover.full, chain.mover.stays_full = True, stays_full
+    assert chain.tier.store(group[3:]) == [Stored(EACH)] * 2
+    assert group[0].identity.key in keys_in(chain.disk)
+    assert all(is_right(chain.tier.load(record.identity), record) for record in group)
+    assert sorted(keys_in(chain.tier)) == sorted(keys_of(group))
+    assert (chain.gone, chain.tier.lost_records) == ([], 0)
+
+
+def test_a_record_is_readable_while_whoever_stores_waits_for_the_disk(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = records(3)
-    chain.mover.refuses = Refusal.QUEUE_FULL
-    assert chain.tier.store(group) == [Stored(EACH)] * 3
-    assert chain.gone == keys_of(group[:1])
-    assert chain.tier.lost_records == 1
-    assert chain.tier.load(group[0].identity) == Miss(MissKind.ABSENT)
+    chain.tier.store(group[:2])
+    chain.mover.full, found = True, []
+    monkeypatch.setattr(
+        chain.mover, "drain", lambda: found.append(is_right(chain.tier.load(group[0].identity), group[0]))
+    )
+    chain.tier.store(group[2:])
+    assert found == [True]
+
+
+def test_a_flood_goes_down_a_narrow_way_without_a_loss(tmp_path: Path) -> None:
+    group = records(120)
+    disk = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
+    tier = TierChain(HostTier(4 * EACH), disk, Mover(disk, 10_000))
+    writer = Mover(tier, 10 * CAP_BYTES)
+    assert [writer.put(record) for record in group] == [Queued()] * len(group)
+    writer.close()
+    assert all(is_right(tier.load(record.identity), record) for record in group)
+    assert tier.lost_records == 0
+    tier.close()
 
 
 def test_what_the_lower_tier_refuses_is_gone_unless_the_upper_one_has_it_again(

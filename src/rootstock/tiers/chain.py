@@ -1,9 +1,11 @@
 """Two tiers as one: the host's memory above, and below it the one that it spills to, as a rule a disk.
 
-A record is stored above and goes down when the upper tier evicts it, through a mover, so that nobody who stores waits
-for the disk. It is in the upper tier, on its way, or in the lower one, with no gap between, and a load looks there in
-this order. What is loaded from below stays there; the accelerator, which asked for it, stores it above again in its
-time.
+A record is stored above and goes down when the upper tier evicts it, through a mover of the chain's own. Whoever
+stores waits for the disk only when that mover's queue is full: it should be a thread that serves nobody, as another
+mover's.
+
+A record is in the upper tier, on its way, or in the lower one, with no gap between, and a load looks there in this
+order. What is loaded from below stays there; the accelerator, which asked for it, stores it above again in its time.
 
 Until it has gone down a record does not outlive the process. `close` brings down all that is left.
 """
@@ -48,16 +50,20 @@ class Below(Protocol):
         """From the queue if it is there, or from the lower tier."""
         ...
 
+    def drain(self) -> None:
+        """Everything that was queued has been stored or refused when this returns."""
+        ...
+
     def close(self) -> None:
-        """Everything that was queued is done when this returns."""
+        """So, and nothing more is taken."""
         ...
 
 
 class TierChain:
     """Owns both tiers and the mover from here on: the upper one spills to it. Thread-safe.
 
-    `gone` is told of records that neither tier has any more because the way down was closed or full, or because they
-    were damaged. The lower tier tells its own: it may name records that the upper one still holds.
+    `gone` is told of records that neither tier has any more because the lower one refused them or because they were
+    damaged. The lower tier tells its own: it may name records that the upper one still holds.
     """
 
     def __init__(self, upper: HostTier, lower: Tier, mover: Below, *, gone: Gone | None = None) -> None:
@@ -92,11 +98,15 @@ class TierChain:
         with self._lock:
             self._moving[key] = record
         put = self._mover.put(record, self._arrived)
-        if isinstance(put, NotStored):
-            self._arrived(key, put)
+        if put == NotStored(Refusal.QUEUE_FULL):
+            self._mover.drain()
+            put = self._mover.put(record, self._arrived)
+        if isinstance(put, NotStored):  # it is more than a queue, or others were quicker
+            (outcome,) = self.lower.store([record])
+            self._arrived(key, outcome)
 
     def _arrived(self, key: RecordKey, outcome: StoreOutcome) -> None:
-        """Called by the mover's thread."""
+        """Called by the mover's thread, or by whoever stores."""
         with self._lock:
             condemned = key in self._condemned
         if condemned:
