@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.plan import Tokens
-from rootstock.config import EngineConfig
+from rootstock.config import EngineConfig, TierConfig
+from rootstock.engine.below import open_below, stored_index
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Aborted,
@@ -46,6 +48,9 @@ class Bench:
         fault: Callable[[Batch], None] | None = None,
         codec: TextCodec | None = None,
         families: Sequence[Family] = (FULL,),
+        weights: str = "fake",
+        tier: TierConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
@@ -57,12 +62,26 @@ class Bench:
                 fault(batch)
 
         self.runtime = FakeRuntime(
-            vocab_size, context_limit, families=families, eos_token_ids=eos_token_ids, fault=record
+            vocab_size,
+            context_limit,
+            families=families,
+            weights=weights,
+            eos_token_ids=eos_token_ids,
+            fault=record,
         )
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
-        self.cache = KVCache(families, budget, block_size, reuse=reuse)
+        tier, engine = tier or TierConfig(), EngineConfig(**config)
+        self.cache = KVCache(
+            families,
+            budget,
+            block_size,
+            reuse=reuse,
+            stored=stored_index(self.runtime, tier, block_size),
+            through=tier.disk_write == "through",
+        )
         self.runtime.allocate(self.cache.rows, block_size)
-        self.engine = Engine(self.runtime, self.cache, EngineConfig(**config), codec)
+        tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock)
+        self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering)
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
         client = Client(tokens, max_tokens, **request)
@@ -78,10 +97,15 @@ class Bench:
     def run(self, steps: int | None = None) -> None:
         """Until nothing is left, or so many steps."""
         done = 0
-        while (steps is None or done < steps) and self.engine.step():
+        while (steps is None or done < steps) and self._step():
             self.cache.check()
             self.engine._scheduler.check()
             done += 1
+
+    def _step(self) -> bool:
+        """As the engine's thread does it: with nothing to do before a load has ended, that is waited for."""
+        stalled = self.engine._stalled and self.engine._scheduler.has_work
+        return self.engine.step(self.engine._next_command() if stalled else None)
 
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
         """The greedy continuation, by the tokens alone."""

@@ -689,6 +689,13 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- house-keeping
 
+    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+        """What is kept of these tokens from position `first` on is wrong: it goes, here and below, with all that
+        follows it, as far as no running request uses it."""
+        self.tree.forget(tokens, namespace, first)
+        if self.spill is not None:
+            self.spill.distrust(tokens, namespace, first)
+
     def everything(self) -> tuple[Store, ...]:
         """What memory holds and the tier below lacks, what was used last comes last: for when memory is to go."""
         if self.spill is None:

@@ -10,6 +10,8 @@ import xxhash
 
 from rootstock.cache.plan import Tokens
 
+PRIVATE = "\0"  # begins the salt of what is kept in memory only
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -20,6 +22,10 @@ class Namespace:
     rope_regime: str = ""  # what the frequencies depend on, where that is not the weights alone
     adapter: str = ""
     salt: str = ""  # tenant: an isolation boundary chosen by the caller
+
+    @property
+    def is_private(self) -> bool:
+        return self.salt.startswith(PRIVATE)
 
     def digest(self) -> bytes:
         """16 bytes; fields are length-prefixed, so that no two namespaces spell the same input."""

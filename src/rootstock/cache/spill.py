@@ -138,6 +138,8 @@ class Spill:
     ) -> None:
         """Of block indices `first` …, the last of which is filled as far as `tokens` go."""
         assert pool.family is not None
+        if namespace.is_private:
+            return
         size, raw = self._size, np.ascontiguousarray(tokens, "<i4").data.cast("B")
         h = xxhash.xxh3_128(namespace.digest())
         h.update(raw[: first * size * 4])
@@ -167,7 +169,7 @@ class Spill:
 
     def _state(self, namespace: Namespace, tokens: Tokens, slot: SlotId) -> None:
         pool = self._pools.states
-        if pool is None or slot == NO_SLOT:
+        if pool is None or slot == NO_SLOT or namespace.is_private:
             return
         assert pool.family is not None
         # Found from the boundary before it, like the block that it lies in.

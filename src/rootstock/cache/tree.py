@@ -351,6 +351,21 @@ class PrefixTree:
             self._remove(node)
             node = parent
 
+    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+        """Takes out every node on the path of `tokens` that reaches beyond `first`, and what is below, as far as
+        nobody uses it."""
+        self.version += 1
+        root = self.roots.get(namespace)
+        node = None if root is None else root.children.get(int(tokens[0]))
+        while node is not None and node.end <= first:
+            node = node.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
+        if node is None:
+            return
+        for wrong in reversed([node, *walk(node)]):  # children first
+            if wrong.queue_ticket:
+                self.queue.drop(wrong)
+                self._remove(wrong)
+
     # --------------------------------------------------------------------------------- queued requests
 
     def want(self, match: Match) -> Want:

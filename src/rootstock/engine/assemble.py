@@ -62,7 +62,7 @@ def assemble(
     runtime.allocate(kv.rows, cache.block_size)
     tiering = open_below(runtime, kv, tier, engine.chunk_tokens)
     return Assembly(
-        Engine(runtime, kv, engine, codec, tiering=tiering),
+        Engine(runtime, kv, engine, codec, tiering=tiering, verify_hits=tier.verify_hits),
         codec,
         described,
         pool_tokens=kv.capacity_tokens,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from rootstock.cache import KVCache
+from rootstock.cache.families import token_families
 from rootstock.cache.stored import LOSSY_MARK, StoredIndex
 from rootstock.config import TierConfig
 from rootstock.engine.tiering import Events, Space, Tiering
@@ -39,8 +40,8 @@ def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredI
         return None
     lossy = ""
     if tier.compress == "int8":
-        formats = [runtime.formats(i) for i in range(len(described.families))]
-        if not any(formats) or not all(can_encode(of_family) for of_family in formats if of_family):
+        formats = [runtime.formats(i) for i in range(len(token_families(described.families)))]
+        if not formats or not all(can_encode(of_family) for of_family in formats):
             raise InvalidOption(
                 "--tier-compress", tier.compress, "none: what this model keeps has no such form"
             )
@@ -69,7 +70,8 @@ def open_below(
         else:
             bottom = disk = opened
     if bottom is not None and cache.stored.lossy:
-        formats = {family.name: runtime.formats(i) for i, family in enumerate(runtime.description.families)}
+        families = token_families(runtime.description.families)
+        formats = {family.name: runtime.formats(i) for i, family in enumerate(families)}
         bottom = CompressedTier(bottom, formats)
     if tier.host_budget_bytes:
         # What the host gives up goes on to the disk, in the host's own time.

@@ -42,6 +42,7 @@ from rootstock.engine.scheduler import Scheduler, Work
 from rootstock.engine.sequence import Decoding, Loading, Sequence
 from rootstock.engine.text import TextCodec, TextStream
 from rootstock.engine.tiering import Tiering, UnderWay
+from rootstock.engine.verifying import HitVerifier
 from rootstock.errors import (
     CompletionTooLong,
     EmptyPrompt,
@@ -78,6 +79,7 @@ class Engine:
         codec: TextCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
         tiering: Tiering | None = None,
+        verify_hits: float = 0.0,
     ) -> None:
         self._tiering = tiering
         self._stalled = False  # nothing can run before a load has ended
@@ -100,6 +102,15 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._counters = StepCounters()
         self._step_began: float | None = None
+        self._verifier = HitVerifier(
+            runtime,
+            cache,
+            verify_hits,
+            self._config.chunk_tokens,
+            self._apply,
+            self._distrust,
+            self._config.seed,
+        )
 
     # --------------------------------------------------------------------------------------- lifetime
 
@@ -130,6 +141,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closed:
+                if self._verifier.has_work and not self._scheduler.has_work and self._commands.empty():
+                    self._verify()
+                    continue
                 # With nothing to do, sleep until somebody asks for something.
                 self.step(self._next_command())
         finally:
@@ -250,6 +264,7 @@ class Engine:
                 self._scheduler.waiting,
                 replace(self._counters),
                 None if self._tiering is None else self._tiering.stats(),
+                dict(self._verifier.counts),
             )
         )
 
@@ -356,7 +371,7 @@ class Engine:
     def _namespace(self, salt: str) -> Namespace:
         described = self._runtime.description
         return Namespace(
-            weights=described.weights_fingerprint,
+            weights=described.weights_fingerprint + (f"/{described.layout}" if described.layout else ""),
             # What is kept depends on what it was computed in as well: float32 kept of bfloat16 is another thing.
             kv_dtype=f"{described.dtype}:{described.kv_dtype}",
             rope_regime=described.rope_regime,
@@ -402,21 +417,24 @@ class Engine:
                 return False
             self._schedule_and_run()
         except Exception as error:
-            # Ours to mend, and the cache cannot be trusted any more: nothing of it is kept.
-            log.exception(
-                "the engine failed between forwards; every open request fails, the cache is emptied"
-            )
-            self._scheduler.drain()
-            if self._tiering is not None:
-                self._tiering.settle()  # nobody writes to rows that are given out anew
-            self._cache.reset()
-            self._fail_everything(EngineFault(error))
+            self._start_anew(error)
         finally:
             self._step_began = None
         return True
 
+    def _start_anew(self, error: Exception) -> None:
+        """Ours to mend, and the cache cannot be trusted any more: nothing of it is kept."""
+        log.exception("the engine failed between forwards; every open request fails, the cache is emptied")
+        self._scheduler.drain()
+        if self._tiering is not None:
+            self._tiering.settle()  # nobody writes to rows that are given out anew
+        self._verifier.forget()
+        self._cache.reset()
+        self._fail_everything(EngineFault(error))
+
     def _schedule_and_run(self) -> None:
         self._scheduler.now = self._clock()
+        self._verifier.pause()
         if self._tiering is not None:
             self._prepare_loads(self._tiering)
         work, given_up = self._scheduler.schedule()
@@ -538,6 +556,7 @@ class Engine:
             sequence.first_token_at = self._clock()
             if self._tiering is not None:
                 self._tiering.count(sequence.load_choice)
+            self._verifier.consider(sequence.request.tokens, item.lease.hit_tokens, sequence.namespace)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, item, "stop", stopped_by=sampled.token)
             return
@@ -566,6 +585,23 @@ class Engine:
         self._forget(sequence)
         usage = sequence.usage(self._clock())
         sequence.finish(Finished(sequence.request.id, reason, usage, text, stopped_by))
+
+    # --------------------------------------------------------------------------------------- verifying
+
+    def _verify(self) -> None:
+        """Nothing else is to be done: a piece of what `--verify-hits` asks for."""
+        self._step_began = self._clock()
+        try:
+            self._verifier.step()
+        except Exception as error:
+            self._start_anew(error)
+        finally:
+            self._step_began = None
+
+    def _distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+        self._cache.forget(tokens, namespace, first)
+        if self._tiering is not None:
+            self._tiering.follow()
 
     # ----------------------------------------------------------------------------------------- loading
 

@@ -40,3 +40,4 @@ class EngineStats:
     waiting: int
     counters: StepCounters = field(default_factory=StepCounters)
     tier: TierStats | None = None  # None: there is nothing below the device's memory
+    verified: dict[str, int] = field(default_factory=dict)  # hits that were computed anew, by what came of it

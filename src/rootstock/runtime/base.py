@@ -40,6 +40,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...] = ()
     rung: Rung = "packed"
     rung_reason: str = ""  # why no better one
+    layout: str = ""  # names how rows lie as bytes, and what made them: a tier must not mix two of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class Runtime(Protocol):
         ...
 
     def formats(self, family: int) -> list[BufferFormat]:
-        """Of each buffer that `read` gives for a block of this family (an index into the model's families). Empty:
-        only whole bytes are known of it, as of a state. May be asked before `allocate`."""
+        """Of each buffer that `read` gives for a row of this family (an index into the model's families). Empty: only
+        whole bytes are known of it. May be asked before `allocate`."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

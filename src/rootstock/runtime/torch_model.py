@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
+import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from rootstock.cache.families import token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported
@@ -31,6 +34,7 @@ from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
 from rootstock.runtime.torch_pool import TorchPool, formats_of
+from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
 
@@ -79,6 +83,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             rope_regime=regime,
             eos_token_ids=_eos_token_ids(model),
+            layout=_layout_name(layout),
         )
 
     served = climb(
@@ -98,8 +103,20 @@ def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:
     if stored is None:
         return served
     layout = served.layout.with_stored_states(stored)
-    description = replace(served.description, families=layout.families, kv_dtype=_names_of(layout.dtypes))
+    description = replace(
+        served.description,
+        families=layout.families,
+        kv_dtype=_names_of(layout.dtypes),
+        layout=_layout_name(layout),
+    )
     return Served(layout, description)
+
+
+def _layout_name(layout: Layout) -> str:
+    """What is kept, in which order and shapes, by whose code: transformers may come to keep something else under the
+    same shapes (keys before or after rotation, say), so its version counts."""
+    kept = repr((layout.families, layout.layers, layout.states, transformers.__version__))
+    return xxhash.xxh3_64_hexdigest(kept.encode())
 
 
 class TorchRuntime:
@@ -146,7 +163,9 @@ class TorchRuntime:
             self._pool.place(part, buffers)
 
     def formats(self, family: int) -> list[BufferFormat]:
-        return formats_of(self._layout.layers, family)
+        if family < len(token_families(self._layout.families)):
+            return formats_of(self._layout.layers, family)
+        return state_formats(self._layout.states)
 
     def forward(self, batch: Batch) -> Logits:
         pool, rung = self._pool, self._description.rung

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from rootstock.cache.plan import BlockIds, StateCopy
+from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_parts import PartCache
 
@@ -161,6 +162,14 @@ class StateCache(PartCache):
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
         self.update_recurrent_state(state, layer_idx)
+
+
+def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
+    """Of the buffers of a state, in the order in which a pool of these shapes gives them out."""
+    return [
+        BufferFormat(str(shape.stored).removeprefix("torch."), shape.shape[-1])
+        for shape in sorted(shapes, key=lambda shape: shape.key)
+    ]
 
 
 def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:

@@ -1,0 +1,217 @@
+"""A sample of hits, computed anew in idle time and compared with what the cache gave: the watch over everything else.
+
+Nothing here is needed for right answers. It is how an operator learns of a disk, a memory or a bug that lies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.families import TokenFamily, token_families
+from rootstock.cache.keys import PRIVATE, Namespace
+from rootstock.cache.lease import Admitted, Deferred, Lease
+from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, Tokens
+from rootstock.runtime.base import Batch, Runtime, Segment
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 16  # hits; the oldest are forgotten
+# How far what is kept may be from what is computed anew, relative and RMS over a row. Another way of cutting a
+# prefill into chunks changes the last bits; another prefix changes everything.
+_TOLERANCE = {"float32": 0.01, "float64": 0.01}
+_LOW_PRECISION_TOLERANCE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    tokens: Tokens  # [hit + 1 at least]
+    length: int  # positions that were not computed
+    namespace: Namespace
+
+
+@dataclass(slots=True)
+class _Check:
+    hit: Hit
+    found: Lease  # what a request would be given
+    anew: Lease  # computed from nothing, under a namespace that nobody else can name
+
+
+class HitVerifier:
+    """Called by the engine's thread: `consider` for each hit, `step` when there is nothing else to do, `pause` when
+    there is again."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: KVCache,
+        share: float,
+        chunk_tokens: int,
+        apply: Callable[[Plan], None],
+        distrust: Callable[[Tokens, Namespace, int], None],
+        seed: int = 0,
+    ) -> None:
+        """`distrust` is told of tokens of which what is kept, from a position on, is wrong."""
+        self._runtime = runtime
+        self._cache = cache
+        self._share = share
+        self._chunk_tokens = chunk_tokens
+        self._apply = apply
+        self._distrust = distrust
+        self._random = np.random.default_rng(seed)
+        self._waiting: deque[Hit] = deque(maxlen=MOST_WAITING)
+        self._check: _Check | None = None
+        self.counts: Counter[str] = Counter()  # "agrees", "differs": the alarm; "given up"
+
+    @property
+    def has_work(self) -> bool:
+        return self._check is not None or bool(self._waiting)
+
+    def consider(self, tokens: Tokens, length: int, namespace: Namespace) -> None:
+        if length and self._random.random() < self._share:
+            self._waiting.append(Hit(tokens, length, namespace))
+
+    def pause(self) -> None:
+        """What is under way is begun anew another time: its rows are wanted."""
+        if self._check is not None:
+            self._waiting.appendleft(self._check.hit)
+            self._end(self._check)
+
+    def forget(self) -> None:
+        """The cache is started anew."""
+        self._check = None
+        self._waiting.clear()
+
+    def step(self) -> None:
+        """A chunk of a prefill, or the comparison."""
+        check = self._check or self._begin()
+        if check is None:
+            return
+        lease = check.anew
+        new = min(self._chunk_tokens, lease.known - lease.computed)
+        if new:
+            if not self._compute(lease, new):
+                self.counts["given up"] += 1
+                self._end(check)
+            return
+        wrong = self._first_difference(check)
+        self._end(check)
+        if wrong is None:
+            self.counts["agrees"] += 1
+            return
+        self.counts["differs"] += 1
+        log.error(
+            "What is cached of a prompt of %d tokens differs from what the model computes, at position %d. It is "
+            "thrown away, in memory and below. The disk, the memory or Rootstock is faulty: please look into it.",
+            check.hit.length,
+            wrong,
+        )
+        self._distrust(check.hit.tokens, check.hit.namespace, wrong)
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> _Check | None:
+        hit = self._waiting.popleft()
+        tokens = hit.tokens[: hit.length + 1]
+        match = self._cache.match(tokens, hit.namespace)
+        if not match.length:
+            self.counts["given up"] += 1  # evicted since
+            return None
+        found = self._admitted(tokens, hit.namespace)
+        if found is None:
+            self.counts["given up"] += 1
+            return None
+        hit = Hit(hit.tokens, found.hit_tokens, hit.namespace)
+        own = replace(hit.namespace, salt=f"{PRIVATE}{hit.namespace.salt}")
+        anew = self._admitted(hit.tokens[: hit.length], own)
+        if anew is None:
+            self._cache.unload(found)
+            self.counts["given up"] += 1
+            return None
+        self._check = _Check(hit, found, anew)
+        return self._check
+
+    def _admitted(self, tokens: Tokens, namespace: Namespace) -> Lease | None:
+        admitted = self._cache.admit(self._cache.match(tokens, namespace))
+        if not isinstance(admitted, Admitted):
+            return None
+        self._apply(self._cache.make_way())
+        self._apply(admitted.plan)
+        return admitted.lease
+
+    def _compute(self, lease: Lease, new: int) -> bool:
+        if lease.next_cut is not None:
+            new = min(new, lease.next_cut - lease.computed)
+        if isinstance(self._cache.extend(lease, new), Deferred):
+            return False
+        self._apply(self._cache.make_way())
+        tokens = lease.tokens[lease.computed : lease.computed + new]
+        try:
+            self._runtime.forward(Batch([Segment(tokens, lease.computed, lease.tables, 0, lease.slot)]))
+        except Exception:
+            log.exception("a hit could not be computed anew")
+            return False
+        self._apply(self._cache.commit(lease, tokens))
+        return True
+
+    def _end(self, check: _Check) -> None:
+        self._check = None
+        self._cache.discard(check.anew)
+        self._cache.unload(check.found)
+
+    def _first_difference(self, check: _Check) -> int | None:
+        """The first position of the first row that differs; the end for a state."""
+        length, size = check.hit.length, self._cache.block_size
+        for index, family, found, anew in self._tables(check):
+            formats = self._runtime.formats(index)
+            start = family.tail_start(length)
+            for block in range(start // size, -(-length // size)):
+                ours, theirs = int(found[block]), int(anew[block])
+                if NO_BLOCK in (ours, theirs):
+                    continue
+                kept = min(size, length - block * size)
+                first = max(0, start - block * size)  # what lies before it in the row is not needed
+                a = self._runtime.read(RowPart(index, ours, kept))
+                b = self._runtime.read(RowPart(index, theirs, kept))
+                dtypes = [form.dtype for form in formats] or [""] * len(a)
+                if any(_differs(x, y, dtype, first, kept) for x, y, dtype in zip(a, b, dtypes, strict=True)):
+                    return block * size
+        states = self._cache.pools.states
+        if states is not None:
+            a = self._runtime.read(RowPart(states.index, check.found.slot, 0))
+            b = self._runtime.read(RowPart(states.index, check.anew.slot, 0))
+            formats = self._runtime.formats(states.index)
+            dtypes = [form.dtype for form in formats] or [""] * len(a)
+            if any(_differs(x, y, dtype) for x, y, dtype in zip(a, b, dtypes, strict=True)):
+                return length - 1
+        return None
+
+    def _tables(self, check: _Check) -> Iterator[tuple[int, TokenFamily, BlockIds, BlockIds]]:
+        families = self._runtime.description.families
+        tables = zip(token_families(families), check.found.tables, check.anew.tables, strict=True)
+        for family, found, anew in tables:
+            yield families.index(family), family, found, anew
+
+
+def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int = 0, positions: int = 1) -> bool:
+    """Without a dtype, in any bit."""
+    skipped = len(a) // positions * first
+    a, b = a[skipped:], b[skipped:]
+    if not dtype:
+        return not np.array_equal(a, b)
+    x, y = _numbers(a, dtype), _numbers(b, dtype)
+    error, scale = float(np.square(x - y).mean()), float(np.square(y).mean())
+    # Not finite, where the model computes a number, is a difference as well.
+    tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+    return not (error <= tolerance**2 * scale) and not np.array_equal(a, b)
+
+
+def _numbers(raw: HostBytes, dtype: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if dtype == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return raw.view(np.dtype(dtype)).astype(np.float64)

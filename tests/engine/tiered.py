@@ -1,0 +1,166 @@
+"""An engine above a directory on disk, whose stores and loads a test can hold up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.helpers import Bench, Client
+from rootstock.cache.families import Family
+from rootstock.cache.identity import Identity
+from rootstock.cache.plan import Tokens
+from rootstock.config import TierConfig
+from rootstock.engine.estimates import LoadSpeed
+from rootstock.engine.tiering import Tiering, TierStats
+from rootstock.runtime.fake import FULL, STATE, chunked, window
+from rootstock.tiers.base import Buffer, LoadResult, Record, StoreOutcome
+from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.mover import Mover
+from tiers.helpers import Clock
+
+MIB = 2**20
+WAIT_S = 30.0  # for threads that have something to do at once: longer is a hang
+KINDS: list[tuple[Family, ...]] = [
+    (FULL,),
+    (FULL, window(7)),
+    (FULL, STATE),
+    (FULL, window(5), window(24), chunked(8), STATE),
+    (window(16),),
+    (STATE,),
+]
+
+
+class Gate:
+    """Whoever comes to it waits there while it is closed."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self._open = threading.Event()
+        self._reached = threading.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        self._reached.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.wait(WAIT_S), "nobody came"
+
+    def go_through(self) -> None:
+        self._reached.set()
+        assert self._open.wait(WAIT_S), "nobody opened the gate"
+        self.passed += 1
+
+
+class Tiered(Bench):
+    """Time stands still for the engine, so that its forwards tell no speed: then whatever is found is loaded."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cap_bytes: int = 16 * MIB,
+        write: str = "back",
+        queue_bytes: int = 64 * MIB,
+        **options: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.folder = folder
+        tier = TierConfig(folder, cap_bytes, write, queue_bytes=queue_bytes)
+        super().__init__(tier=tier, clock=self.clock, **options)
+        self.stores, self.loads = Gate(), Gate()
+        if self.tiering._disk is not None:
+            _put_gates(self.tiering._disk, self.stores, self.loads)
+        self.tiering._reader.drain()  # it has looked how fast the directory is
+        self.tiering.follow()
+
+    def __enter__(self) -> Tiered:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stores.open()
+        self.loads.open()
+        self.engine.stop()
+
+    def crash(self) -> None:
+        """Memory is gone, and nothing of it is written down any more."""
+        self.tiering.close()
+
+    @property
+    def tiering(self) -> Tiering:
+        assert self.engine._tiering is not None
+        return self.engine._tiering
+
+    @property
+    def mover(self) -> Mover:
+        assert isinstance(self.tiering._writer, Mover)
+        return self.tiering._writer
+
+    @property
+    def disk(self) -> DiskTier:
+        assert self.tiering._disk is not None
+        return self.tiering._disk
+
+    @property
+    def tier(self) -> TierStats:
+        self.tiering.follow()
+        return self.tiering.stats()
+
+    def answer(self, tokens: Sequence[int] | Tokens, max_tokens: int = 4, **request: object) -> Client:
+        """Asks, runs to the end, and compares with what the tokens alone say."""
+        client = self.ask(tokens, max_tokens, **request)
+        self.run()
+        self.expect(client, max_tokens)
+        return client
+
+    def expect(self, client: Client, max_tokens: int = 4) -> None:
+        assert client.finished.reason == "length"
+        assert client.tokens == self.alone(client.request.tokens, max_tokens)
+
+    def forget(self) -> None:
+        """All that memory holds goes to the disk, and only there."""
+        self.tiering.flush()
+        self.cache.clear()
+        self.tiering.follow()
+
+    def begin_load(self, tokens: Sequence[int], max_tokens: int = 4) -> Client:
+        """A request whose load is held up by the disk."""
+        self.loads.close()
+        client = self.ask(tokens, max_tokens)
+        self.engine.step()
+        self.loads.wait_until_reached()
+        return client
+
+    def end_loads(self) -> None:
+        self.loads.open()
+        self.tiering._reader.drain()
+        self.engine.step()
+
+    def set_speeds(self, prefill_tokens_per_s: float, load_bytes_per_s: float) -> None:
+        """As if that had been measured."""
+        self.tiering.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
+        self.tiering.load_speed = LoadSpeed()
+        self.tiering.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)
+
+
+def cached(client: Client) -> int:
+    return client.finished.usage.cached_tokens
+
+
+def _put_gates(disk: DiskTier, stores: Gate, loads: Gate) -> None:
+    store, load = disk.store, disk.load
+
+    def gated_store(records: Sequence[Record]) -> list[StoreOutcome]:
+        stores.go_through()
+        return store(records)
+
+    def gated_load(identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        loads.go_through()
+        return load(identity, into)
+
+    disk.store, disk.load = gated_store, gated_load  # type: ignore[method-assign]
