@@ -27,13 +27,16 @@ from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
+    LoadsOnly,
     NotStored,
     Off,
+    Ready,
     Record,
     Refusal,
     Stored,
     StoreOutcome,
     Tier,
+    TierState,
 )
 from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.loader import LoadEnded, LoadTask
@@ -41,6 +44,7 @@ from rootstock.tiers.mover import Done, PutResult
 
 log = logging.getLogger(__name__)
 
+TIER_STATES = ("ready", "loads only", "off")
 MOSTLY_PREFILL = 0.9  # share of a forward's tokens from which on it tells the speed of prefills
 PROBE_BYTES = 8 * 2**20  # read to learn how fast a tier is
 PROBE_RECORDS = 16
@@ -439,7 +443,7 @@ class Tiering:
     def stats(self) -> TierStats:
         state, disk, space = self._tier.state, self._disk, self._space()
         return TierStats(
-            state={"Ready": "ready", "LoadsOnly": "loads only", "Off": "off"}[type(state).__name__],
+            state=_state_name(state),
             reason=getattr(state, "reason", ""),
             records=len(self._stored),
             foreign_records=self._stored.foreign_records,
@@ -458,6 +462,16 @@ class Tiering:
             cap_bytes=space.cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
         )
+
+
+def _state_name(state: TierState) -> str:
+    match state:
+        case Ready():
+            return "ready"
+        case LoadsOnly():
+            return "loads only"
+        case Off():
+            return "off"
 
 
 def _identities(reach: Reach) -> list[Identity]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Usage
+from rootstock.engine.tiering import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -124,3 +126,78 @@ class _EngineCollector(Collector):
         events.add_metric(["evicted"], stats.cache.checkpoints_evicted)
         events.add_metric(["skipped"], stats.cache.checkpoints_skipped)
         yield events
+        yield _counted(
+            "rootstock_hits_verified",
+            "Hits that were computed anew, by what came of it",
+            "result",
+            stats.verified,
+        )
+        differs = stats.verified.get("differs", 0)
+        yield GaugeMetricFamily(
+            "rootstock_alarm", "1 if the cache was found to hold something wrong", value=float(differs > 0)
+        )
+        if stats.tier is not None:
+            loaded = CounterMetricFamily(
+                "rootstock_loaded_prompt_tokens", "Of those found, from a tier below"
+            )
+            loaded.add_metric([], stats.cache.loaded_tokens)
+            yield loaded
+            yield from _tier(stats.tier)
+
+
+def _tier(tier: TierStats) -> Iterator[Metric]:
+    state = GaugeMetricFamily("rootstock_tier_state", "1 at the state that the tier is in", labels=["state"])
+    for name in TIER_STATES:
+        state.add_metric([name], float(tier.state == name))
+    yield state
+    size = GaugeMetricFamily("rootstock_tier_bytes", "Of the tier below", labels=["of"])
+    size.add_metric(["used"], tier.used_bytes)
+    size.add_metric(["cap"], tier.cap_bytes)
+    size.add_metric(["waiting_to_be_stored"], tier.waiting_store_bytes)
+    size.add_metric(["waiting_to_be_loaded"], tier.waiting_load_bytes)
+    yield size
+    records = GaugeMetricFamily("rootstock_tier_records", "In the tier's index", labels=["of"])
+    records.add_metric(["this_model"], tier.records)
+    records.add_metric(["others"], tier.foreign_records)
+    yield records
+    speed = GaugeMetricFamily(
+        "rootstock_estimated_speed",
+        "By which loading or computing is chosen; absent until measured",
+        labels=["of"],
+    )
+    if tier.load_bytes_per_s is not None:
+        speed.add_metric(["load_bytes_per_second"], tier.load_bytes_per_s)
+    if tier.prefill_tokens_per_s is not None:
+        speed.add_metric(["prefill_tokens_per_second"], tier.prefill_tokens_per_s)
+    yield speed
+    counters = tier.counters
+    yield _counted(
+        "rootstock_tier_choices",
+        "Requests that could be loaded, by what was chosen",
+        "choice",
+        counters.choices,
+    )
+    yield _counted("rootstock_tier_loads", "Loads of requests, by how they ended", "ended", counters.loads)
+    yield _counted("rootstock_tier_misses", "Records that could not be loaded, by why", "kind", tier.misses)
+    refused = Tally(counters.stores_refused) + Tally(tier.refused)
+    yield _counted("rootstock_tier_stores_refused", "Rows that were not stored, by why", "why", refused)
+    moved = CounterMetricFamily("rootstock_tier_moved_bytes", "Between memory and the tier", labels=["way"])
+    moved.add_metric(["stored"], tier.stored_bytes)
+    moved.add_metric(["loaded"], counters.loaded_bytes)
+    yield moved
+    stored = CounterMetricFamily("rootstock_tier_stored_records", "Records that were stored, durably")
+    stored.add_metric([], tier.stored_records)
+    yield stored
+    struck = CounterMetricFamily("rootstock_tier_quarantined_records", "Records that were found to be wrong")
+    struck.add_metric([], tier.quarantined_records)
+    yield struck
+    yield GaugeMetricFamily(
+        "rootstock_tier_write_amplification", "Bytes written per byte stored", value=tier.write_amplification
+    )
+
+
+def _counted(name: str, help: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help, labels=[label])
+    for what, count in sorted(counts.items()):
+        family.add_metric([str(what)], count)
+    return family

@@ -1,0 +1,133 @@
+"""`--verify-hits`: a sample of hits is computed anew when there is nothing else to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rootstock.cache import KVCache
+from rootstock.cache.families import Family, row_bytes
+from rootstock.cache.stored import StoredIndex
+from rootstock.config import EngineConfig, TierConfig
+from rootstock.engine.below import open_below
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+
+PROMPT = list(range(40))
+FAMILIES: list[tuple[Family, ...]] = [(FULL,), (FULL, STATE), (FULL, window(6)), (window(6), STATE)]
+
+
+class Bench:
+    def __init__(self, folder: Path, families: tuple[Family, ...]) -> None:
+        self.runtime = FakeRuntime(families=families)
+        budget = 200 * sum(row_bytes(family, 8) for family in families)
+        self.cache = KVCache(families, budget, 8, stored=StoredIndex(families, 8), through=True)
+        self.runtime.allocate(self.cache.rows, 8)
+        self.tiering = open_below(self.runtime, self.cache, TierConfig(folder, 2**24, "through"), 16)
+        assert self.tiering is not None
+        config = EngineConfig(chunk_tokens=16)
+        self.engine = Engine(self.runtime, self.cache, config, tiering=self.tiering, verify_hits=1.0)
+        self.asked = 0
+
+    def ask(self, tokens: list[int]) -> tuple[list[int], int]:
+        self.asked += 1
+        events: list[object] = []
+        self.engine.submit(
+            Request(
+                RequestId(str(self.asked)),
+                np.array(tokens, np.int32),
+                SamplingParams(temperature=0.0),
+                StopParams(max_tokens=3),
+            ),
+            events.append,
+        )
+        while self.engine.step():
+            pass
+        (finished,) = (event for event in events if isinstance(event, Finished))
+        return [e.token for e in events if isinstance(e, TokenEvent)], finished.usage.cached_tokens
+
+    def alone(self, tokens: list[int]) -> list[int]:
+        given: list[int] = []
+        for _ in range(3):
+            logits = self.runtime.expected_logits(np.array([*tokens, *given], np.int32))
+            given.append(int(logits.argmax()))
+        return given
+
+    def idle(self) -> None:
+        while self.engine._verifier.has_work:
+            self.engine._verify()
+        self.cache.check()
+
+    def spoil(self) -> None:
+        """A bit of what is cached flips, in every row of every pool that is held."""
+        for pool in self.runtime._pools:
+            pool.hashes ^= np.uint64(1 << 17)
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda families: "+".join(f.name for f in families))
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(tmp_path, request.param)
+    yield made
+    made.engine.stop()
+
+
+def test_a_hit_that_is_right_agrees_and_stays(bench: Bench) -> None:
+    bench.ask(PROMPT)
+    _, hit = bench.ask([*PROMPT, 50, 51])
+    assert hit
+    bench.idle()
+    assert bench.engine.stats().verified == {"agrees": 1}
+    assert bench.cache.stats().leases == 0
+    assert bench.cache.stats().namespaces == 1, "what was computed anew is still there"
+    assert bench.ask([*PROMPT, 50, 52])[1] >= hit
+
+
+def test_a_hit_that_is_wrong_raises_the_alarm_and_goes_from_memory_and_from_below(bench: Bench) -> None:
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    assert bench.tiering is not None
+    bench.tiering.flush()
+    stored = bench.tiering.stats().records
+    bench.spoil()
+    bench.idle()
+    assert bench.engine.stats().verified == {"differs": 1}
+    assert bench.tiering.stats().records < stored
+    tokens, hit = bench.ask([*PROMPT, 50, 53])
+    assert hit == 0, "what was found to be wrong was used again"
+    assert tokens == bench.alone([*PROMPT, 50, 53])
+
+
+def test_a_request_that_comes_meanwhile_is_served_first_and_the_check_begins_anew(bench: Bench) -> None:
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    bench.engine._verify()
+    assert bench.cache.stats().leases == 2
+    other = [60, *PROMPT[1:]]
+    assert bench.ask(other)[0] == bench.alone(other)
+    assert bench.cache.stats().leases == 0
+    bench.idle()
+    assert bench.engine.stats().verified == {"agrees": 1}
+
+
+def test_what_is_computed_anew_is_never_stored(bench: Bench) -> None:
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    assert bench.tiering is not None
+    bench.tiering.flush()
+    stored = bench.tiering.stats().records
+    bench.idle()
+    bench.tiering.flush()
+    assert bench.tiering.stats().records == stored
+
+
+def test_without_a_share_nothing_is_computed_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, (FULL,))
+    bench.engine._verifier._share = 0.0
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    assert not bench.engine._verifier.has_work
+    bench.engine.stop()
