@@ -556,3 +556,13 @@ def test_no_state_is_left_over_when_everything_went_well(tmp_path: Path) -> None
     usage = tier.usage()
     assert usage.dead_bytes == 0
     assert usage.total_bytes == directory_bytes(tmp_path / "tier")
+
+
+def test_what_is_stored_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tier = open_tier(folder)
+    tier.store(records(2))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    assert folder.stat().st_mode & 0o777 == 0o700
+    tier.close()

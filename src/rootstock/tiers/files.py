@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MAX_VIEWS = 512  # of one vectored call; POSIX promises 1,024 on the systems that we know
+_OWNER_ONLY = 0o600  # what people have said is in there
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone stops at the drive's cache
 
 
@@ -16,14 +17,14 @@ class Files:
     """The real one. Every method raises OSError."""
 
     def make_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def open_lock(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
 
     def open_new(self, path: Path) -> int:
         """For writing; the file must not exist."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
 
     def open_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY)
@@ -63,6 +64,7 @@ class Files:
         source.replace(target)
 
     def connect(self, path: Path) -> sqlite3.Connection:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY))  # what SQLite adds to it gets the same mode
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
     def sizes(self, folder: Path) -> Iterator[tuple[Path, int]]:
