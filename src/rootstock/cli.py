@@ -18,6 +18,7 @@ from rootstock._version import __version__
 from rootstock.cli_cache import cache_app
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TierConfig, parse_bytes
 from rootstock.engine.assemble import Assembly, build_engine
+from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
 
 EXIT_STARTUP_ERROR = 2
@@ -191,6 +192,8 @@ def serve(
     with made.engine:
         ready = ready_line(made, url_of(taken), block_size)
         serve(web, made.engine, taken, on_ready=lambda: print(ready, flush=True))
+        if made.tier is not None and made.tier.state != "off":
+            print("rootstock: writing down what only memory has", file=sys.stderr, flush=True)
 
 
 @models_app.command("check")
@@ -296,8 +299,21 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
     return (
         f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, "
         f"{families_in_words(families)}, {described.dtype} on {described.device}, {described.rung} · {costs}, "
-        f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}"
+        f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_below_in_words(made.tier)}"
     )
+
+
+def _below_in_words(tier: TierStats | None) -> str:
+    from rootstock.server.described import in_units
+
+    if tier is None:
+        return ""
+    if tier.state == "off":
+        return " · nothing below it: see the warning above"
+    if not tier.cap_bytes:
+        return " · the host's memory below it"
+    used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
+    return f" · on disk {tier.records:,} records, {used} of {cap}"
 
 
 class LoadProgress:

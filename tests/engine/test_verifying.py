@@ -91,11 +91,11 @@ def test_a_hit_that_is_wrong_raises_the_alarm_and_goes_from_memory_and_from_belo
     bench.ask([*PROMPT, 50, 51])
     assert bench.tiering is not None
     bench.tiering.flush()
-    stored = bench.tiering.stats().records
+    stored = bench.engine.stats().tier.records
     bench.spoil()
     bench.idle()
     assert bench.engine.stats().verified == {"differs": 1}
-    assert bench.tiering.stats().records < stored
+    assert bench.engine.stats().tier.records < stored
     tokens, hit = bench.ask([*PROMPT, 50, 53])
     assert hit == 0, "what was found to be wrong was used again"
     assert tokens == bench.alone([*PROMPT, 50, 53])
@@ -118,10 +118,10 @@ def test_what_is_computed_anew_is_never_stored(bench: Bench) -> None:
     bench.ask([*PROMPT, 50, 51])
     assert bench.tiering is not None
     bench.tiering.flush()
-    stored = bench.tiering.stats().records
+    stored = bench.engine.stats().tier.records
     bench.idle()
     bench.tiering.flush()
-    assert bench.tiering.stats().records == stored
+    assert bench.engine.stats().tier.records == stored
 
 
 def test_without_a_share_nothing_is_computed_anew(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class StoredIndex:
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
         is_lossy = identity.kind is Kind.BLOCKS and identity.dtype.endswith(LOSSY_MARK)
-        if family is None or is_lossy != bool(self.lossy and identity.kind is Kind.BLOCKS):
+        too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
+        if family is None or too_long or is_lossy != bool(self.lossy and identity.kind is Kind.BLOCKS):
             self.foreign_records += 1
             return
         key = identity.key

@@ -14,6 +14,7 @@ from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.below import open_below, stored_index
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import HFTextCodec, TextCodec
+from rootstock.engine.tiering import TierStats
 from rootstock.runtime.base import ModelDescription, Runtime
 
 # Of what is free once the model is loaded. A CPU's memory is everybody's: half is left to activations, other
@@ -36,6 +37,7 @@ class Assembly:
     pool_tokens: int
     pool_bytes: int
     model_directory: Path | None = None  # where its files are, if it has any
+    tier: TierStats | None = None  # what lay below memory at the start; None: nothing is asked for
 
 
 def assemble(
@@ -67,6 +69,7 @@ def assemble(
         described,
         pool_tokens=kv.capacity_tokens,
         pool_bytes=kv.budget_bytes,
+        tier=None if tiering is None else tiering.stats(tiering.measure()),
     )
 
 

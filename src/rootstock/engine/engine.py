@@ -41,7 +41,7 @@ from rootstock.engine.sampling import SampledToken, Sampler, score_prompt
 from rootstock.engine.scheduler import Scheduler, Work
 from rootstock.engine.sequence import Decoding, Loading, Sequence
 from rootstock.engine.text import TextCodec, TextStream
-from rootstock.engine.tiering import Tiering, UnderWay
+from rootstock.engine.tiering import UNMEASURED, Tiering, UnderWay
 from rootstock.engine.verifying import HitVerifier
 from rootstock.errors import (
     CompletionTooLong,
@@ -257,13 +257,14 @@ class Engine:
         return self.call(explain)
 
     def stats(self) -> EngineStats:
+        space = UNMEASURED if self._tiering is None else self._tiering.measure()
         return self.call(
             lambda: EngineStats(
                 self._cache.stats(),
                 self._scheduler.running,
                 self._scheduler.waiting,
                 replace(self._counters),
-                None if self._tiering is None else self._tiering.stats(),
+                None if self._tiering is None else self._tiering.stats(space),
                 dict(self._verifier.counts),
             )
         )
@@ -608,7 +609,6 @@ class Engine:
     def _prepare_loads(self, tiering: Tiering) -> None:
         tiering.follow()
         for sequence in tiering.overdue():
-            log.warning("request %s does not wait for the tier any longer, and computes", sequence.request.id)
             tiering.give_up(sequence)
             sequence.may_load = False
             self._scheduler.requeue(sequence)

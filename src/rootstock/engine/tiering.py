@@ -126,6 +126,9 @@ class Space:
     cap_bytes: int
 
 
+UNMEASURED = Space(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """Of the tiers below; counters since the start."""
@@ -178,7 +181,7 @@ class Tiering:
         queue_bytes: int,
         clock: Callable[[], float],
         disk: DiskTier | None = None,
-        space: Callable[[], Space] = lambda: Space(0, 0),
+        space: Callable[[], Space] = lambda: UNMEASURED,
     ) -> None:
         """`disk` and `space` are where the statistics come from, if there is a disk."""
         assert cache.stored is not None, "a cache that stores has an index of what is stored"
@@ -198,6 +201,7 @@ class Tiering:
         self._measured_at = -STALE_S
         self._probing = False
         self._clear_asked = False
+        self._slow_until = -STALE_S  # a load took far too long: nothing is loaded before that
         self.counters = TierCounters()
         self.prefill_speed = PrefillSpeed()
         self.load_speed = LoadSpeed()
@@ -284,6 +288,7 @@ class Tiering:
         load_s = self.load_speed.seconds(reach.records, reach.payload_bytes, self._reader.waiting_bytes)
         compute_s = self.prefill_speed.seconds(match.length, reach.position, self._chunk_tokens)
         load = load_s is None or compute_s is None or load_s <= compute_s
+        load = load and self._clock() > self._slow_until
         if not load and self._clock() - self._measured_at > STALE_S:
             self._probe(reach)
         return reach, LoadChoice(reach.position, reach.records, reach.payload_bytes, load_s, compute_s, load)
@@ -324,11 +329,17 @@ class Tiering:
     def overdue(self) -> list[RequestSequence]:
         """Requests whose loads take much longer than was foreseen."""
         now = self._clock()
-        return [
+        found = [
             under_way.sequence
             for under_way in self._under_way.values()
             if under_way.sequence is not None and now > under_way.overdue_at
         ]
+        if found:
+            self.counters.loads["overdue"] += len(found)
+            if now > self._slow_until:
+                log.warning("Loading takes far longer than it did: requests compute for %.0f s.", STALE_S)
+            self._slow_until = now + STALE_S
+        return found
 
     @property
     def next_overdue_s(self) -> float | None:
@@ -440,8 +451,12 @@ class Tiering:
         self._writer.close()
         self._tier.close()
 
-    def stats(self) -> TierStats:
-        state, disk, space = self._tier.state, self._disk, self._space()
+    def measure(self) -> Space:
+        """Walks the tier's directory, and may wait for a commit: not for the engine's thread."""
+        return self._space()
+
+    def stats(self, space: Space = UNMEASURED) -> TierStats:
+        state, disk = self._tier.state, self._disk
         return TierStats(
             state=_state_name(state),
             reason=getattr(state, "reason", ""),

@@ -64,7 +64,9 @@ class Files:
         source.replace(target)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY))  # what SQLite adds to it gets the same mode
+        os.close(
+            os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+        )  # what SQLite adds to it gets the same mode
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
     def sizes(self, folder: Path) -> Iterator[tuple[Path, int]]:
