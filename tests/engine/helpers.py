@@ -95,16 +95,15 @@ class Bench:
         return client
 
     def run(self, steps: int | None = None) -> None:
-        """Until nothing is left, or so many steps."""
+        """Until nothing is left, or so many steps. A run to the end waits for loads, as the engine's thread does."""
         done = 0
-        while (steps is None or done < steps) and self._step():
+        while (steps is None or done < steps) and self._step(may_wait=steps is None):
             self.cache.check()
             self.engine._scheduler.check()
             done += 1
 
-    def _step(self) -> bool:
-        """As the engine's thread does it: with nothing to do before a load has ended, that is waited for."""
-        stalled = self.engine._stalled and self.engine._scheduler.has_work
+    def _step(self, may_wait: bool) -> bool:
+        stalled = may_wait and self.engine._stalled and self.engine._scheduler.has_work
         return self.engine.step(self.engine._next_command() if stalled else None)
 
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:

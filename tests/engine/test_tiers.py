@@ -2,25 +2,348 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from engine.tiered import KINDS, Tiered, cached
+from engine.tiered import KINDS, MIB, Tiered, cached
 from rootstock.cache.families import Family
+from rootstock.config import TierConfig
+from rootstock.engine.below import stored_index
+from rootstock.errors import InvalidOption
+from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
 
 kinds = pytest.mark.parametrize("families", KINDS, ids=lambda fs: "+".join(f.name for f in fs))
 PROMPT = list(range(62))
+OTHER = [90, *range(1, 62)]  # begins with another token
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------
 
 
 @kinds
+@pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_the_first_request_after_a_restart_hits_all_that_was_computed_before(
-    tmp_path: Path, families: tuple[Family, ...]
+    tmp_path: Path, families: tuple[Family, ...], block_size: int
 ) -> None:
-    with Tiered(tmp_path, families=families) as bench:
+    with Tiered(tmp_path, families=families, block_size=block_size) as bench:
         first = bench.answer(PROMPT, 5)
-    with Tiered(tmp_path, families=families) as bench:
+    with Tiered(tmp_path, families=families, block_size=block_size) as bench:
         again = bench.answer([*PROMPT, *first.tokens, 90, 91])
         assert cached(again) == len(PROMPT) + 4  # the last token of an answer is never computed
         assert bench.tier.counters.loads == {"loaded": 1}
         assert bench.cache.stats().loaded_tokens == len(PROMPT) + 4
+
+
+@pytest.mark.parametrize("agreed", [1, 17, 32, 33, 61])
+def test_a_prompt_that_diverges_inside_a_stored_block_hits_to_the_token(tmp_path: Path, agreed: int) -> None:
+    with Tiered(tmp_path, block_size=16) as bench:
+        bench.answer(PROMPT)
+    with Tiered(tmp_path, block_size=16) as bench:
+        assert cached(bench.answer([*PROMPT[:agreed], 95, 96, 97 - 1])) == agreed
+
+
+@kinds
+def test_a_prompt_that_diverges_inside_what_is_stored_is_answered_right(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT, 30)
+    with Tiered(tmp_path, families=families) as bench:
+        for agreed in (61, 33, 32, 5):
+            bench.answer([*PROMPT[:agreed], 95, 96], 6)
+
+
+@kinds
+def test_what_was_loaded_and_goes_on_is_there_after_another_restart(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    history = PROMPT
+    for life in range(4):
+        with Tiered(tmp_path, families=families) as bench:
+            client = bench.answer(history, 5)
+            assert cached(client) == (len(history) - 2 if life else 0)
+        history = [*history, *client.tokens, 90 + life]
+
+
+@kinds
+def test_written_through_a_crash_loses_nothing_that_was_published(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families, write="through") as bench:
+        first = bench.answer(PROMPT, 5)
+        bench.crash()
+    with Tiered(tmp_path, families=families, write="through") as bench:
+        assert cached(bench.answer([*PROMPT, *first.tokens, 90, 91])) == len(PROMPT) + 4
+
+
+@kinds
+def test_written_through_nothing_is_left_to_store_at_an_eviction_or_the_end(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families, write="through") as bench:
+        bench.answer(PROMPT, 5)
+        bench.mover.drain()
+        before = bench.tier
+        assert before.stored_records > 0
+        bench.forget()
+        assert bench.tier.stored_records == before.stored_records
+        assert bench.tier.counters.stored_rows == before.counters.stored_rows
+
+
+def test_written_back_nothing_is_stored_before_it_is_evicted(tmp_path: Path) -> None:
+    with Tiered(tmp_path, blocks=40) as bench:
+        bench.answer(PROMPT)
+        assert bench.tier.counters.stored_rows == 0
+        bench.answer(OTHER)
+        bench.answer([91, *OTHER])
+        assert 0 < bench.tier.counters.stored_rows < 40
+
+
+@kinds
+def test_what_one_tenant_has_stored_no_other_finds(tmp_path: Path, families: tuple[Family, ...]) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT, salt="one")
+    with Tiered(tmp_path, families=families) as bench:
+        assert cached(bench.answer([*PROMPT, 70], salt="another")) == 0
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+        assert cached(bench.answer([*PROMPT, 70], salt="one")) == len(PROMPT)
+
+
+@kinds
+def test_what_other_weights_have_stored_is_never_found(tmp_path: Path, families: tuple[Family, ...]) -> None:
+    with Tiered(tmp_path, families=families, weights="these") as bench:
+        bench.answer(PROMPT)
+    with Tiered(tmp_path, families=families, weights="those") as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+    with Tiered(tmp_path, families=families, weights="these") as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+def test_records_of_a_model_with_other_families_are_counted_as_foreign_and_left_alone(tmp_path: Path) -> None:
+    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
+        bench.answer(PROMPT)
+    with Tiered(tmp_path, families=(window(16),)) as bench:
+        bench.answer(PROMPT)
+        assert bench.tier.foreign_records > 0
+    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
+        assert cached(bench.answer([*PROMPT, 1])) == len(PROMPT)
+
+
+def test_another_block_size_never_gives_a_wrong_answer(tmp_path: Path) -> None:
+    for block_size in (8, 4, 16, 3):
+        for families in KINDS:
+            with Tiered(tmp_path, families=families, block_size=block_size) as bench:
+                bench.answer(PROMPT, 6)
+                bench.answer([*PROMPT[:41], 95], 6)
+
+
+# -- while something is loaded -----------------------------------------------------------------------------------
+
+
+@kinds
+def test_who_arrives_while_another_loads_the_same_prefix_waits_for_it_and_loads_nothing(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        first = bench.begin_load([*PROMPT, 70])
+        second = bench.ask([*PROMPT, 71])
+        bench.run(steps=2)
+        assert bench.tiering.loading == 1
+        assert not second.events
+        computed = bench.runtime.computed_tokens
+        bench.loads.open()
+        bench.run()
+        bench.expect(first)
+        bench.expect(second)
+        assert cached(first) == cached(second) == len(PROMPT)
+        assert bench.runtime.computed_tokens - computed <= 2 * (1 + 4)
+        assert bench.tier.counters.loads == {"loaded": 1}
+        assert bench.cache.stats().loaded_tokens == len(PROMPT)
+
+
+def test_others_go_on_while_a_load_waits_for_the_disk(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        running = bench.ask(OTHER, 40)
+        bench.run(steps=3)
+        loading = bench.begin_load([*PROMPT, 70])
+        newcomer = bench.ask([92, 93, 94], 4)
+        bench.run(steps=20)
+        assert len(running.tokens) > 15
+        assert newcomer.terminals
+        assert not loading.events
+        bench.loads.open()
+        bench.run()
+        bench.expect(loading)
+        bench.expect(running, 40)
+        bench.expect(newcomer)
+
+
+def test_two_different_prefixes_are_loaded_one_after_the_other(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.answer(OTHER)
+        bench.forget()
+        one = bench.begin_load([*PROMPT, 70])
+        other = bench.ask([*OTHER, 71])
+        bench.run(steps=1)
+        assert bench.tiering.loading == 2
+        bench.loads.open()
+        bench.run()
+        for client in (one, other):
+            bench.expect(client)
+            assert cached(client) == len(PROMPT)
+
+
+def test_a_started_engine_wakes_up_when_a_load_has_ended(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+    with Tiered(tmp_path) as bench:
+        bench.loads.close()
+        bench.engine.start()
+        bench.clock.now_s += 1
+        events = bench.engine.generate(bench.client([*PROMPT, 70]).request)
+        opener = bench.when_reached(bench.loads, bench.loads.open)
+        tokens = [event.token for event in events if hasattr(event, "token")]
+        opener.join()
+        assert tokens == bench.alone([*PROMPT, 70], 4)
+        assert bench.engine.stats().tier.counters.loads == {"loaded": 1}  # type: ignore[union-attr]
+
+
+@kinds
+def test_preemption_and_a_small_pool_over_a_disk_change_no_answer(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    for life in range(2):
+        with Tiered(tmp_path, families=families, blocks=30, max_batch=4) as bench:
+            prompts = [[*PROMPT[: 9 + 5 * i], 90 + i, *range(life)] for i in range(6)]
+            for _ in range(3):
+                clients = [bench.ask(prompt, 20) for prompt in prompts]
+                bench.run()
+                for client in clients:
+                    bench.expect(client, 20)
+            assert bench.cache.stats().leases == 0
+            loads = bench.tier.counters.loads
+    assert loads["loaded"] > 0
+
+
+# -- what is told ------------------------------------------------------------------------------------------------
+
+
+def test_both_estimates_and_the_choice_can_be_asked_for_without_a_request(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT, 1)
+        bench.forget()
+        tokens = bench.client([*PROMPT, 70]).request.tokens
+        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1e9)
+        below = bench.engine.explain(tokens).below
+        assert below is not None
+        assert (below.position, below.records, below.payload_bytes) == (62, 16, 62 * 16)
+        assert below.load_s == pytest.approx(62 * 16 / 1e9)
+        assert below.compute_s == pytest.approx(0.062)
+        assert below.load
+        assert below.message.endswith("computing at 62.0 ms. It is loaded.")
+        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1000)
+        below = bench.engine.explain(tokens).below
+        assert below is not None
+        assert not below.load
+        assert "loading is estimated at 992.0 ms" in below.message
+        assert below.message.endswith("It is computed.")
+        assert bench.tier.counters.choices == {}
+        assert bench.engine.explain(bench.client(OTHER).request.tokens).below is None
+
+
+def test_the_statistics_count_choices_loads_misses_and_bytes(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT, 1)
+        bench.forget()
+        bench.answer([*PROMPT, 70])
+        tier = bench.tier
+        assert tier.state == "ready"
+        assert tier.records == tier.stored_records == 16
+        assert tier.stored_bytes > 62 * 16
+        assert tier.counters.stored_rows == 16
+        assert tier.counters.choices == {"load": 1}
+        assert tier.counters.loads == {"loaded": 1}
+        assert tier.counters.loaded_bytes == 62 * 16
+        assert tier.counters.load_s > 0
+        assert tier.load_bytes_per_s is not None
+        assert tier.misses == tier.refused == {}
+        assert tier.cap_bytes == 16 * MIB
+        assert tier.used_bytes == sum(path.stat().st_size for path in bench.folder.iterdir())
+        bench.forget()
+        bench.disk.clear()
+        bench.answer([*PROMPT, 70])
+        tier = bench.tier
+        assert tier.misses == {}, "what the disk says is gone is not asked for"
+        assert tier.records == 0
+
+
+def test_who_computes_though_it_could_load_is_counted_too(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=1)
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+        assert bench.tier.counters.choices == {"recompute": 1}
+        assert bench.tier.counters.loads == {}
+
+
+# -- without a disk ----------------------------------------------------------------------------------------------
+
+
+def unusable(folder: Path) -> Path:
+    folder.write_text("a file")
+    return folder
+
+
+def test_a_directory_that_cannot_be_used_is_one_warning_and_an_engine_that_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Tiered(unusable(tmp_path / "tier"), blocks=30) as bench:
+        for prompt in (PROMPT, OTHER, PROMPT):
+            bench.answer(prompt)
+        tier = bench.engine.stats().tier
+        assert tier is not None
+        assert tier.state == "off"
+        assert "can't be used" in tier.reason
+        assert tier.counters.stored_rows == 0
+        assert bench.engine.explain(bench.client(PROMPT).request.tokens).below is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Requests go on without it." in caplog.text
+
+
+def test_a_directory_that_another_engine_has_is_one_warning_and_an_engine_that_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tiered(tmp_path) as first, caplog.at_level(logging.WARNING), Tiered(tmp_path) as second:
+        first.answer(PROMPT)
+        second.answer(PROMPT)
+        tier = second.engine.stats().tier
+        assert tier is not None
+        assert tier.state == "off"
+        assert first.tier.state == "ready"
+        assert len(caplog.records) == 1
+    with Tiered(tmp_path) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+def test_host_memory_below_a_cpu_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="--kv-budget"):
+        stored_index(FakeRuntime(), TierConfig(tmp_path, host_budget_bytes=MIB), 4)
+    with pytest.raises(InvalidOption, match="--host-budget"):
+        stored_index(FakeRuntime(), TierConfig(host_budget_bytes=MIB), 4)
+
+
+def test_compression_of_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="--tier-compress"):
+        stored_index(FakeRuntime(), TierConfig(tmp_path, compress="int8"), 4)
+
+
+def test_without_a_directory_there_is_nothing_below() -> None:
+    assert stored_index(FakeRuntime(), TierConfig(), 4) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,20 @@ class Tiered(Bench):
         self.engine.step()
         self.loads.wait_until_reached()
         return client
+
+    def client(self, tokens: Sequence[int]) -> Client:
+        """One that asks for nothing yet."""
+        return Client(tokens)
+
+    @staticmethod
+    def when_reached(gate: Gate, what: Callable[[], None]) -> threading.Thread:
+        def wait() -> None:
+            gate.wait_until_reached()
+            what()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return thread
 
     def end_loads(self) -> None:
         self.loads.open()
