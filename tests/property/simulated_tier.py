@@ -171,8 +171,10 @@ class SimulatedWriter:
             return self.tier.load(identity, into)
         assert into is not None
         assert difference(identity, waiting[0].identity) is None
-        for target, source in zip(into, waiting[0].payload, strict=True):
-            as_bytes(target)[:] = as_bytes(source)
+        payload, at = b"".join(bytes(view) for view in waiting[0].views()), 0
+        for target in map(as_bytes, into):
+            target[:] = payload[at : at + target.nbytes]
+            at += target.nbytes
         return Loaded(tuple(as_bytes(buffer) for buffer in into))
 
     def touch(self, keys: Iterable[RecordKey]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from property.schedules import Outcome, TierOutcome, run_schedule, run_tiered_schedule
 
 SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 2_000
-TIERED_SCHEDULES = SCHEDULES // 2
+TIERED_SCHEDULES = SCHEDULES // 5
 SHARDS = 8
 
 

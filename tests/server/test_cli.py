@@ -28,13 +28,13 @@ from rootstock.engine.assemble import assemble
 from rootstock.engine.text import ByteTextCodec
 from rootstock.runtime.fake import FakeRuntime
 
-def build_engine(model, cache, engine, *, chat_template, progress):
+def build_engine(model, cache, engine, tier, *, chat_template, progress):
     progress("load", 0.0)
     progress("load", 1.0)
     runtime = FakeRuntime(
         ByteTextCodec.vocab_size, 4096, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
     )
-    return assemble(runtime, ByteTextCodec(), cache, engine)
+    return assemble(runtime, ByteTextCodec(), cache, engine, tier)
 
 cli.build_engine = build_engine
 cli.main()
@@ -92,6 +92,10 @@ def test_the_version_is_shown() -> None:
         (["--dtype", "int3"], "--dtype is 'int3'"),
         (["--max-batch", "0"], "--max-batch is 0, but must be at least 1"),
         (["--port", "70000"], "--port is 70000"),
+        (["--disk-budget", "much"], "--disk-budget is 'much', but must be a size"),
+        (["--disk-write", "never"], "--disk-write is 'never', but must be back | through"),
+        (["--tier-compress", "zip"], "--tier-compress is 'zip', but must be none | int8"),
+        (["--verify-hits", "2"], "--verify-hits is 2.0, but must be from 0 to 1"),
         (["--chat-template", "/no/such/file"], "--chat-template is '/no/such/file'"),
         (["--host", "no.such.host.invalid"], "Cannot listen at no.such.host.invalid"),
     ],
@@ -151,6 +155,47 @@ def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     assert "Traceback" not in err
     last = [event for event in events if event][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+
+
+def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    prompt = "What was said before the restart is not forgotten. " * 20
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
+    answers, cached = [], []
+    for _ in range(2):
+        one = Process(*options)
+        processes.append(one)
+        answer = httpx.post(f"{one.url}/v1/completions", json=body, timeout=30).json()
+        answers.append(answer["choices"][0]["text"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        metrics = httpx.get(f"{one.url}/metrics").text
+        returncode, _, err = one.stop(signal.SIGTERM)
+        assert returncode == 0
+        assert "writing down what only memory has" in err
+    assert "on disk 0 records" in processes[0].ready
+    assert "on disk 0 records" not in processes[1].ready
+    assert answers[0] == answers[1]
+    assert cached == [0, len(prompt) - 1]
+    assert f"rootstock_loaded_prompt_tokens_total {len(prompt) - 1}.0" in metrics
+    assert 'rootstock_tier_choices_total{choice="load"} 1.0' in metrics
+    assert 'rootstock_tier_state{state="ready"} 1.0' in metrics
+
+
+def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
+    first, second = Process(*options), Process(*options)
+    processes += [first, second]
+    assert "nothing below it" in second.ready
+    body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
+    assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert 'rootstock_tier_state{state="off"} 1.0' in httpx.get(f"{second.url}/metrics").text
+    _, _, err = second.stop(signal.SIGTERM)
+    assert err.count("WARNING") == 1, err
+    assert "in use" in err
 
 
 def test_the_api_key_may_come_from_the_environment(processes: list[Process]) -> None:
