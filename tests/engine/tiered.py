@@ -12,7 +12,7 @@ from rootstock.cache.families import Family
 from rootstock.cache.identity import Identity
 from rootstock.cache.plan import Tokens
 from rootstock.config import TierConfig
-from rootstock.engine.estimates import LoadSpeed
+from rootstock.engine.estimates import LoadSpeed, PrefillSpeed
 from rootstock.engine.tiering import Tiering, TierStats
 from rootstock.runtime.fake import FULL, STATE, chunked, window
 from rootstock.tiers.base import Buffer, LoadResult, Record, StoreOutcome
@@ -109,7 +109,7 @@ class Tiered(Bench):
     @property
     def tier(self) -> TierStats:
         self.tiering.follow()
-        return self.tiering.stats()
+        return self.tiering.stats(self.tiering.measure())
 
     def answer(self, tokens: Sequence[int] | Tokens, max_tokens: int = 4, **request: object) -> Client:
         """Asks, runs to the end, and compares with what the tokens alone say."""
@@ -156,7 +156,10 @@ class Tiered(Bench):
         self.engine.step()
 
     def set_speeds(self, prefill_tokens_per_s: float, load_bytes_per_s: float) -> None:
-        """As if that had been measured."""
+        """As if that had been measured, and nothing else."""
+        self.tiering._reader.drain()
+        self.tiering.follow()
+        self.tiering.prefill_speed = PrefillSpeed()
         self.tiering.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
         self.tiering.load_speed = LoadSpeed()
         self.tiering.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)

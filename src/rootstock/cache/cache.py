@@ -305,11 +305,18 @@ class KVCache:
         """Everything that was to be loaded is in its rows, verified: the lease goes on from `position`, and others
         find what it loaded. Execute the plan at once."""
         assert not lease.ended
+        if lease.tip is None:  # it had let go of its path
+            lease.published = 0
+            self.tree.attach(lease, self.tree.root_of(lease.namespace))
         self.counters.admitted(lease.prompt_tokens, position)
         self.counters.loaded_tokens += position - lease.computed
         plan = self.commit(lease, lease.tokens[lease.computed : position])
         lease.hit_tokens = position
         return plan
+
+    def let_go(self, lease: Lease) -> None:
+        """Nobody finds what is being loaded for this lease, or waits for it, before it is there."""
+        self.tree.detach(lease)
 
     def _verified(self, match: Match) -> Match:
         """Refuses a checkpoint that is not of exactly this prefix. It cannot happen; if it does, it is a miss."""

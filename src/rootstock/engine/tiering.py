@@ -323,6 +323,7 @@ class Tiering:
         for under_way in self._under_way.values():
             if under_way.sequence is sequence:
                 under_way.sequence = None
+                self._cache.let_go(under_way.lease)  # nor does anybody else wait for it
                 if under_way.job is not None:
                     under_way.job.cancel()
 
@@ -381,6 +382,8 @@ class Tiering:
                 under_way.job.cancel()
         self._reader.drain()
         self._under_way.clear()
+        if self._clear_asked:
+            self._clear_now()
 
     def is_under_way(self, load: UnderWay) -> bool:
         return load.lease in self._under_way

@@ -1,0 +1,760 @@
+"""What a tier below promises to requests, whatever the disk does and whenever somebody stops: behaviours 39 to 46."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.tiered import KINDS, MIB, WAIT_S, Tiered, cached
+from faults.faulty_files import FaultyFiles
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.families import Family
+from rootstock.cache.identity import Identity, RecordKey
+from rootstock.engine.request import Aborted, Failed
+from rootstock.engine.tiering import OVERDUE_LEAST_S, STALE_S
+from rootstock.errors import EngineFault, EngineStopped
+from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
+from rootstock.tiers.index import INDEX_NAME
+from tiers.helpers import directory_bytes, segment_files
+
+
+def of_kinds(families: Sequence[tuple[Family, ...]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
+
+
+kinds = of_kinds(KINDS)
+evicted_kinds = of_kinds(KINDS[:-1])  # as many states as fit into these budgets are never had
+PROMPT = list(range(62))
+OTHER = [90, *range(1, 62)]  # begins with another token
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
+    """Those of every directory that is opened."""
+    files = FaultyFiles()
+    monkeypatch.setattr("rootstock.tiers.disk.Files", lambda: files)
+    return files
+
+
+# -- 39 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.behaviour(39)
+def test_on_the_disk_a_store_is_invisible_until_it_is_complete(tmp_path: Path, files: FaultyFiles) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        stores = [store.identity for store in bench.cache.everything()]
+        load, seen, committed = bench.disk.load, [], set[RecordKey]()
+
+        def look(name: str) -> None:
+            visible = {entry.identity.key for entry in bench.disk.entries()}
+            if name == "commit done":
+                committed.update(visible)
+            elif name in ("open_new", "write", "sync", "sync_folder"):
+                seen.append(name)
+                assert visible == committed
+                for identity in stores:
+                    found = load(identity) != Miss(MissKind.ABSENT)
+                    assert found == (identity.key in committed)
+
+        files.boundary = look
+        bench.tiering.flush()
+        files.boundary = lambda name: None
+        assert {"open_new", "write", "sync", "sync_folder"} <= set(seen)
+        assert committed == {identity.key for identity in stores}
+        assert bench.tier.stored_records == len(stores)
+
+
+@kinds
+@pytest.mark.behaviour(39)
+@pytest.mark.parametrize("call", ["open_new", "write", "sync", "commit"])
+def test_a_store_that_failed_is_never_visible_and_its_request_computes(
+    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...], call: str
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        files.fail = lambda name: errno.EIO if name == call else 0
+        bench.forget()
+        assert bench.tier.records == 0
+        assert bench.tier.stored_records == 0
+        assert bench.tier.state == "loads only"
+        again = bench.answer([*PROMPT, 70])
+        assert cached(again) == 0
+        assert bench.tier.counters.choices == {}
+        files.fail = lambda name: 0
+        bench.crash()
+    with Tiered(tmp_path, families=families) as bench:
+        assert list(bench.disk.entries()) == []
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+
+
+@kinds
+@pytest.mark.behaviour(39)
+def test_a_load_that_fails_is_a_miss_and_its_request_computes(
+    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        files.fail = lambda name: errno.EIO if name == "read" else 0
+        again = bench.answer([*PROMPT, 70])
+        assert cached(again) == 0
+        assert bench.tier.counters.loads["missed"] > 0
+        assert "loaded" not in bench.tier.counters.loads
+        assert bench.cache.stats().leases == 0
+
+
+@kinds
+@pytest.mark.behaviour(39)
+def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    """Each record of a prompt once: garbage is left in its row, and a miss is told."""
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT, 1)
+        bench.forget()
+        records = len(list(bench.disk.entries()))
+        load = bench.disk.load
+        for failing in range(records):
+            asked = itertools.count()
+
+            def spoilt(
+                identity: Identity, into: object = None, asked: Iterator[int] = asked, failing: int = failing
+            ) -> LoadResult:
+                if next(asked) == failing:
+                    assert isinstance(into, list)
+                    for buffer in into:
+                        buffer[:] = 0xA5
+                    return Miss(MissKind.IO_ERROR)
+                return load(identity, into)  # type: ignore[arg-type]
+
+            bench.disk.load = spoilt  # type: ignore[assignment, method-assign]
+            client = bench.answer([*PROMPT, 70])
+            assert cached(client) <= len(PROMPT)
+            bench.disk.load = load  # type: ignore[method-assign]
+            bench.forget()
+        assert bench.tier.counters.loads["missed"] > 0
+
+
+# -- 40 ----------------------------------------------------------------------------------------------------------
+
+
+def flip_bits(folder: Path) -> None:
+    """One in every record, about."""
+    rng = random.Random(0)
+    for path in segment_files(folder):
+        content = bytearray(path.read_bytes())
+        for at in range(50, len(content), 100):
+            content[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    for path in segment_files(folder):
+        os.truncate(path, path.stat().st_size // 3)
+
+
+def swap(folder: Path) -> None:
+    """Each row leads to another whole record: of other tokens, another position or another family."""
+    with sqlite3.connect(folder / INDEX_NAME) as db:
+        rows = db.execute("SELECT key, segment, offset, bytes, header_bytes FROM records").fetchall()
+        places = [row[1:] for row in rows]
+        for (key, *_), place in zip(rows, [*places[1:], places[0]], strict=True):
+            query = "UPDATE records SET segment = ?, offset = ?, bytes = ?, header_bytes = ? WHERE key = ?"
+            db.execute(query, (*place, key))
+    db.close()
+
+
+DAMAGE: list[Callable[[Path], None]] = [flip_bits, truncate, swap]
+
+
+@kinds
+@pytest.mark.behaviour(40)
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_detected_counted_and_deleted_and_the_request_gets_the_right_tokens(
+    tmp_path: Path, families: tuple[Family, ...], damage: Callable[[Path], None]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT, 1)
+        bench.answer(OTHER, 1)
+        records = {store.identity.key for store in bench.cache.everything()}
+    damage(tmp_path)
+    with Tiered(tmp_path, families=families) as bench:
+        again = bench.answer([*PROMPT, 70], 6)
+        assert cached(again) < len(PROMPT)
+        tier = bench.tier
+        assert tier.quarantined_records > 0
+        assert sum(tier.misses.values()) >= tier.quarantined_records
+        assert set(tier.misses) & {
+            "checksum",
+            "missing_bytes",
+            "other_tokens",
+            "other_position",
+            "other_layers",
+        }
+        left = {entry.identity.key for entry in bench.disk.entries()}
+        assert len(left) <= len(records) - tier.quarantined_records, "what is wrong is deleted"
+    for life in range(3):
+        with Tiered(tmp_path, families=families) as bench:
+            bench.answer([*PROMPT, 71 + life], 6)
+            bench.answer([*OTHER, 71 + life], 6)
+
+
+@kinds
+@pytest.mark.behaviour(40)
+def test_a_record_under_another_models_name_is_a_miss_and_the_request_gets_the_right_tokens(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    for weights in ("these", "those"):
+        with Tiered(tmp_path, families=families, weights=weights) as bench:
+            bench.answer(PROMPT, 1)
+    with sqlite3.connect(tmp_path / INDEX_NAME) as db:  # of which one was stored first
+        rows = db.execute(
+            "SELECT key, segment, offset, bytes, header_bytes FROM records ORDER BY segment, offset"
+        )
+        places = {row[0]: row[1:] for row in rows}
+        keys, half = list(places), len(places) // 2
+        for key, other in zip(keys, [*keys[half:], *keys[:half]], strict=True):
+            query = "UPDATE records SET segment = ?, offset = ?, bytes = ?, header_bytes = ? WHERE key = ?"
+            db.execute(query, (*places[other], key))
+    db.close()
+    with Tiered(tmp_path, families=families, weights="these") as bench:
+        assert cached(bench.answer([*PROMPT, 70], 6)) == 0
+        assert bench.tier.misses["other_namespace"] == bench.tier.quarantined_records > 0
+
+
+# -- 41 ----------------------------------------------------------------------------------------------------------
+
+SERVES = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from engine.test_tier_promises import PROMPT
+from engine.tiered import KINDS, Tiered
+bench = Tiered(Path(sys.argv[1]), families=KINDS[int(sys.argv[3])], write="through")
+for first in range(int(sys.argv[4]), 97):
+    bench.answer([first, *PROMPT], 3)
+    bench.mover.drain()  # everything is acknowledged
+    print(first, flush=True)
+    bench.answer([first, 1, *PROMPT], 3)  # is not
+"""
+
+
+@pytest.mark.behaviour(41)
+@pytest.mark.parametrize("kind", [0, 3], ids=["full", "everything"])
+def test_a_killed_engine_loses_at_most_what_was_not_acknowledged_and_the_next_serves_the_rest(
+    tmp_path: Path, kind: int
+) -> None:
+    served: list[int] = []
+    waits = random.Random(kind)
+    for start in (0, 40):
+        command = [sys.executable, "-c", SERVES, str(tmp_path), str(Path(__file__).parents[1])]
+        process = subprocess.Popen([*command, str(kind), str(start)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(waits.randint(2, 12))]
+        os.kill(process.pid, signal.SIGKILL)
+        lines += process.stdout.read().splitlines()
+        process.wait()
+        served += [int(line) for line in lines if line.strip()]
+        with Tiered(tmp_path, families=KINDS[kind]) as bench:
+            assert bench.tier.state == "ready"
+            for first in served:
+                assert cached(bench.answer([first, *PROMPT, 70])) == 1 + len(PROMPT)
+            bench.answer([served[-1], 1, *PROMPT, 70])  # whatever is left of it
+            assert bench.tier.misses == {}
+    assert len(served) >= 4
+
+
+# -- 42 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.behaviour(42)
+def test_the_cap_holds_for_the_whole_directory_while_an_engine_stores_more_than_that(tmp_path: Path) -> None:
+    with Tiered(tmp_path, cap_bytes=MIB):
+        pass
+    (tmp_path / "left-by-somebody.tmp").write_bytes(bytes(100_000))
+    (tmp_path / "000001.older").write_bytes(bytes(100_000))
+    with Tiered(
+        tmp_path, cap_bytes=MIB, write="through", block_size=256, blocks=40, chunk_tokens=2048
+    ) as bench:
+        for first in range(40):
+            bench.answer([first, *([first] * 2000)], 1)
+            bench.mover.drain()
+            assert directory_bytes(tmp_path) <= MIB
+        tier = bench.tier
+        assert tier.stored_bytes > MIB
+        assert tier.used_bytes <= tier.cap_bytes == MIB
+        assert tier.records < tier.stored_records, "what was evicted from the disk is not looked for there"
+        assert tier.records == len(list(bench.disk.entries()))
+        assert cached(bench.answer([39, *([39] * 2000), 1])) >= 2000
+        bench.answer([0, *([0] * 2000), 1])
+    assert directory_bytes(tmp_path) <= MIB
+    with Tiered(tmp_path, cap_bytes=MIB, block_size=256, blocks=40) as bench:
+        assert bench.tier.records > 0
+
+
+@pytest.mark.behaviour(42)
+def test_a_full_disk_is_no_tier_with_one_warning_and_requests_go_on(
+    tmp_path: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Tiered(tmp_path, blocks=40) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        files.free_bytes = 0
+        for first in range(20):
+            bench.answer([70 + first, *PROMPT])
+            bench.mover.drain()
+        assert bench.tier.state == "loads only"
+        assert "No space left" in bench.tier.reason
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT), "what was there before is still loaded"
+        bench.crash()
+    assert len(caplog.records) == 1
+
+
+# -- 43 ----------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.behaviour(43)
+def test_a_hit_deeper_on_disk_than_in_memory_is_used(tmp_path: Path, families: tuple[Family, ...]) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer([*PROMPT, *range(20, 50)], boundaries=(Boundary(40, CheckpointKind.USER),))
+    with Tiered(tmp_path, families=families) as bench:
+        assert cached(bench.answer([*PROMPT[:40], 70], 1)) == 40
+        loaded = bench.cache.stats().loaded_tokens
+        deeper = bench.answer([*PROMPT, *range(20, 50), 70])
+        assert cached(deeper) == 62 + 30
+        assert bench.cache.stats().loaded_tokens - loaded <= 62 + 30 - 36, (
+            "what memory has is not loaded again"
+        )
+        memory_only = bench.answer([*PROMPT, *range(20, 50), 71])
+        assert cached(memory_only) == 62 + 30
+        assert bench.tier.counters.loads == {"loaded": 2}
+
+
+@kinds
+@pytest.mark.behaviour(43)
+def test_loading_is_chosen_only_where_it_was_measured_to_be_faster(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=10)
+        assert cached(bench.answer([*PROMPT, 70], 1)) == 0
+        assert bench.tier.counters.choices == {"recompute": 1}
+        assert bench.tier.counters.loads == {}
+        bench.forget()
+        bench.set_speeds(prefill_tokens_per_s=10, load_bytes_per_s=1e6)
+        assert cached(bench.answer([*PROMPT, 71], 1)) == len(PROMPT)
+        assert bench.tier.counters.choices == {"recompute": 1, "load": 1}
+
+
+@pytest.mark.behaviour(43)
+def test_what_waits_to_be_loaded_counts_against_loading(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT, 1)
+        bench.answer(OTHER, 1)
+        bench.forget()
+        # 992 bytes and 62 tokens each: 0.99 s against 1.55 s, but not after the other's.
+        bench.set_speeds(prefill_tokens_per_s=40, load_bytes_per_s=1000)
+        loading = bench.begin_load([*PROMPT, 70])
+        computing = bench.ask([*OTHER, 70])
+        bench.run(steps=6)
+        bench.expect(computing)
+        assert cached(computing) == 0
+        bench.loads.open()
+        bench.run()
+        bench.expect(loading)
+        assert cached(loading) == len(PROMPT)
+        assert bench.tier.counters.choices == {"load": 1, "recompute": 1}
+
+
+@pytest.mark.behaviour(43)
+def test_while_nothing_was_measured_loading_is_tried(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        below = bench.engine.explain(bench.client([*PROMPT, 70]).request.tokens).below
+        assert below is not None
+        assert below.load
+        assert below.load_s is below.compute_s is None
+        assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
+
+
+@pytest.mark.behaviour(43)
+def test_an_estimate_that_speaks_against_loading_is_checked_again_after_a_while(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=100)
+        for turn in range(8):
+            bench.clock.now_s += STALE_S + 1
+            client = bench.answer([*PROMPT, 70 + turn], 1)
+            bench.tiering._reader.drain()
+            bench.forget()
+        assert cached(client) == len(PROMPT), "the directory became fast"
+
+
+# -- 44 ----------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.behaviour(44)
+def test_aborting_while_loading_keeps_the_rows_until_the_load_has_ended(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families, blocks=40) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        before = live(bench)
+        client = bench.begin_load([*PROMPT, 70])
+        held = live(bench)
+        assert all(now >= was for now, was in zip(held, before, strict=True))
+        assert held != before
+        bench.engine.abort(client.request.id)
+        bench.run(steps=1)
+        assert isinstance(client.events[-1], Aborted)
+        assert len(client.terminals) == 1
+        assert live(bench) == held
+        for first in range(3):  # which need all the rows that there are, but for these
+            bench.answer([80 + first, *range(50)])
+        assert live(bench) == held
+        bench.end_loads()
+        assert live(bench) == before
+        assert bench.cache.stats().leases == 0
+        assert bench.tiering.loading == 0
+        bench.cache.check()
+        bench.answer([*PROMPT, 70])
+
+
+@pytest.mark.behaviour(44)
+def test_what_was_loaded_for_a_request_that_was_aborted_is_found_by_the_next(tmp_path: Path) -> None:
+    with Tiered(tmp_path, block_size=64) as bench:  # one record: its load cannot be stopped half way
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        bench.engine.abort(client.request.id)
+        bench.run(steps=1)
+        bench.end_loads()
+        assert bench.cache.stats().leases == 0
+        assert bench.tier.counters.loads == {"loaded": 1}
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+        assert bench.tier.counters.loads == {"loaded": 1}
+
+
+@pytest.mark.behaviour(44)
+def test_a_load_that_nobody_wants_any_more_ends_with_the_record_under_way(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        passed = bench.loads.passed
+        client = bench.begin_load([*PROMPT, 70])
+        bench.engine.abort(client.request.id)
+        bench.run(steps=1)
+        bench.end_loads()
+        assert bench.loads.passed == passed + 1
+        assert bench.tier.counters.loads == {"cancelled": 1}
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT), "and is there to be loaded again"
+
+
+@kinds
+@pytest.mark.behaviour(44)
+def test_who_waits_for_a_load_that_is_aborted_is_loaded_or_computes(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        waiter = bench.ask([*PROMPT, 71])
+        bench.run(steps=1)
+        bench.engine.abort(client.request.id)
+        bench.run(steps=1)
+        bench.loads.open()
+        bench.run()
+        bench.expect(waiter)
+        assert cached(waiter) == len(PROMPT)
+
+
+@evicted_kinds
+@pytest.mark.behaviour(44)
+def test_aborting_with_stores_queued_changes_nothing_of_what_is_stored(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families, blocks=30) as bench:
+        bench.answer(PROMPT)
+        bench.stores.close()
+        clients = [bench.ask([80 + i, *range(50)], 30) for i in range(2)]  # evict it
+        while not bench.tier.counters.stored_rows:
+            bench.run(steps=1)
+        bench.stores.wait_until_reached()
+        for client in clients:
+            bench.engine.abort(client.request.id)
+        bench.run()
+        assert bench.cache.stats().leases == 0
+        for first in range(4):  # its rows are written again and again
+            bench.answer([85 + first, *range(50)], 10)
+        bench.stores.open()
+        bench.mover.drain()
+        bench.crash()
+    with Tiered(tmp_path, families=families) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+        assert bench.tier.counters.loads == {"loaded": 1}
+
+
+@kinds
+@pytest.mark.behaviour(44)
+def test_stopping_an_engine_waits_for_the_record_that_is_being_loaded(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        stopping = threading.Thread(target=bench.engine.stop)
+        stopping.start()
+        while not client.terminals:
+            stopping.join(0.001)  # it is failed at once …
+        assert isinstance(client.events[-1], Failed)
+        assert isinstance(client.events[-1].error, EngineStopped)
+        assert stopping.is_alive()  # … and the rows are kept until the disk has let go of them
+        bench.loads.open()
+        stopping.join(WAIT_S)
+        assert not stopping.is_alive()
+    with Tiered(tmp_path, families=families) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+@kinds
+@pytest.mark.behaviour(44)
+def test_a_request_whose_load_takes_far_too_long_computes_and_the_load_keeps_its_rows(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        held = live(bench)
+        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
+        bench.run(steps=10)
+        bench.expect(client)
+        assert cached(client) == 0
+        assert live(bench) == held
+        assert bench.tier.counters.loads == {"overdue": 1}
+        bench.end_loads()
+        assert bench.cache.stats().leases == 0
+        assert sum(live(bench)) == 0
+        bench.cache.check()
+        bench.clock.now_s += STALE_S + 1
+        assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT)
+
+
+@pytest.mark.behaviour(44)
+def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+
+        def bug() -> None:
+            raise ZeroDivisionError("a bug between forwards")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.engine._scheduler, "schedule", bug)
+            stepping = threading.Thread(target=bench.engine.step)
+            stepping.start()
+            stepping.join(0.05)
+            assert stepping.is_alive()
+            assert not client.terminals
+            bench.loads.open()
+            stepping.join(WAIT_S)
+            assert not stepping.is_alive()
+        assert isinstance(client.events[-1], Failed)
+        assert isinstance(client.events[-1].error, EngineFault)
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+def live(bench: Tiered) -> list[int]:
+    """Rows that somebody uses, of each family."""
+    return [family.live_rows for family in bench.cache.stats().families]
+
+
+# -- 45 ----------------------------------------------------------------------------------------------------------
+
+
+@evicted_kinds
+@pytest.mark.behaviour(45)
+def test_what_was_evicted_is_served_from_the_queue_while_the_disk_has_not_taken_it(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families, blocks=30) as bench:
+        bench.answer(PROMPT)
+        bench.stores.close()
+        for first in range(4):
+            bench.answer([80 + first, *range(80)])
+        bench.stores.wait_until_reached()
+        assert bench.tier.stored_records == 0
+        again = bench.answer([*PROMPT, 70])
+        assert cached(again) == len(PROMPT)
+        assert bench.mover.counts.hits_in_queue > 0
+        assert bench.disk.counts.loaded_records == 0
+        bench.stores.open()
+        bench.mover.drain()
+        bench.forget()
+        assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT)
+        assert bench.disk.counts.loaded_records > 0
+
+
+@kinds
+@pytest.mark.behaviour(45)
+def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
+    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...]
+) -> None:
+    """Whatever the disk is about to do, the record can be had: from the queue, and from the disk once it is there."""
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        stored = [entry.identity for entry in bench.disk.entries()]
+        payloads = {identity.key: loaded(bench, identity) for identity in stored}
+        bench.disk.clear()
+        bench.tiering.follow()
+        bench.answer(PROMPT)
+        misses: list[str] = []
+
+        def look(name: str) -> None:
+            if name in ("open_read", "read", "commit", "commit done"):
+                return
+            for identity in queued:
+                if loaded(bench, identity) != payloads[identity.key]:
+                    misses.append(name)
+
+        queued = [store.identity for store in bench.cache.everything()]
+        assert {identity.key for identity in queued} == set(payloads)
+        for store in bench.cache.everything():
+            bench.stores.close()
+            bench.tiering.store([store])
+        files.boundary = look
+        bench.stores.open()
+        bench.mover.drain()
+        files.boundary = lambda name: None
+        look("stored")
+        assert misses == []
+
+
+def loaded(bench: Tiered, identity: Identity) -> bytes:
+    """As the loader loads it."""
+    result = bench.mover.load(identity)
+    return b"".join(bytes(view) for view in result.payload) if isinstance(result, Loaded) else b"missed"
+
+
+# -- 46 ----------------------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.behaviour(46)
+def test_clearing_while_something_is_loaded_is_put_off_until_it_has_ended(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.answer(OTHER)
+        bench.forget()
+        loading = bench.begin_load([*PROMPT, 70])
+        assert bench.engine.clear_cache().later
+        assert list(bench.disk.entries()) != []
+        newcomer = bench.ask([*OTHER, 70])
+        bench.run(steps=8)
+        bench.expect(newcomer)
+        assert cached(newcomer) == 0, "what is to go is not loaded any more"
+        bench.loads.open()
+        bench.run()
+        bench.expect(loading)
+        assert cached(loading) == len(PROMPT), "what was under way was not torn"
+        assert list(bench.disk.entries()) == []
+        assert bench.tier.records == 0
+        assert not bench.engine.clear_cache().later
+    with Tiered(tmp_path, families=families) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+
+
+@kinds
+@pytest.mark.behaviour(46)
+def test_clearing_with_requests_that_run_leaves_them_alone_and_the_disk_empty(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.answer(OTHER)
+        bench.forget()
+        running = bench.ask([*PROMPT, 70], 30)
+        while len(running.tokens) < 5:
+            bench.run(steps=1)
+        assert not bench.engine.clear_cache().later
+        assert list(bench.disk.entries()) == []
+        assert bench.tier.records == 0
+        bench.run()
+        bench.expect(running, 30)
+        assert cached(bench.answer([*OTHER, 70])) == 0
+
+
+@evicted_kinds
+@pytest.mark.behaviour(46)
+def test_clearing_takes_what_is_still_on_its_way_down(tmp_path: Path, families: tuple[Family, ...]) -> None:
+    with Tiered(tmp_path, families=families, blocks=30) as bench:
+        bench.answer(PROMPT)
+        bench.stores.close()
+        for first in range(4):
+            bench.answer([80 + first, *range(80)])
+        bench.stores.wait_until_reached()
+        opener = threading.Timer(0.02, bench.stores.open)
+        opener.start()
+        assert not bench.engine.clear_cache().later
+        opener.join()
+        assert list(bench.disk.entries()) == []
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+        assert bench.tier.counters.loads == {}
+
+
+@pytest.mark.behaviour(46)
+@pytest.mark.parametrize("end", ["stop", "fault"])
+def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        assert bench.engine.clear_cache().later
+        opener = threading.Timer(0.02, bench.loads.open)
+        opener.start()
+        if end == "fault":
+            with monkeypatch.context() as patch:
+                patch.setattr(bench.engine._scheduler, "schedule", lambda: 1 / 0)
+                bench.engine.step()
+            assert isinstance(client.events[-1], Failed)
+            assert cached(bench.answer([*PROMPT, 70])) == 0
+            bench.forget()
+            assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT), (
+                "and what is stored from then on is loaded"
+            )
+            bench.engine.clear_cache()
+        bench.engine.stop()
+        opener.join()
+    with Tiered(tmp_path) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == 0
