@@ -140,7 +140,7 @@ def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(
                     return Miss(MissKind.IO_ERROR)
                 return load(identity, into)  # type: ignore[arg-type]
 
-            bench.disk.load = spoilt  # type: ignore[assignment, method-assign]
+            bench.disk.load = spoilt  # type: ignore[method-assign]
             client = bench.answer([*PROMPT, 70])
             assert cached(client) <= len(PROMPT)
             bench.disk.load = load  # type: ignore[method-assign]

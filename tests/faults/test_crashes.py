@@ -92,6 +92,7 @@ class Crashes:
         self.absent.clear()
 
 
+@pytest.mark.behaviour(39, 41)
 @pytest.mark.parametrize(("cap_bytes", "payload_bytes"), [(CAP_BYTES, 6000), (16 * CAP_BYTES, 15_000)])
 def test_a_crash_at_any_boundary_of_a_store_loses_only_what_was_not_acknowledged(
     tmp_path: Path, cap_bytes: int, payload_bytes: int
@@ -112,6 +113,7 @@ def test_a_crash_at_any_boundary_of_a_store_loses_only_what_was_not_acknowledged
     assert len(crashes.checked) > 25
 
 
+@pytest.mark.behaviour(41)
 def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_nothing_that_was_kept(
     tmp_path: Path,
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_nothing_th
         assert is_right(tier.load(record.identity), record)
 
 
+@pytest.mark.behaviour(39)
 @pytest.mark.parametrize(
     "call", ["open_new", "write", "sync", "sync_folder", "commit", "write_back", "remove"]
 )
@@ -184,6 +187,7 @@ def test_a_failure_of_any_call_leaves_nothing_that_is_visible_or_counted(tmp_pat
     }
 
 
+@pytest.mark.behaviour(41)
 def test_a_killed_process_leaves_a_directory_that_serves_what_it_acknowledged(tmp_path: Path) -> None:
     program = """
 import sys

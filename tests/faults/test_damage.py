@@ -66,6 +66,7 @@ def loads(tier: DiskTier, group: list[Record]) -> Counter[MissKind]:
     return kinds
 
 
+@pytest.mark.behaviour(40)
 def test_a_flipped_bit_anywhere_in_a_record_is_a_miss_of_that_record_alone(tmp_path: Path) -> None:
     rng = random.Random(0)
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES, segment_bytes=2**20)
@@ -85,6 +86,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_a_miss_of_that_record_alone(tmp_p
     assert tier.counts.misses[MissKind.CHECKSUM] == tier.counts.quarantined_records == CASES
 
 
+@pytest.mark.behaviour(40)
 def test_a_segment_that_was_cut_off_loses_the_records_behind_the_cut(tmp_path: Path) -> None:
     rng = random.Random(1)
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES, segment_bytes=2**20)
@@ -102,6 +104,7 @@ def test_a_segment_that_was_cut_off_loses_the_records_behind_the_cut(tmp_path: P
     assert tier.counts.misses[MissKind.MISSING_BYTES] == tier.counts.quarantined_records == lost
 
 
+@pytest.mark.behaviour(40)
 def test_bytes_that_are_missing_at_start_are_counted_and_the_rest_is_served(tmp_path: Path) -> None:
     rng = random.Random(2)
     folder = tmp_path / "tier"
@@ -125,6 +128,7 @@ def test_bytes_that_are_missing_at_start_are_counted_and_the_rest_is_served(tmp_
         tier.close()
 
 
+@pytest.mark.behaviour(40)
 def test_a_segment_that_goes_while_the_tier_is_open_is_missing_bytes(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     group = records(5)
@@ -149,6 +153,7 @@ def other_identity(seed: int, how: str) -> Identity:
     return identity_of(seed, **OTHERS[how][1])  # type: ignore[arg-type]
 
 
+@pytest.mark.behaviour(40)
 @pytest.mark.parametrize("how", [*OTHERS, "tokens"])
 def test_a_row_that_leads_to_a_record_of_something_else_is_a_miss_of_that_kind(
     tmp_path: Path, how: str
@@ -178,6 +183,7 @@ def test_a_row_that_leads_to_a_record_of_something_else_is_a_miss_of_that_kind(
     assert tier.counts.quarantined_records == 2 * CASES
 
 
+@pytest.mark.behaviour(40)
 def test_records_whose_bytes_have_changed_places_are_misses(tmp_path: Path) -> None:
     rng = random.Random(4)
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES, segment_bytes=2**20)
@@ -218,6 +224,7 @@ def test_rows_that_are_missing_are_ordinary_misses(tmp_path: Path) -> None:
     assert isinstance(tier.store(gone[:1])[0], Stored)
 
 
+@pytest.mark.behaviour(40)
 def test_a_damaged_index_never_gives_anything_wrong(tmp_path: Path) -> None:
     rng = random.Random(6)
     folder = tmp_path / "tier"
@@ -253,6 +260,7 @@ def test_a_damaged_index_never_gives_anything_wrong(tmp_path: Path) -> None:
     assert lost > 10
 
 
+@pytest.mark.behaviour(39)
 def test_a_read_that_fails_is_a_miss_and_the_record_is_quarantined(tmp_path: Path) -> None:
     rng = random.Random(7)
     files = FaultyFiles()
@@ -294,6 +302,7 @@ def test_short_reads_and_writes_change_nothing(tmp_path: Path) -> None:
         assert is_right(tier.load(record.identity), record)
 
 
+@pytest.mark.behaviour(42)
 def test_a_full_disk_stops_stores_with_one_warning_and_they_come_back_when_it_has_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

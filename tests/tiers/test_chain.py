@@ -186,6 +186,7 @@ def test_who_stores_waits_for_a_full_way_down_and_nothing_is_lost(chain: Chain, 
     assert (chain.gone, chain.tier.lost_records) == ([], 0)
 
 
+@pytest.mark.behaviour(45)
 def test_a_record_is_readable_while_whoever_stores_waits_for_the_disk(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +326,7 @@ def test_after_closing_nothing_is_taken_or_given(tmp_path: Path) -> None:
     assert result.kind is MissKind.UNAVAILABLE
 
 
+@pytest.mark.behaviour(45)
 def test_every_record_is_readable_at_every_instant_from_above_to_below(tmp_path: Path) -> None:
     group = [record_of(identity_of(seed), 4000) for seed in range(150)]
     wrong: list[object] = []

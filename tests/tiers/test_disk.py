@@ -199,6 +199,7 @@ def test_a_given_order_of_victims_is_followed(tmp_path: Path) -> None:
     assert gone[:3] == [first[7].identity.key, first[4].identity.key, first[0].identity.key]
 
 
+@pytest.mark.behaviour(42)
 @pytest.mark.parametrize(
     ("cap_bytes", "group", "largest_bytes"), [(CAP_BYTES, 1, 30_000), (8 * CAP_BYTES, 6, 120_000)]
 )
@@ -310,6 +311,7 @@ def test_a_record_larger_than_a_segment_has_one_of_its_own_and_one_larger_than_t
     assert tier.counts.refused == {Refusal.TOO_LARGE: 1}
 
 
+@pytest.mark.behaviour(42)
 def test_foreign_files_are_counted_ignored_and_collected_first(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     open_tier(folder).close()
@@ -329,6 +331,7 @@ def test_foreign_files_are_counted_ignored_and_collected_first(tmp_path: Path) -
     assert directory_bytes(folder) <= CAP_BYTES
 
 
+@pytest.mark.behaviour(42)
 def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder, 3 * CAP_BYTES)
@@ -397,6 +400,7 @@ def test_a_closed_tier_answers_that_it_is_off(tmp_path: Path) -> None:
     assert outcome.why is Refusal.UNAVAILABLE
 
 
+@pytest.mark.behaviour(46)
 def test_clearing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     gone: list[bytes] = []

@@ -154,6 +154,7 @@ def test_submitting_waits_for_nothing_and_the_wait_in_line_is_not_counted(
     assert quick.wait().seconds == 0.25
 
 
+@pytest.mark.behaviour(44)
 def test_cancelling_waits_for_the_task_under_way_and_skips_the_rest(shelf: Shelf, loader: Loader) -> None:
     shelf.held = {IDENTITIES[1].key}
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
@@ -265,6 +266,7 @@ def test_whoever_is_told_may_submit_more(loader: Loader) -> None:
     assert told.wait().loaded == 2
 
 
+@pytest.mark.behaviour(44)
 def test_closing_while_loading_ends_every_job_after_the_task_under_way(shelf: Shelf, loader: Loader) -> None:
     shelf.held = {IDENTITIES[0].key}
     under_way, queued = Told(), Told()

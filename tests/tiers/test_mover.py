@@ -64,6 +64,7 @@ class SlowTier:
     def close(self) -> None: ...
 
 
+@pytest.mark.behaviour(45)
 def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
     tier = SlowTier()
     mover = Mover(tier, 10_000)
@@ -184,6 +185,7 @@ def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest
     assert len(caplog.records) == 2
 
 
+@pytest.mark.behaviour(45)
 def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
     mover = Mover(tier, 4 * CAP_BYTES, group_bytes=20_000)
