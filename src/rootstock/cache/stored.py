@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from rootstock.cache.families import Family, FullAttention, RecurrentState, token_families
+from rootstock.cache.families import (
+    ChunkedAttention,
+    Family,
+    FullAttention,
+    RecurrentState,
+    token_families,
+)
 from rootstock.cache.identity import Identity, Kind, RecordKey
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
@@ -78,7 +84,13 @@ class StoredIndex:
         family = self._of.get((identity.family, identity.layers))
         is_lossy = identity.kind is Kind.BLOCKS and identity.dtype.endswith(LOSSY_MARK)
         too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
-        if family is None or too_long or is_lossy != bool(self.lossy and identity.kind is Kind.BLOCKS):
+        misplaced = identity.start % self.block_size  # stored with blocks of another size: never looked up
+        if (
+            family is None
+            or too_long
+            or misplaced
+            or is_lossy != bool(self.lossy and identity.kind is Kind.BLOCKS)
+        ):
             self.foreign_records += 1
             return
         key = identity.key
@@ -191,6 +203,8 @@ class _Search:
         if anywhere:
             return self._reach(covered, covered, None) if covered > resumable else None
         for position, state in reversed(candidates):
+            if state is None:
+                position = min(position, covered)
             if resumable < position <= covered:
                 reach = self._reach(position, covered, state)
                 if reach is not None:
@@ -218,14 +232,27 @@ class _Search:
             ]
             yield from sorted(states, key=lambda state: state[0])
         else:
-            agreed = {agreed for family, _, agreed in here if family == index._tails[0] and agreed}
-            yield from ((position + a, None) for a in sorted(agreed))
+            ends = {position + agreed for family, _, agreed in here if family in index._tails and agreed}
+            for family in index._tails:  # where a chunk begins, nothing is needed of the one before it
+                of = token_families(index.families)[family]
+                if isinstance(of, ChunkedAttention):
+                    last = position + index.block_size
+                    ends.update(range(last - last % of.chunk, position, -of.chunk))
+            yield from ((end, None) for end in sorted(ends))
 
     def _reach(self, position: int, found: int, state: Identity | None) -> Reach | None:
         """What must be loaded to resume at `position`; None if some of it is not stored."""
         index, size = self.index, self.index.block_size
         position = min(position, self.limit)
         blocks: list[StoredBlock] = []
+        for family in index._tails:  # first, since it is they that may be missing
+            tail_start = token_families(index.families)[family].tail_start(position)
+            if tail_start < position:
+                for block in range(tail_start // size, -(-position // size)):
+                    stored = self._block(family, block, position)
+                    if stored is None:
+                        return None
+                    blocks.append(stored)
         base = position
         if self.in_memory < position:
             first = self.in_memory // size
@@ -235,14 +262,6 @@ class _Search:
                 if stored is None:
                     return None
                 blocks.append(stored)
-        for family in index._tails:
-            tail_start = token_families(index.families)[family].tail_start(position)
-            if tail_start < position:
-                for block in range(tail_start // size, -(-position // size)):
-                    stored = self._block(family, block, position)
-                    if stored is None:
-                        return None
-                    blocks.append(stored)
         identities = [block.identity for block in blocks] + ([] if state is None else [state])
         payload_bytes = sum(index.payload_bytes(identity) for identity in identities)
         return Reach(position, base, max(found, self.in_memory), tuple(blocks), state, payload_bytes)
