@@ -73,11 +73,11 @@ def write_windows(directory: Path) -> Path:
 def _write(directory: Path, architecture: type[PreTrainedModel], config: Any) -> Path:
     torch.manual_seed(0)
     architecture(config).save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
     return directory
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over words of the conversations' kind."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

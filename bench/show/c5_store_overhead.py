@@ -1,0 +1,239 @@
+"""C5: what storing costs. The `agents` workload on a real model with the disk tier on, against the same without it.
+
+Three ways to store: *back*, where memory is full of earlier agents at the start, and all of it is evicted and written
+as new ones come; *through*, where all is written as it is published; and *idle*, writing back with memory enough,
+where nothing is to be stored. Each is two engines on one model, with and without the tier, that play the same rounds
+in turn. A pair is judged by the ratio of its times, and a way by the median of its pairs. Every round has agents of
+its own and nothing on the disk is of use to it, so that storing can't look cheap by what was loaded; the script says
+how much was.
+
+Also measured, and less at the mercy of what else the machine does: how long the engine's thread was at it, as a share
+of the time without the tier.
+
+The model has all cores, as a server's has: with a core to spare, the thread that writes would cost nothing.
+
+At the end, without a bar: the same agents once more on an engine whose disk knows them and whose memory does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import at_least, conclude
+from models_80m import VOCAB, write_llama
+
+from rootstock.bench.play import play
+from rootstock.bench.targets import EngineTarget
+from rootstock.bench.workloads import Sizes, Workload, make_workload
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.engine.assemble import Assembly, build_engine
+from rootstock.engine.engine import Engine
+
+SHOW = "C5"
+ROUNDS = 6
+LEAST = 0.97
+AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1024, new_tokens=(16, 96), answer_tokens=32)  # as in A6
+# Memory for about one round: 1,024 tokens that all share and, at the end, some 520 of each agent.
+SMALL_TOKENS = 1024 + 9 * 544
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    disk_write: str
+    pool_tokens: int | None  # None: as much as a server takes by itself
+
+
+WAYS = (Way("back", "back", SMALL_TOKENS), Way("through", "through", None), Way("idle", "back", None))
+
+
+@dataclass
+class Side:
+    """What one engine of a pair was measured to do, round by round."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(
+        default_factory=list
+    )  # of the whole process: the model, the engine, the writer
+    engine_s: list[float] = field(default_factory=list)  # in which its thread did the tier's work
+    end_s: list[float] = field(
+        default_factory=list
+    )  # until what was queued is written, after the last answer
+    computed_tokens: list[int] = field(default_factory=list)
+    stored_bytes: list[int] = field(default_factory=list)
+    loaded_bytes: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)  # records that did not fit the queue
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--ways", default=",".join(way.name for way in WAYS), help="comma-separated")
+    options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
+    given = options.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    figures: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "dtype": "bfloat16",
+        "rounds": given.rounds,
+    }
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_llama(Path(folder) / "model")
+        for way in WAYS:
+            if way.name in given.ways.split(","):
+                figures |= compare(way, model, Path(folder) / "disk", given.rounds)
+        figures |= warm(model, Path(folder) / "disk")
+    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    figures["cpu_share"] = round(
+        cpu_s / wall_s / torch.get_num_threads(), 3
+    )  # below 0.8: others were at work
+    judged = [figures[name] for way in WAYS if (name := f"{way.name}_ratio") in figures]
+    figures["worst_ratio"] = min(judged)
+    conclude(SHOW, figures, {"worst_ratio": at_least(LEAST)})
+
+
+def compare(way: Way, model: Path, disk: Path, rounds: int) -> dict[str, Any]:
+    with engine(model, way, disk) as on, engine(model, way, None) as off:
+        for each in (on, off):  # what is made on first use is in no round
+            play_once(each, agents(0), Side())
+        sides = {True: Side(), False: Side()}
+        for i in range(rounds):
+            # Who goes first changes, so that neither always finds the machine in the other's state.
+            for with_tier in (i % 2 == 0, i % 2 == 1):
+                play_once(on if with_tier else off, agents(1 + i), sides[with_tier])
+    shutil.rmtree(disk)
+    with_tier, without = sides[True], sides[False]
+    ratios = [off_s / on_s for on_s, off_s in zip(with_tier.wall_s, without.wall_s, strict=True)]
+    cpu = [on_s / off_s for on_s, off_s in zip(with_tier.cpu_s, without.cpu_s, strict=True)]
+    share = [on_s / off_s for on_s, off_s in zip(with_tier.engine_s, without.wall_s, strict=True)]
+    measured = {
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_spread": [round(min(ratios), 3), round(max(ratios), 3)],
+        "cpu_times": round(statistics.median(cpu), 4),
+        "engine_share": round(statistics.median(share), 4),
+        "seconds": round(statistics.median(with_tier.wall_s), 3),
+        "seconds_off": round(statistics.median(without.wall_s), 3),
+        "written_after_s": round(statistics.median(with_tier.end_s), 3),
+        "stored_mb": round(statistics.median(with_tier.stored_bytes) / 1e6, 1),
+        "loaded_mb": round(max(with_tier.loaded_bytes) / 1e6, 1),
+        "refused_records": max(with_tier.refused),
+        "computed_tokens": round(statistics.median(with_tier.computed_tokens)),
+        "computed_tokens_off": round(statistics.median(without.computed_tokens)),
+    }
+    say(
+        f"{way.name}: {measured['seconds']} s with the tier, {measured['seconds_off']} s without; throughput "
+        f"{measured['ratio']} {measured['ratio_spread']}, CPU {measured['cpu_times']} times, "
+        f"{measured['engine_share']:.2%} on the engine's thread; {measured['stored_mb']} MB stored a round, "
+        f"{measured['loaded_mb']} MB loaded"
+    )
+    return {f"{way.name}_{name}": figure for name, figure in measured.items()}
+
+
+def warm(model: Path, disk: Path) -> dict[str, Any]:
+    """The same agents before and after a restart that leaves only the disk."""
+    first, again = Side(), Side()
+    for side in (first, again):
+        with engine(model, WAYS[2], disk) as each:
+            play_once(each, agents(0), side)
+    shutil.rmtree(disk)
+    say(
+        f"with a warm disk: {again.wall_s[0]:.2f} s, {again.loaded_bytes[0] / 1e6:.0f} MB loaded, "
+        f"{again.computed_tokens[0]:,} tokens computed; cold {first.wall_s[0]:.2f} s"
+    )
+    return {
+        "warm_disk_seconds": round(again.wall_s[0], 3),
+        "warm_disk_times_faster": round(first.wall_s[0] / again.wall_s[0], 3),
+        "warm_disk_loaded_mb": round(again.loaded_bytes[0] / 1e6, 1),
+        "warm_disk_computed_tokens": again.computed_tokens[0],
+    }
+
+
+@contextmanager
+def engine(model: Path, way: Way, disk: Path | None) -> Iterator[Assembly]:
+    token_bytes = 2 * 13 * 5 * 64 * 2
+    budget = None if way.pool_tokens is None else way.pool_tokens * token_bytes
+    built = build_engine(
+        ModelConfig(str(model), device="cpu", dtype="bfloat16", threads=torch.get_num_threads()),
+        CacheConfig(budget_bytes=budget),
+        EngineConfig(),
+        TierConfig(disk_dir=disk, disk_write=way.disk_write),
+    )
+    with built.engine:
+        yield built
+    gc.collect()
+
+
+def agents(seed: int) -> Workload:
+    return make_workload("agents", seed, AGENTS)
+
+
+def play_once(built: Assembly, workload: Workload, side: Side) -> None:
+    engine, before = built.engine, built.engine.stats()
+    cpu_s = time.process_time()
+    with watched(engine) as spent_s:
+        played = play(workload, EngineTarget(engine, VOCAB))
+    ended_s = time.perf_counter()
+    after = engine.stats()
+    assert all(sample.error is None for sample in played.flat)
+    while (tier := engine.stats().tier) is not None and tier.waiting_store_bytes:
+        time.sleep(0.005)
+    side.end_s.append(time.perf_counter() - ended_s)
+    side.wall_s.append(played.wall_s)
+    # Until everything is written, so that none of the writer's work is left out.
+    side.cpu_s.append(time.process_time() - cpu_s)
+    side.engine_s.append(sum(spent_s))
+    side.computed_tokens.append(after.counters.computed_tokens - before.counters.computed_tokens)
+    if tier is not None:
+        assert before.tier is not None
+        side.stored_bytes.append(tier.stored_bytes - before.tier.stored_bytes)
+        side.loaded_bytes.append(tier.counters.loaded_bytes - before.tier.counters.loaded_bytes)
+        side.refused.append(
+            tier.counters.stores_refused.total() - before.tier.counters.stores_refused.total()
+        )
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[list[float]]:
+    """Seconds of each call of the engine's to its tiers."""
+    spent_s: list[float] = []
+    tiering: Any = engine._tiering
+    if tiering is None:
+        yield spent_s
+        return
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*arguments)
+            spent_s.append(time.perf_counter() - began)
+            return result
+
+        return call
+
+    names = ("store", "follow", "worth_loading", "observe")
+    for name in names:
+        setattr(tiering, name, timed(getattr(tiering, name)))
+    yield spent_s
+    for name in names:
+        delattr(tiering, name)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
