@@ -163,7 +163,8 @@ class Spill:
                 parent,
                 h.digest(),
             )
-            if end - start < size and self.stored.covers(pool.index, parent, own):
+            is_stored = identity.key in self.stored
+            if not is_stored and end - start < size and self.stored.covers(pool.index, parent, own):
                 continue
             self._store(identity, RowPart(pool.index, block, end - start))
 

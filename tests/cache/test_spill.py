@@ -1,0 +1,322 @@
+"""What memory gives up, named for the tier below: under its own name, once, and only what is worth a place there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pytest
+
+from cache.helpers import NAMESPACE, admit, clock, ints, nodes, prefill, run
+from rootstock.cache import KVCache
+from rootstock.cache.families import (
+    ChunkedAttention,
+    Family,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+    row_bytes,
+)
+from rootstock.cache.identity import Kind, identify
+from rootstock.cache.keys import PRIVATE, Namespace
+from rootstock.cache.plan import Plan, Store, Tokens
+from rootstock.cache.spill import Spill
+from rootstock.cache.stored import StoredIndex
+
+FULL = FullAttention(layers=1, bytes_per_token=1)
+WINDOW = SlidingWindow(layers=2, bytes_per_token=1, window=6)
+STATE = RecurrentState(layers=3, bytes_per_state=4)
+SIZE = 4
+PROMPT = ints(range(22))
+
+
+def over_a_tier(*families: Family, blocks: int = 64, through: bool = False) -> KVCache:
+    budget = blocks * sum(row_bytes(family, SIZE) for family in families)
+    stored = StoredIndex(families, SIZE)
+    return KVCache(families, budget, SIZE, clock=clock(), stored=stored, through=through)
+
+
+def spill_of(cache: KVCache) -> Spill:
+    assert cache.spill is not None
+    return cache.spill
+
+
+def index_of(cache: KVCache) -> StoredIndex:
+    assert cache.stored is not None
+    return cache.stored
+
+
+def keep(cache: KVCache, stores: Iterable[Store]) -> None:
+    """As if the tier had taken them."""
+    for store in stores:
+        index_of(cache).add(store.identity)
+
+
+def named(stores: Iterable[Store], family: Family = FULL) -> list[tuple[int, int]]:
+    """(start, end) of what is stored of a family."""
+    return [(s.identity.start, s.identity.end) for s in stores if s.identity.family == family.name]
+
+
+def is_of(store: Store, tokens: Tokens, namespace: Namespace = NAMESPACE) -> bool:
+    """Whether it has the name that somebody with these tokens would look for."""
+    asked = store.identity
+    if asked.end > len(tokens):
+        return False
+    family = {f.name: f for f in (FULL, WINDOW, STATE)}[asked.family]
+    named = identify(
+        namespace, family.name, family.layers, "float32", asked.kind, tokens[: asked.end], asked.start
+    )
+    same_tokens = (asked.tokens == named.tokens).all()
+    return asked.key == named.key and asked.parent == named.parent and bool(same_tokens)
+
+
+def rows(cache: KVCache, stores: Iterable[Store]) -> dict[int, int]:
+    """The pool's row, by the start of what it holds."""
+    return {store.identity.start: store.part.row for store in stores}
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_named_by_their_tokens_and_a_partial_tail_by_those_that_it_has() -> None:
+    cache = over_a_tier(FULL)
+    run(cache, PROMPT)
+    stores = cache.everything()
+    assert named(stores) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]
+    assert all(is_of(store, PROMPT) for store in stores)
+    assert [store.part.tokens for store in stores] == [4, 4, 4, 4, 4, 2]
+    (node,) = nodes(cache)
+    assert [store.part.row for store in stores] == node.blocks.tolist()
+
+
+def test_a_branch_is_named_with_what_it_parts_from() -> None:
+    cache = over_a_tier(FULL)
+    other = ints(PROMPT[:10].tolist(), 90, 91, 92)
+    run(cache, PROMPT)
+    run(cache, other)
+    stores = cache.everything()
+    assert len(named(stores)) == len(set(named(stores))) + 1  # both have a block from 8 to 12
+    of_other = [store for store in stores if is_of(store, other)]
+    assert sorted(named(of_other)) == [(0, 4), (4, 8), (8, 12), (12, 13)]
+    assert all(is_of(store, PROMPT) or is_of(store, other) for store in stores)
+    assert not any(store.identity.end == 10 for store in stores), "what both begin with is in both blocks"
+
+
+def test_checkpoints_are_named_with_their_tails_and_their_state() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE)
+    run(cache, PROMPT, boundaries={13: "user"})
+    stores = cache.everything()
+    assert all(is_of(store, PROMPT) for store in stores)
+    states = [store.identity for store in stores if store.identity.kind is Kind.STATE]
+    assert sorted((state.start, state.end) for state in states) == [(12, 13), (20, 22)]
+    assert {(8, 12), (12, 13), (16, 20), (20, 22)} == set(named(stores, WINDOW))
+
+
+def test_tenants_have_names_of_their_own() -> None:
+    cache = over_a_tier(FULL)
+    tenant = Namespace("weights", "float32", salt="tenant")
+    run(cache, PROMPT)
+    run(cache, PROMPT, namespace=tenant)
+    stores = cache.everything()
+    assert len(stores) == 12
+    assert len({store.identity.key for store in stores}) == 12
+    assert sum(is_of(store, PROMPT, tenant) for store in stores) == 6
+
+
+def test_what_is_kept_in_memory_only_is_never_named() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE, through=True)
+    run(cache, PROMPT, namespace=Namespace("weights", "float32", salt=PRIVATE))
+    assert cache.everything() == ()
+
+
+# -- eviction ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
+    cache = over_a_tier(FULL, blocks=8)
+    run(cache, PROMPT)
+    (node,) = nodes(cache)
+    held = dict(zip(range(0, 22, 4), node.blocks.tolist(), strict=True))
+    lease, _ = admit(cache, ints(range(50, 70)))
+    stores = cache.make_way().stores
+    assert named(stores) == [(12, 16), (16, 20), (20, 22)]  # from its end, as many as were needed
+    assert rows(cache, stores) == {start: held[start] for start in (12, 16, 20)}
+    assert all(is_of(store, PROMPT) for store in stores)
+    assert cache.make_way().stores == (), "told once"
+    cache.abort(lease)
+
+
+def test_every_checkpoint_that_is_evicted_is_named() -> None:
+    cache = over_a_tier(FULL, STATE, blocks=3)
+    prompts = [ints(first, 30, 31) for first in range(8)]
+    stores = [store for prompt in prompts for plan in commits(cache, prompt) for store in plan.stores]
+    assert 0 < cache.counters.checkpoints_evicted < 8
+    states = [store for store in stores if store.identity.kind is Kind.STATE]
+    assert len(states) == cache.counters.checkpoints_evicted
+    assert all(any(is_of(store, prompt) for prompt in prompts) for store in stores)
+
+
+def test_nothing_that_is_stored_is_named_again() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE, blocks=12)
+    run(cache, PROMPT)
+    stores = cache.everything()
+    keep(cache, stores)
+    assert cache.everything() == ()
+    used = spill_of(cache).take_used()
+    assert {store.identity.key for store in stores} <= set(used), "it was in use until now"
+    for first in range(4):
+        run(cache, ints(80 + first, range(22)))
+        keep(cache, cache.make_way().stores)
+    run(cache, PROMPT)
+    assert not any(is_of(store, PROMPT) for store in cache.everything())
+
+
+def test_a_partial_tail_that_a_stored_block_begins_with_is_not_named() -> None:
+    cache = over_a_tier(FULL)
+    run(cache, ints(range(24)))
+    keep(cache, cache.everything())
+    other = over_a_tier(FULL)
+    for identity in index_of(cache).some(99):
+        index_of(other).add(identity)
+    run(other, PROMPT)
+    assert other.everything() == ()
+    run(other, ints(PROMPT[:21].tolist(), 77))
+    assert named(other.everything()) == [(20, 22)]
+
+
+def test_reasoning_that_a_conversation_has_dropped_is_not_worth_a_place() -> None:
+    cache = over_a_tier(FULL, STATE, blocks=64)
+    user = ints(range(12))
+    run(cache, ints(user.tolist(), 20, 21), answer=ints(range(30, 42)), boundaries={12: "user"})
+    kept = ints(user.tolist(), 20, 60, 61, 62)
+    run(cache, kept)
+    dropped = ints(user.tolist(), 20, 21, range(30, 42))
+    assert any(node.passed_by for node in nodes(cache))
+    stores = cache.everything()
+    assert all(is_of(store, kept) for store in stores), [store.identity.end for store in stores]
+    assert not any(is_of(store, dropped) for store in stores if store.identity.end > 13)
+
+
+def test_while_the_tier_takes_nothing_nothing_is_named() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE, blocks=12, through=True)
+    spill_of(cache).is_open = False
+    run(cache, PROMPT)
+    run(cache, ints(range(50, 72)))
+    assert cache.make_way().stores == ()
+    spill_of(cache).is_open = True
+    assert cache.everything() != ()
+
+
+def test_where_a_chunk_begins_inside_a_block_its_checkpoints_are_not_named() -> None:
+    """What lies before the chunk in that block may never have been written."""
+    cache = over_a_tier(FULL, ChunkedAttention(layers=1, bytes_per_token=1, chunk=6), STATE)
+    run(cache, PROMPT[:20])  # its chunk begins at 18
+    assert {store.identity.family for store in cache.everything()} == {"full"}
+    cache = over_a_tier(FULL, ChunkedAttention(layers=1, bytes_per_token=1, chunk=6), STATE)
+    run(cache, PROMPT[:14])  # at 12
+    assert {store.identity.family for store in cache.everything()} == {"full", "chunked(6)", "state"}
+
+
+def test_clearing_the_cache_names_nothing() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE)
+    run(cache, PROMPT)
+    cache.clear()
+    assert cache.make_way().stores == ()
+    assert cache.everything() == ()
+
+
+# -- written through ---------------------------------------------------------------------------------------------
+
+
+def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) -> list[Plan]:
+    """The plans of a prefill in chunks of 5."""
+    lease, _ = admit(cache, tokens, boundaries=boundaries)
+    plans = []
+    while lease.computed < len(tokens):
+        end = min(lease.computed + 5, len(tokens))
+        if lease.next_cut is not None:
+            end = min(end, lease.next_cut)
+        cache.extend(lease, end - lease.computed)
+        plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
+    cache.finish(lease)
+    plans.append(cache.make_way())
+    return plans
+
+
+def test_written_through_blocks_are_named_when_they_are_full_and_the_tail_at_the_end() -> None:
+    plans = commits(over_a_tier(FULL, through=True), PROMPT)
+    assert [named(plan.stores) for plan in plans] == [
+        [(0, 4)],
+        [(4, 8)],
+        [(8, 12)],
+        [(12, 16), (16, 20)],
+        [],
+        [(20, 22)],
+    ]
+    assert all(is_of(store, PROMPT) for plan in plans for store in plan.stores)
+
+
+def test_written_through_a_checkpoint_is_named_where_it_is_left() -> None:
+    plans = commits(over_a_tier(FULL, WINDOW, STATE, through=True), PROMPT, {13: "user"})
+    stores = [store for plan in plans for store in plan.stores]
+    assert sorted(named(stores, STATE)) == [(12, 13), (20, 22)]
+    assert {(8, 12), (12, 13), (16, 20), (20, 22)} <= set(named(stores, WINDOW))
+    assert len(stores) == len({store.identity.key for store in stores})
+    assert all(is_of(store, PROMPT) for store in stores)
+
+
+def test_written_through_what_is_stored_already_is_not_named_but_used() -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE, through=True)
+    for plan in commits(cache, PROMPT):
+        keep(cache, plan.stores)
+    spill_of(cache).take_used()
+    cache.clear()
+    assert [plan.stores for plan in commits(cache, PROMPT) if plan.stores] == []
+    assert spill_of(cache).take_used() != []
+
+
+# -- what may be wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through: bool) -> None:
+    cache = over_a_tier(FULL, WINDOW, STATE, through=through)
+    run(cache, PROMPT[:10])
+    keep(cache, cache.everything())
+    before = set(index_of(cache).some(99))
+    lease, _ = admit(cache, PROMPT)
+    assert lease.hit_tokens == 10
+    prefill(cache, lease, 20)
+    stored = cache.make_way().stores
+    keep(cache, stored)  # some of it is stored already …
+    prefill(cache, lease)  # … and some is about to be
+    cache.discard(lease)
+    assert set(spill_of(cache).take_wrong()) == {
+        store.identity.key for store in stored if store.identity.end > 10
+    }
+    assert all(store.identity.end <= 10 for store in cache.make_way().stores)
+    assert all(store.identity.end <= 10 for store in cache.everything())
+    left = index_of(cache).some(99)
+    assert all(identity.end <= 10 for identity in left)
+    assert {identity.key for identity in before} <= {identity.key for identity in left}
+
+
+def test_what_another_request_stored_of_the_same_tokens_is_distrusted_too() -> None:
+    cache = over_a_tier(FULL)
+    run(cache, PROMPT)
+    keep(cache, cache.everything())
+    cache.clear()
+    lease, _ = admit(cache, PROMPT)
+    prefill(cache, lease, 9)
+    cache.discard(lease)
+    assert len(spill_of(cache).take_wrong()) == 6
+    assert len(index_of(cache)) == 0
+
+
+def test_a_record_is_never_named_with_tokens_that_are_not_a_copy() -> None:
+    """The caller's prompt may change, or be freed, long before the record is written."""
+    cache = over_a_tier(FULL, STATE)
+    tokens = PROMPT.copy()
+    run(cache, tokens)
+    stores = cache.everything()
+    assert not any(np.shares_memory(store.identity.tokens, tokens) for store in stores)
