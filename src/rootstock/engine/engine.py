@@ -448,6 +448,7 @@ class Engine:
             loading = 0 if self._tiering is None else self._tiering.loading
             assert given_up or loading or not self._scheduler.has_work, "requests wait and nothing runs"
             self._stalled = bool(loading)
+            self._apply(self._cache.make_way())
             return
         self._stalled = False
         try:
@@ -644,6 +645,7 @@ class Engine:
             self._cache.finish(load.lease)
         else:
             self._scheduler.loaded(load.sequence, load.lease)
+        self._apply(self._cache.make_way())
 
     # ---------------------------------------------------------------------------------------- the rest
 
