@@ -1,0 +1,167 @@
+"""Real models above a disk: what is loaded is what was computed, or near it where that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.helpers import Client
+from rootstock.cache import KVCache
+from rootstock.cache.families import row_bytes
+from rootstock.cache.identity import Kind
+from rootstock.config import EngineConfig, TierConfig
+from rootstock.engine.below import open_below, stored_index
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import SamplingParams, TokenEvent
+from rootstock.engine.tiering import TierStats
+from rootstock.tiers.base import Entry
+from rootstock.tiers.disk import DiskTier
+from tiers.helpers import Clock
+from twins.checkpoints import VOCAB, save
+from twins.driving import load, random_tokens
+
+# Plain attention, windows, states beside full attention, latents.
+MODELS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
+BLOCK_SIZE = 8
+BLOCKS = 60
+PROMPT = random_tokens(VOCAB, 75, seed=3)
+LOGPROBS = SamplingParams(temperature=0.0, top_logprobs=5)
+
+
+class Served:
+    """A model's life over a directory; time stands still for its engine, so that whatever is found is loaded."""
+
+    def __init__(self, model: Path, folder: Path, compress: str = "none", dtype: str = "float32") -> None:
+        runtime = load(model, dtype)
+        families = runtime.description.families
+        tier = TierConfig(folder, 2**24, compress=compress)
+        budget = BLOCKS * sum(row_bytes(family, BLOCK_SIZE) for family in families)
+        stored = stored_index(runtime, tier, BLOCK_SIZE)
+        self.cache = KVCache(families, budget, BLOCK_SIZE, stored=stored)
+        runtime.allocate(self.cache.rows, BLOCK_SIZE)
+        clock = Clock()
+        tiering = open_below(runtime, self.cache, tier, 512, clock)
+        self.engine = Engine(runtime, self.cache, EngineConfig(), clock=clock, tiering=tiering)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.stop()
+
+    def answer(self, tokens: np.ndarray, max_tokens: int = 8) -> Client:
+        client = Client(tokens, max_tokens, sampling=LOGPROBS)
+        self.engine.submit(client.request, client.events.append)
+        while not client.terminals:
+            waits = self.engine._stalled and self.engine._scheduler.has_work
+            self.engine.step(self.engine._next_command() if waits else None)
+        assert client.finished.reason == "length"
+        return client
+
+    @property
+    def tier(self) -> TierStats:
+        tier = self.engine.stats().tier
+        assert tier is not None
+        return tier
+
+    @property
+    def disk(self) -> DiskTier:
+        assert self.engine._tiering is not None
+        assert self.engine._tiering._disk is not None
+        return self.engine._tiering._disk
+
+
+def logprobs(client: Client) -> np.ndarray:
+    """[tokens] of those that were chosen."""
+    return np.array([e.logprob.logprob for e in client.events if isinstance(e, TokenEvent) and e.logprob])
+
+
+def cached(client: Client) -> int:
+    return client.finished.usage.cached_tokens
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save(tmp_path / "model", request.param)
+
+
+def test_after_a_restart_a_model_goes_on_as_if_nothing_had_happened(model: Path, tmp_path: Path) -> None:
+    with Served(model, tmp_path / "tier") as served:
+        first = served.answer(PROMPT)
+    longer = np.concatenate((PROMPT, np.array(first.tokens, np.int32), PROMPT[:5]))
+    with Served(model, tmp_path / "another") as served:
+        served.answer(PROMPT)
+        expected = served.answer(longer)
+    with Served(model, tmp_path / "tier") as served:
+        again = served.answer(longer)
+        assert cached(again) == cached(expected) == len(PROMPT) + 7
+        assert served.tier.counters.loads == {"loaded": 1}
+        assert again.tokens == expected.tokens
+        np.testing.assert_array_equal(logprobs(again), logprobs(expected))
+
+
+def test_other_weights_of_the_same_architecture_find_nothing(tmp_path: Path) -> None:
+    for seed in range(2):
+        model = save(tmp_path / f"model-{seed}", "llama", seed=seed)
+        with Served(model, tmp_path / "tier") as served:
+            assert cached(served.answer(PROMPT)) == 0
+
+
+def test_another_dtype_finds_nothing(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "llama")
+    for dtype in ("float32", "bfloat16"):
+        with Served(model, tmp_path / "tier", dtype=dtype) as served:
+            assert cached(served.answer(PROMPT)) == 0
+
+
+def test_compressed_a_model_answers_nearly_the_same_from_half_of_the_bytes_or_less(
+    model: Path, tmp_path: Path
+) -> None:
+    with Served(model, tmp_path / "exact") as served:
+        first = served.answer(PROMPT)
+        longer = np.concatenate((PROMPT, np.array(first.tokens, np.int32), PROMPT[:5]))
+        expected = served.answer(longer)
+    with Served(model, tmp_path / "lossy", "int8") as served:
+        served.answer(PROMPT)
+    with Served(model, tmp_path / "exact") as served:
+        exact_bytes = sum(entry.payload_bytes for entry in blocks(served))
+    with Served(model, tmp_path / "lossy", "int8") as served:
+        assert all(entry.identity.dtype.endswith("/int8") for entry in blocks(served))
+        assert all(
+            not entry.identity.dtype.endswith("/int8")
+            for entry in served.disk.entries()
+            if entry.identity.kind is Kind.STATE
+        )
+        assert 0 < sum(entry.payload_bytes for entry in blocks(served)) < exact_bytes / 2
+        again = served.answer(longer, 1)
+        assert cached(again) == len(PROMPT) + 7
+        assert served.tier.counters.loads == {"loaded": 1}
+        error = np.abs(logprobs(again) - logprobs(expected)[:1]).max()
+        assert error < 0.2
+        assert error > 0
+
+
+def blocks(served: Served) -> list[Entry]:
+    return [entry for entry in served.disk.entries() if entry.identity.kind is Kind.BLOCKS]
+
+
+def test_exact_and_lossy_records_in_one_directory_never_meet(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "llama")
+    tokens = np.concatenate((PROMPT, PROMPT[:3]))
+    with Served(model, tmp_path / "tier", "int8") as served:
+        served.answer(PROMPT)
+    with Served(model, tmp_path / "tier") as served:
+        assert served.tier.records == 0
+        assert served.tier.foreign_records > 0
+        exact = served.answer(tokens)
+        assert cached(exact) == 0
+    with Served(model, tmp_path / "tier", "int8") as served:
+        lossy = served.answer(tokens)
+        assert cached(lossy) == len(PROMPT)
+    with Served(model, tmp_path / "tier") as served:
+        again = served.answer(tokens)
+        assert cached(again) == len(tokens) - 1
+        np.testing.assert_allclose(logprobs(again), logprobs(exact), atol=1e-5)
+        assert np.abs(logprobs(lossy)[0] - logprobs(exact)[0]) > 1e-4
