@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -90,6 +91,7 @@ class Bench:
             client.events.append(event)
             if isinstance(event, Finished | Failed | Aborted):
                 self.ended.append(client)
+                client.ended.set()
 
         self.engine.submit(client.request, sink)
         return client
@@ -128,6 +130,7 @@ class Client:
             **request,  # type: ignore[arg-type]
         )
         self.events: list[Event] = []
+        self.ended = threading.Event()
 
     @property
     def tokens(self) -> list[int]:

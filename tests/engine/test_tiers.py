@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engine.tiered import KINDS, MIB, Tiered, cached
+from engine.helpers import Bench
+from engine.tiered import KINDS, MIB, WAIT_S, Tiered, cached
 from rootstock.cache.families import Family
 from rootstock.config import TierConfig
 from rootstock.engine.below import stored_index
+from rootstock.engine.request import PromptScored
 from rootstock.errors import InvalidOption
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
 
@@ -232,6 +236,55 @@ def test_preemption_and_a_small_pool_over_a_disk_change_no_answer(
     assert loads["loaded"] > 0
 
 
+@pytest.mark.parametrize(
+    ("families", "write"), [(KINDS[0], "through"), (KINDS[3], "back")], ids=["full", "everything"]
+)
+def test_threads_aborts_clears_and_restarts_over_a_real_disk_change_no_answer_and_leak_nothing(
+    tmp_path: Path, families: tuple[Family, ...], write: str
+) -> None:
+    rng = np.random.default_rng(len(families))
+    seen: Counter[str] = Counter()
+    for _ in range(3):
+        with Tiered(
+            tmp_path,
+            families=families,
+            blocks=60,
+            write=write,
+            max_batch=4,
+            chunk_tokens=16,
+            queue_bytes=4000,
+        ) as bench:
+            bench.engine.start()
+            for _ in range(12):
+                clients = []
+                for _ in range(6):
+                    start = int(rng.integers(0, 3))
+                    prompt = [start, *PROMPT[: int(rng.integers(5, 60))], *rng.integers(0, 97, 2).tolist()]
+                    clients.append(bench.ask(prompt, int(rng.integers(1, 8))))
+                    if rng.random() < 0.3:
+                        bench.engine.abort(clients[int(rng.integers(len(clients)))].request.id)
+                if rng.random() < 0.1:
+                    bench.engine.clear_cache()
+                for client in clients:
+                    assert client.ended.wait(WAIT_S)
+                    (end,) = client.terminals
+                    seen[type(end).__name__] += 1
+                    expected = bench.alone(client.request.tokens, len(client.tokens))
+                    assert client.tokens == expected
+            bench.engine.call(bench.tiering._reader.drain)
+            bench.engine.call(lambda: None)  # what the loader has told is taken in before this
+            bench.engine.call(bench.cache.check)
+            stats = bench.engine.stats()
+            assert stats.cache.leases == 0
+            assert stats.tier is not None
+            seen.update(stats.tier.counters.loads)
+            assert stats.tier.misses.keys() <= {"absent"}
+    assert seen["Finished"] > 100
+    assert seen["Aborted"] > 0
+    assert seen["Failed"] == 0
+    assert seen["loaded"] > 0
+
+
 # -- what is told ------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +347,56 @@ def test_who_computes_though_it_could_load_is_counted_too(tmp_path: Path) -> Non
         assert bench.tier.counters.loads == {}
 
 
+# -- what does not fit -------------------------------------------------------------------------------------------
+
+
+def test_what_the_queue_has_no_room_for_is_lost_to_the_disk_and_to_nobody_else(tmp_path: Path) -> None:
+    with Tiered(tmp_path, blocks=20, queue_bytes=300) as bench:
+        bench.answer(PROMPT)
+        bench.stores.close()
+        for first in range(3):
+            bench.answer([80 + first, *range(50)])
+        tier = bench.tier
+        assert tier.waiting_store_bytes <= 300
+        assert tier.counters.stores_refused["queue_full"] > 0
+        assert 0 < tier.records == tier.counters.stored_rows < 10
+        bench.answer([*PROMPT, 70])
+        assert bench.tier.misses == {}
+
+
+def test_when_the_engine_stops_everything_goes_down_through_a_small_queue(tmp_path: Path) -> None:
+    with Tiered(tmp_path, queue_bytes=130) as bench:
+        bench.answer(PROMPT)
+    with Tiered(tmp_path) as bench:
+        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+def test_a_prompt_larger_than_the_pool_beside_it_is_loaded_into_what_can_be_had(tmp_path: Path) -> None:
+    """Of two long prompts on disk only one fits into memory at a time."""
+    with Tiered(tmp_path, blocks=20) as bench:
+        bench.answer(PROMPT)
+        bench.answer(OTHER)
+    with Tiered(tmp_path, blocks=20) as bench:
+        one, other = bench.ask([*PROMPT, 70]), bench.ask([*OTHER, 70])
+        bench.run()
+        bench.expect(one)
+        bench.expect(other)
+        assert cached(one) == cached(other) == len(PROMPT)
+
+
+@kinds
+def test_a_prompt_that_is_to_be_scored_is_computed_whole(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    with Tiered(tmp_path, families=families) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.answer([*PROMPT, 70], prompt_logprobs=0)
+        assert cached(client) == 0
+        assert bench.tier.counters.loads == {}
+        assert any(isinstance(event, PromptScored) for event in client.events)
+
+
 # -- without a disk ----------------------------------------------------------------------------------------------
 
 
@@ -331,6 +434,36 @@ def test_a_directory_that_another_engine_has_is_one_warning_and_an_engine_that_w
         assert len(caplog.records) == 1
     with Tiered(tmp_path) as bench:
         assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+
+
+def test_an_index_that_fails_while_requests_run_is_one_warning_and_an_engine_that_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Tiered(tmp_path, blocks=30) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.disk._index.close()
+        for _ in range(3):
+            bench.answer([*PROMPT, 70])
+            bench.answer(OTHER)
+        assert bench.tier.state == "off"
+        stored = bench.tier.counters.stored_rows
+        bench.answer([91, *OTHER])
+        bench.answer([92, *OTHER])
+        assert bench.tier.counters.stored_rows == stored, "nothing is copied for nobody"
+        assert bench.cache.stats().leases == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_with_the_prefix_cache_off_nothing_is_stored_or_found_below(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+    without = Bench(tier=TierConfig(tmp_path, 16 * MIB), reuse=False)
+    client = without.ask([*PROMPT, 70])
+    without.run()
+    assert cached(client) == 0
+    assert without.engine.stats().tier is None
+    without.engine.stop()
 
 
 def test_host_memory_below_a_cpu_is_refused_with_what_to_do(tmp_path: Path) -> None:
