@@ -116,6 +116,27 @@ def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
     assert all(isinstance(outcome, Stored) for _, outcome in told)
 
 
+def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
+    tier = SlowTier()
+    mover = Mover(tier, 100_000)
+    telling, tell = threading.Event(), threading.Event()
+    told: list[RecordKey] = []
+
+    def listener(key: RecordKey, outcome: StoreOutcome) -> None:
+        telling.set()
+        assert tell.wait(30)
+        told.append(key)
+
+    record = records(1)[0]
+    mover.put(record, listener)
+    tier.go.set()
+    assert telling.wait(30)
+    threading.Timer(0.05, tell.set).start()
+    mover.drain()
+    assert told == [record.identity.key]
+    mover.close()
+
+
 def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

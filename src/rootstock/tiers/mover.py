@@ -72,6 +72,7 @@ class Mover:
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._closing = False
+        self._telling = False  # of a group that has left the queue
         self.counts = MoverCounts()
         self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
         self._thread.start()
@@ -124,9 +125,11 @@ class Mover:
         self._tier.touch(keys)
 
     def drain(self) -> None:
-        """Returns when everything that was queued has been stored or refused."""
+        """Returns when everything that was queued has been stored or refused, and everybody has been told."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue.by_key or not self._thread.is_alive())
+            self._changed.wait_for(
+                lambda: not (self._queue.by_key or self._telling) or not self._thread.is_alive()
+            )
 
     def close(self) -> None:
         """Stores what is queued, and ends the thread."""
@@ -141,6 +144,7 @@ class Mover:
         while group := self._next_group():
             outcomes = self._store(group)
             with self._changed:
+                self._telling = True
                 for pending in group:
                     del self._queue.by_key[pending.key]  # loads go to the tier from here on
                     self._queue.bytes -= pending.record.payload_bytes
@@ -153,6 +157,9 @@ class Mover:
                         done(pending.key, outcome)
                     except Exception:
                         _log.exception("Whoever waited for a store failed. The writer goes on.")
+            with self._changed:
+                self._telling = False
+                self._changed.notify_all()
 
     def _next_group(self) -> list[_Pending]:
         """Waits for work; empty when there is none and will be none."""
