@@ -15,6 +15,7 @@ from rootstock.cache.families import Family
 from rootstock.config import TierConfig
 from rootstock.engine.below import stored_index
 from rootstock.engine.request import PromptScored
+from rootstock.engine.tiering import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
 
@@ -335,6 +336,36 @@ def test_the_statistics_count_choices_loads_misses_and_bytes(tmp_path: Path) -> 
         tier = bench.tier
         assert tier.misses == {}, "what the disk says is gone is not asked for"
         assert tier.records == 0
+
+
+@pytest.mark.behaviour(50)
+@pytest.mark.parametrize("given_up", ["not", "overdue", "missed", "aborted"])
+def test_hits_and_misses_are_the_tokens_asked_for_whatever_becomes_of_a_load(
+    tmp_path: Path, given_up: str
+) -> None:
+    with Tiered(tmp_path, block_size=64) as bench:  # one record: its load cannot be stopped half way
+        bench.answer(PROMPT)
+        bench.forget()
+        client = bench.begin_load([*PROMPT, 70])
+        match given_up:
+            case "overdue":
+                bench.clock.now_s += OVERDUE_LEAST_S + 0.1
+                bench.run(steps=6)
+                bench.expect(client)
+            case "missed":
+                bench.disk._segments.path(1).unlink()
+            case "aborted":
+                bench.engine.abort(client.request.id)
+                bench.run(steps=1)
+        bench.end_loads()
+        bench.run()
+        stats = bench.cache.stats()
+        assert (
+            stats.hit_tokens + stats.missed_tokens
+            == stats.asked_tokens
+            == 62 + (0 if given_up == "aborted" else 63)
+        )
+        assert stats.hit_tokens == (62 if given_up == "not" else 0)
 
 
 def test_who_computes_though_it_could_load_is_counted_too(tmp_path: Path) -> None:

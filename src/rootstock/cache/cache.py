@@ -305,11 +305,12 @@ class KVCache:
         """Everything that was to be loaded is in its rows, verified: the lease goes on from `position`, and others
         find what it loaded. Execute the plan at once."""
         assert not lease.ended
-        if lease.tip is None:  # it had let go of its path
+        if lease.tip is None:  # it let go of its path: nobody asks for it any more, but others will find it
             lease.published = 0
             self.tree.attach(lease, self.tree.root_of(lease.namespace))
-        self.counters.admitted(lease.prompt_tokens, position)
-        self.counters.loaded_tokens += position - lease.computed
+        else:
+            self.counters.admitted(lease.prompt_tokens, position)
+            self.counters.loaded_tokens += position - lease.computed
         plan = self.commit(lease, lease.tokens[lease.computed : position])
         lease.hit_tokens = position
         return plan
