@@ -823,3 +823,13 @@ def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_befor
         opener.join()
     with Tiered(tmp_path) as bench:
         assert cached(bench.answer([*PROMPT, 70])) == 0
+
+
+def test_who_computed_after_an_overdue_load_is_counted_as_such(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.begin_load([*PROMPT, 70])
+        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
+        bench.run(steps=10)
+        assert bench.tier.counters.choices == {"recompute": 1}

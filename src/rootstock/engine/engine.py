@@ -612,6 +612,8 @@ class Engine:
         for sequence in tiering.overdue():
             tiering.give_up(sequence)
             sequence.may_load = False
+            if sequence.load_choice is not None:
+                sequence.load_choice = replace(sequence.load_choice, load=False)
             self._scheduler.requeue(sequence)
         self._scheduler.loading = tiering.loading
 
