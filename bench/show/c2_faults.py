@@ -88,7 +88,7 @@ class Case:
     ) -> Case:
         families = FAMILIES[int(rng.integers(len(FAMILIES)))]
         block_size = int(rng.choice([4, 8, 16]))
-        head = rng.integers(0, 97, rng.integers(15, 50))
+        head = rng.integers(0, 96, rng.integers(15, 50))
         prompts = [
             np.concatenate(
                 (head[: rng.integers(1, len(head) + 1)], rng.integers(0, 97, rng.integers(10, 40)))
@@ -132,7 +132,8 @@ class Case:
             self.wrong += 1
 
     def fresh(self) -> Tokens:
-        return self.rng.integers(0, 97, self.rng.integers(20, 60)).astype(np.int32)
+        """Begins as no prompt that is stored does."""
+        return np.concatenate(([96], self.rng.integers(0, 97, self.rng.integers(20, 60)))).astype(np.int32)
 
     def check(self, right: bool, remark: str) -> None:
         if not right:
@@ -519,25 +520,25 @@ def refused_stores(
     counts = life.disk.counts
     begin(files)
     case.ask(life, [case.fresh()])
-    life.mover.drain()
+    life.settle()
     case.check(counts.refused[Refusal.FAILED] >= 1, f"refused: {dict(counts.refused)}")
     case.check(isinstance(life.disk.state, LoadsOnly), f"the state is {life.disk.state}")
     case.ask(life, case.prompts)
     loaded = life.engine.stats().cache.loaded_tokens
     case.check(loaded > 0, "nothing was loaded while stores were refused")
-    life.mover.drain()
+    life.settle()
     case.check(
         counts.stored_records == 0, f"{counts.stored_records} records stored on a disk that takes none"
     )
     clock.ahead_s += RETRY_S + 1  # it is tried again, and refused again
     failed = counts.refused[Refusal.FAILED]
     case.ask(life, [case.fresh()])
-    life.mover.drain()
+    life.settle()
     case.check(counts.refused[Refusal.FAILED] > failed, "a store was not tried again after a minute")
     end(files)
     clock.ahead_s += RETRY_S + 1
     case.ask(life, [case.fresh()])
-    life.mover.drain()
+    life.settle()
     case.check(isinstance(life.disk.state, Ready), f"the disk is well, and the state {life.disk.state}")
     case.check(counts.stored_records > 0, "the disk is well, and nothing is stored")
     case.check(not counts.misses.total(), f"missed: {dict(counts.misses)}")

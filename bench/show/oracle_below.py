@@ -164,6 +164,11 @@ class Life:
         """All at once; waits for all."""
         return [asked.wait() for asked in [self.ask(prompt, max_tokens) for prompt in prompts]]
 
+    def settle(self) -> None:
+        """Returns when all that the last answers gave to the disk has been stored or refused."""
+        self.engine.call(lambda: None)  # a step hands on what is to be stored after it has told the answer
+        self.mover.drain()
+
     def stop(self) -> None:
         """What only memory has goes down."""
         self.engine.stop()
