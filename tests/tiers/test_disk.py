@@ -67,6 +67,17 @@ def test_a_load_fills_the_callers_buffers_however_they_are_divided(tmp_path: Pat
     assert joined(buffers) == joined(record.payload)
 
 
+def test_a_record_of_so_many_buffers_that_its_header_is_long_is_loaded_as_any(tmp_path: Path) -> None:
+    """A short header is read in one call with what precedes it, a long one is not."""
+    tier = open_tier(tmp_path)
+    identity = identity_of(0)
+    payload = [np.full(1, i % 251, np.uint8) for i in range(9000)]  # 8 bytes of header for each
+    assert isinstance(tier.store([Record(identity, payload)])[0], Stored)
+    loaded = tier.load(identity)
+    assert isinstance(loaded, Loaded)
+    assert [bytes(view) for view in loaded.payload] == [buffer.tobytes() for buffer in payload]
+
+
 def test_buffers_of_another_size_are_a_miss_of_that_kind(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     record = record_of(identity_of(1), 3000)

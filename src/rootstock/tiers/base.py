@@ -35,8 +35,10 @@ class Record:
 
 def as_bytes(buffer: Buffer) -> memoryview:
     """The buffer itself, byte by byte."""
-    view = buffer if isinstance(buffer, memoryview) else memoryview(buffer.data)
+    view = buffer if isinstance(buffer, memoryview) else buffer.data
     assert view.c_contiguous, "a payload is written as it lies"
+    if view.format == "B" and view.ndim == 1:  # as nearly all are: there are many to a record
+        return view
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
