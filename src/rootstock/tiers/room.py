@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rootstock.cache.identity import RecordKey
@@ -163,10 +163,12 @@ class Room:
         if needed_bytes > self.budget.usable_bytes:
             return False
         while True:
-            usage = self.usage()
+            usage = measure(self._files, self._folder, live_bytes=0)
             short_bytes = usage.charged_bytes + needed_bytes - self.budget.usable_bytes
             if short_bytes <= 0:
                 return True
+            # Only now, because it takes a look at every record: a full directory has a hundred thousand.
+            usage = replace(usage, live_bytes=sum(self._index.live_bytes().values()))
             freed = (
                 remove_foreign(self._files, usage, short_bytes, self.counts)
                 or self.remove_dead(usage)
