@@ -18,7 +18,7 @@ from rootstock.cache.families import (
     row_bytes,
 )
 from rootstock.cache.identity import Kind, identify
-from rootstock.cache.keys import PRIVATE, Namespace
+from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Plan, Store, Tokens
 from rootstock.cache.spill import Spill
 from rootstock.cache.stored import StoredIndex
@@ -125,7 +125,7 @@ def test_tenants_have_names_of_their_own() -> None:
 
 def test_what_is_kept_in_memory_only_is_never_named() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=True)
-    run(cache, PROMPT, namespace=Namespace("weights", "float32", salt=PRIVATE))
+    run(cache, PROMPT, namespace=Namespace("weights", "float32", is_private=True))
     assert cache.everything() == ()
 
 

@@ -25,7 +25,9 @@ from rootstock.cache.identity import Identity, RecordKey
 from rootstock.engine.request import Aborted, Failed
 from rootstock.engine.tiering import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
-from rootstock.runtime.base import Batch
+from rootstock.runtime.base import Batch, Logits
+from rootstock.runtime.fake import FULL, STATE, window
+from rootstock.server.openai import salt_of
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
 from rootstock.tiers.index import INDEX_NAME
 from tiers.helpers import directory_bytes, segment_files
@@ -833,3 +835,52 @@ def test_who_computed_after_an_overdue_load_is_counted_as_such(tmp_path: Path) -
         bench.clock.now_s += OVERDUE_LEAST_S + 0.1
         bench.run(steps=10)
         assert bench.tier.counters.choices == {"recompute": 1}
+
+
+def test_a_salt_without_a_tenant_is_stored_like_any_other(tmp_path: Path) -> None:
+    salt = salt_of("", "mine")
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT, 4, salt=salt)
+        bench.forget()
+        assert cached(bench.answer([*PROMPT, 90], 4, salt=salt)) == len(PROMPT)
+
+
+@pytest.mark.behaviour(45)
+@pytest.mark.parametrize("families", [(FULL, STATE), (FULL, window(7)), (FULL, window(7), STATE)], ids=str)
+def test_a_block_that_is_evicted_in_part_is_stored_whole(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    """A leaf is cut at a checkpoint inside a block: what was deeper must still find the block's end."""
+    with Tiered(tmp_path, families=families, blocks=60, block_size=8, chunk_tokens=512) as bench:
+        prompt = list(range(80))
+        bench.answer(prompt, 1, boundaries=(Boundary(43, CheckpointKind.SYSTEM),))
+        bench.answer([*prompt, 3], 1)
+        others = [0] * (len(bench.cache.pools.every) - 1)
+        while bench.cache.stats().cached_tokens:
+            bench.cache.tree._evict([bench.cache.pool.free_blocks + 1, *others], None)
+            bench.engine._apply(bench.cache.make_way())
+        assert cached(bench.answer([*prompt, 90, 91], 2)) == 80
+
+
+@pytest.mark.behaviour(41)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_dies_in_a_forward_stores_nothing_of_what_it_left_half_done(tmp_path: Path) -> None:
+    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
+        forward, calls = bench.runtime.forward, iter(range(1000))
+
+        def dying(batch: Batch) -> Logits:
+            logits = forward(batch)
+            if next(calls) == 2:
+                raise SystemExit
+            return logits
+
+        bench.runtime.forward = dying  # type: ignore[method-assign]
+        bench.engine.start()
+        client = bench.ask(PROMPT)
+        assert client.ended.wait(10)
+        assert bench.engine._thread is not None
+        bench.engine._thread.join(10)
+        given = client.tokens
+    assert given
+    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
+        bench.answer([*PROMPT, *given, 5, 6], 4)  # compares with what it would be given alone

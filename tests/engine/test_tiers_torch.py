@@ -128,12 +128,8 @@ def test_compressed_a_model_answers_nearly_the_same_from_half_of_the_bytes_or_le
     with Served(model, tmp_path / "exact") as served:
         exact_bytes = sum(entry.payload_bytes for entry in blocks(served))
     with Served(model, tmp_path / "lossy", "int8") as served:
-        assert all(entry.identity.dtype.endswith("/int8") for entry in blocks(served))
-        assert all(
-            not entry.identity.dtype.endswith("/int8")
-            for entry in served.disk.entries()
-            if entry.identity.kind is Kind.STATE
-        )
+        # States as well, which are kept as they are: they were computed from what is rounded.
+        assert all(entry.identity.dtype.endswith("/int8") for entry in served.disk.entries())
         assert 0 < sum(entry.payload_bytes for entry in blocks(served)) < exact_bytes / 2
         again = served.answer(longer, 1)
         assert cached(again) == len(PROMPT) + 7

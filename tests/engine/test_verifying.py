@@ -10,6 +10,8 @@ import pytest
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
+from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import Admitted
 from rootstock.cache.stored import StoredIndex
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.below import open_below
@@ -131,3 +133,51 @@ def test_without_a_share_nothing_is_computed_anew(tmp_path: Path) -> None:
     bench.ask([*PROMPT, 50, 51])
     assert not bench.engine._verifier.has_work
     bench.engine.stop()
+
+
+@pytest.mark.parametrize("families", [(FULL,), (FULL, STATE)], ids=lambda families: f"{len(families)}")
+def test_what_was_computed_upon_something_wrong_goes_as_well_wherever_it_branched(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    bench = Bench(tmp_path, families)
+    verifier = bench.engine._verifier
+    verifier._share = 0.0
+    bench.ask(PROMPT)
+    bench.spoil()
+    longer = [*PROMPT, *range(41, 70)]
+    bench.ask(longer)  # computed upon what lies, and stored
+    assert bench.tiering is not None
+    bench.tiering._writer.drain()
+    verifier._share = 1.0
+    bench.ask([*PROMPT, 50, 51])  # the hit that is checked
+    bench.idle()
+    assert bench.engine.stats().verified == {"differs": 1}
+    verifier._share = 0.0
+    bench.ask(PROMPT)  # right now
+    assert bench.ask([*longer, 1])[0] == bench.alone([*longer, 1])
+    bench.engine.stop()
+
+
+def test_hits_that_are_verified_are_no_requests(bench: Bench) -> None:
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    before = bench.cache.stats()
+    bench.idle()
+    after = bench.cache.stats()
+    assert (after.asked_tokens, after.hit_tokens) == (before.asked_tokens, before.hit_tokens)
+
+
+def test_a_check_for_which_there_is_no_memory_is_given_up(bench: Bench) -> None:
+    """Whoever holds so many blocks: the cache is not emptied for it."""
+    bench.ask(PROMPT)
+    bench.ask([*PROMPT, 50, 51])
+    other = Namespace("another", "float32")
+    held = np.arange(8 * bench.cache.pool.total_blocks, dtype=np.int32) % 90
+    for blocks in range(bench.cache.pool.total_blocks, 0, -1):
+        if isinstance(bench.cache.admit(bench.cache.match(held[: 8 * blocks - 7], other)), Admitted):
+            break
+    cached = bench.cache.stats().cached_tokens
+    bench.idle()
+    assert set(bench.engine.stats().verified) <= {"agrees", "given up"}
+    assert bench.cache.stats().cached_tokens <= cached
+    assert bench.cache.stats().leases == 1, "the cache was started anew"

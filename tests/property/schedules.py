@@ -81,6 +81,7 @@ class TierOutcome(Outcome):
     refused_stores: int = 0
     records_gone: int = 0
     lives: int = 0
+    verified: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -197,7 +198,8 @@ def _live(
         context_limit=max(2, blocks * block_size),  # also for models that could go on for ever
         seed=seed,
     )
-    engine = Engine(runtime, cache, config, tiering=tiering)
+    verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
+    engine = Engine(runtime, cache, config, tiering=tiering, verify_hits=verify_hits)
     clients: list[Client] = []
     to_come = int(rng.integers(3, 16))
     while to_come or engine._scheduler.has_work:
@@ -217,6 +219,8 @@ def _live(
         engine.step()
         if tiering is not None:
             tiering.run()
+            while engine._verifier.has_work and not engine._scheduler.has_work and rng.random() < 0.8:
+                engine._verify()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine._scheduler.sequences()
         )
@@ -227,6 +231,9 @@ def _live(
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
     if tiering is not None:
+        engine._verifier.pause()
+        engine._verifier.forget()
+        assert not engine._verifier.counts["differs"], "a false alarm"
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
@@ -253,6 +260,7 @@ def _live(
         outcome.loads_missed += tiering.counters.loads["missed"]
         outcome.loads_cancelled += tiering.counters.loads["cancelled"]
         outcome.declined += tiering.counters.choices["recompute"]
+        outcome.verified += engine._verifier.counts["agrees"]
         if rng.random() < 0.5:
             engine.stop()  # what memory has goes down; else it is a crash
     cache.clear()

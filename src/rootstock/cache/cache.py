@@ -194,10 +194,13 @@ class KVCache:
         headroom_blocks: int = 0,
         boundaries: Sequence[Boundary] = (),
         reach: Reach | None = None,
+        *,
+        counted: bool = True,
     ) -> Admitted | Deferred:
         """Reserves what the prompt needs and pins what it hits, or changes nothing at all.
 
-        With `reach`, made of this very match, it hits what memory has below it, and is to be loaded the rest.
+        With `reach`, made of this very match, it hits what memory has below it, and is to be loaded the rest. What is
+        not `counted` is nobody's request.
 
         `headroom_blocks` of every family must remain available afterwards, for requests that are running already.
         Checkpoints will be left at the `boundaries` and where the prompt parts from what is cached. The plan copies
@@ -268,7 +271,8 @@ class KVCache:
         self._plan_cuts(lease, match, boundaries)
         if reach is not None:
             return Admitted(lease, plan, self._loads(lease, reach))
-        self.counters.admitted(len(match.tokens), hit)
+        if counted:
+            self.counters.admitted(len(match.tokens), hit)
         return Admitted(lease, plan)
 
     def _tail_rows_to_load(self, reach: Reach) -> Rows:
@@ -702,7 +706,7 @@ class KVCache:
         follows it, as far as no running request uses it."""
         self.tree.forget(tokens, namespace, first)
         if self.spill is not None:
-            self.spill.distrust(tokens, namespace, first)
+            self.spill.distrust(tokens, namespace, first, all_that_follows=True)
 
     def everything(self) -> tuple[Store, ...]:
         """What memory holds and the tier below lacks, what was used last comes last: for when memory is to go."""

@@ -10,8 +10,6 @@ import xxhash
 
 from rootstock.cache.plan import Tokens
 
-PRIVATE = "\0"  # begins the salt of what is kept in memory only
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -22,14 +20,13 @@ class Namespace:
     rope_regime: str = ""  # what the frequencies depend on, where that is not the weights alone
     adapter: str = ""
     salt: str = ""  # tenant: an isolation boundary chosen by the caller
-
-    @property
-    def is_private(self) -> bool:
-        return self.salt.startswith(PRIVATE)
+    is_private: bool = False  # kept in memory only, and nobody else can name it
 
     def digest(self) -> bytes:
         """16 bytes; fields are length-prefixed, so that no two namespaces spell the same input."""
-        parts = (self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt)
+        parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
+        if self.is_private:
+            parts.append("private")
         h = xxhash.xxh3_128()
         for part in parts:
             raw = part.encode()

@@ -107,9 +107,15 @@ class Spill:
             self._blocks(lease.namespace, tokens, tail.first, tail.ids, pool)
         self._state(lease.namespace, tokens, lease.slot)
 
-    def distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def distrust(
+        self, tokens: Tokens, namespace: Namespace, first: int, *, all_that_follows: bool = False
+    ) -> None:
         """What was computed of these tokens from position `first` on may be wrong."""
-        for key in self.stored.keys_along(tokens, namespace, first):
+        keys = self.stored.keys_along(tokens, namespace, first)
+        if all_that_follows:
+            # Others went on from it, with tokens that nobody has at hand: rather too much than too little.
+            keys = self.stored.keys_beyond(namespace, first)
+        for key in keys:
             self._wrong.append(key)
             self.stored.remove(key)
         self._waiting = {
@@ -143,7 +149,7 @@ class Spill:
         size, raw = self._size, np.ascontiguousarray(tokens, "<i4").data.cast("B")
         h = xxhash.xxh3_128(namespace.digest())
         h.update(raw[: first * size * 4])
-        dtype = self.stored.dtype_of(namespace, Kind.BLOCKS)
+        dtype = self.stored.dtype_of(namespace)
         of_namespace = namespace.digest()
         for i, block in enumerate(ids.tolist(), first):
             parent = h.digest()
@@ -184,7 +190,7 @@ class Spill:
             namespace.digest(),
             pool.family.name,
             pool.family.layers,
-            self.stored.dtype_of(namespace, Kind.STATE),
+            self.stored.dtype_of(namespace),
             Kind.STATE,
             start,
             np.array(tokens[start:], np.int32),

@@ -54,7 +54,8 @@ class Reach:
 
 
 class StoredIndex:
-    """Owned by one thread. `lossy`: blocks are stored compressed, and only such are found; else only exact ones."""
+    """Owned by one thread. `lossy` ends the dtype of what is stored where blocks are compressed: then only such is
+    found, else only what is exact."""
 
     def __init__(self, families: Sequence[Family], block_size: int, *, lossy: str = "") -> None:
         self.block_size = block_size
@@ -76,21 +77,16 @@ class StoredIndex:
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._places
 
-    def dtype_of(self, namespace: Namespace, kind: Kind) -> str:
+    def dtype_of(self, namespace: Namespace) -> str:
         """As records name it."""
-        return namespace.kv_dtype + (self.lossy if kind is Kind.BLOCKS else "")
+        return namespace.kv_dtype + self.lossy  # states too: they were computed from rounded blocks
 
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
-        is_lossy = identity.kind is Kind.BLOCKS and identity.dtype.endswith(LOSSY_MARK)
+        is_lossy = identity.dtype.endswith(LOSSY_MARK)
         too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
         misplaced = identity.start % self.block_size  # stored with blocks of another size: never looked up
-        if (
-            family is None
-            or too_long
-            or misplaced
-            or is_lossy != bool(self.lossy and identity.kind is Kind.BLOCKS)
-        ):
+        if family is None or too_long or misplaced or is_lossy != bool(self.lossy):
             self.foreign_records += 1
             return
         key = identity.key
@@ -144,6 +140,16 @@ class StoredIndex:
                 if position + agreed > first and agreed:
                     found.append(key)
         return found
+
+    def keys_beyond(self, namespace: Namespace, first: int) -> list[RecordKey]:
+        """Of everything stored of this namespace that ends beyond `first`. O(records)."""
+        of = namespace.digest()
+        return [
+            key
+            for here in self._at.values()
+            for _, key, identity in here
+            if identity.namespace == of and identity.end > first
+        ]
 
     def reach(
         self, tokens: Tokens, namespace: Namespace, resumable: int, found: int, limit: int

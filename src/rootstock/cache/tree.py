@@ -521,7 +521,8 @@ class PrefixTree:
             kept, end = -(-last.position // size) - leaf.start // size, last.position
         if kept > 0:
             if self.spill is not None:
-                self.spill.blocks(leaf, kept)
+                # A block that is kept in part goes down as a whole: what is deeper goes on from its end.
+                self.spill.blocks(leaf, end // size - leaf.start // size)
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
             if self.spill is not None:

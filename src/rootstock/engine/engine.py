@@ -139,6 +139,7 @@ class Engine:
             self._thread.join()
 
     def _run(self) -> None:
+        is_sound = False  # if it died, what memory holds may be half written
         try:
             while not self._closed:
                 if self._verifier.has_work and not self._scheduler.has_work and self._commands.empty():
@@ -146,13 +147,16 @@ class Engine:
                     continue
                 # With nothing to do, sleep until somebody asks for something.
                 self.step(self._next_command())
+            is_sound = True
         finally:
             # Also when the thread dies of something that no handler can mend: nobody is left waiting.
             with self._lock:
                 self._closed = True
-            self._fail_everything(EngineStopped())
-            self._drain_commands()
-            self._close_tiers()
+            try:
+                self._fail_everything(EngineStopped())
+                self._drain_commands()
+            finally:
+                self._close_tiers(flush=is_sound)
 
     def _next_command(self) -> Callable[[], None] | None:
         """Waits for one if there is nothing to do before it comes."""
@@ -165,13 +169,14 @@ class Engine:
         except queue.Empty:
             return None
 
-    def _close_tiers(self) -> None:
+    def _close_tiers(self, flush: bool = True) -> None:
         """What only memory has is written down; then the tier's threads end."""
         if self._tiering is None:
             return
         try:
             self._tiering.settle()
-            self._tiering.flush()
+            if flush:
+                self._tiering.flush()
         except Exception:
             log.exception("the cache could not be written to the tier below")
         finally:
@@ -612,8 +617,7 @@ class Engine:
         for sequence in tiering.overdue():
             tiering.give_up(sequence)
             sequence.may_load = False
-            if sequence.load_choice is not None:
-                sequence.load_choice = replace(sequence.load_choice, load=False)
+            sequence.did_not_load()
             self._scheduler.requeue(sequence)
         self._scheduler.loading = tiering.loading
 

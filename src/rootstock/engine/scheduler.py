@@ -249,6 +249,7 @@ class Scheduler:
                     sequence.state = Loading(admitted.lease, reach.position, admitted.loads)
                     self._to_load.append(sequence)
                     continue
+                sequence.did_not_load()  # there is no room for it: perhaps there is for computing
             admitted = self._cache.admit(match, headroom, boundaries)
             if isinstance(admitted, Deferred):
                 return  # first come, first served: nobody overtakes

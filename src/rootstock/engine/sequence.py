@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -128,6 +128,11 @@ class Sequence:
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
+
+    def did_not_load(self) -> None:
+        """It computes, whatever was decided."""
+        if self.load_choice is not None:
+            self.load_choice = replace(self.load_choice, load=False)
 
     @property
     def tokens(self) -> Tokens:

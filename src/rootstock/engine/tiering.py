@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -471,8 +471,8 @@ class Tiering:
             load_bytes_per_s=self.load_speed.bytes_per_s,
             prefill_tokens_per_s=self.prefill_speed.tokens_per_s_at(0),
             counters=deepcopy(self.counters),
-            misses={} if disk is None else {str(k): n for k, n in disk.counts.misses.items()},
-            refused={} if disk is None else {str(k): n for k, n in disk.counts.refused.items()},
+            misses={} if disk is None else _by_name(disk.counts.misses),
+            refused={} if disk is None else _by_name(disk.counts.refused),
             stored_records=0 if disk is None else disk.counts.stored_records,
             stored_bytes=0 if disk is None else disk.counts.stored_bytes,
             quarantined_records=0 if disk is None else disk.counts.quarantined_records,
@@ -480,6 +480,11 @@ class Tiering:
             cap_bytes=space.cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
         )
+
+
+def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
+    """At once: the tier's threads count on."""
+    return {str(kind): count for kind, count in dict(counts).items()}
 
 
 def _state_name(state: TierState) -> str:

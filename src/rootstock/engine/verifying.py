@@ -14,7 +14,7 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
-from rootstock.cache.keys import PRIVATE, Namespace
+from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Deferred, Lease
 from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, Tokens
 from rootstock.runtime.base import Batch, Runtime, Segment
@@ -126,8 +126,12 @@ class HitVerifier:
         if found is None:
             self.counts["given up"] += 1
             return None
+        if not found.hit_tokens:  # too little memory to resume there
+            self._cache.unload(found)
+            self.counts["given up"] += 1
+            return None
         hit = Hit(hit.tokens, found.hit_tokens, hit.namespace)
-        own = replace(hit.namespace, salt=f"{PRIVATE}{hit.namespace.salt}")
+        own = replace(hit.namespace, is_private=True)
         anew = self._admitted(hit.tokens[: hit.length], own)
         if anew is None:
             self._cache.unload(found)
@@ -137,7 +141,7 @@ class HitVerifier:
         return self._check
 
     def _admitted(self, tokens: Tokens, namespace: Namespace) -> Lease | None:
-        admitted = self._cache.admit(self._cache.match(tokens, namespace))
+        admitted = self._cache.admit(self._cache.match(tokens, namespace), counted=False)
         if not isinstance(admitted, Admitted):
             return None
         self._apply(self._cache.make_way())
@@ -170,6 +174,8 @@ class HitVerifier:
         for index, family, found, anew in self._tables(check):
             formats = self._runtime.formats(index)
             start = family.tail_start(length)
+            if start >= length:  # nothing is needed, and there may be no row
+                continue
             for block in range(start // size, -(-length // size)):
                 ours, theirs = int(found[block]), int(anew[block])
                 if NO_BLOCK in (ours, theirs):
