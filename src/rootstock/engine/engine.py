@@ -600,6 +600,7 @@ class Engine:
         self._step_began = self._clock()
         try:
             self._verifier.step()
+            self._apply(self._cache.make_way())
         except Exception as error:
             self._start_anew(error)
         finally:
