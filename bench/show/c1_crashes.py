@@ -46,7 +46,9 @@ from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.index import Index
 
 BLOCK_SIZE = 16
-CAP_BYTES = 4 * 2**20
+# With the larger cap several records make a group that is synced and committed at once; with the smaller one each is
+# its own, and the disk is soon full.
+CAP_BYTES = {"through": 16 * 2**20, "back": 4 * 2**20}
 BUDGET_BYTES = {"full": 900_000, "states": 500_000, "windows": 500_000}  # of two or three conversations
 ROUNDS = [
     *(("full", "through"), ("states", "through"), ("full", "back"), ("states", "back")),
@@ -136,7 +138,7 @@ def engine_on(model: Path, folder: Path | None, write: str = "back") -> Assembly
         codec,
         CacheConfig(BLOCK_SIZE, BUDGET_BYTES[model.name]),
         EngineConfig(max_batch=8, chunk_tokens=128),
-        TierConfig(disk_dir=folder, disk_budget_bytes=CAP_BYTES, disk_write=write),
+        TierConfig(disk_dir=folder, disk_budget_bytes=CAP_BYTES[write], disk_write=write),
     )
 
 
@@ -312,16 +314,16 @@ class World:
         totals.answers += len(answers)
         book.within_a_store = False
         with watched(book.note):
-            if self._look(folder, book):
+            if self._look(folder, CAP_BYTES[write], book):
                 self._go_on(model, folder, write, answers, rng)
         totals.evicted += book.evicted - evicted
         self.judge(model, rng.sample(answers, min(COMPARED, len(answers))))
 
-    def _look(self, folder: Path, book: Book) -> bool:
+    def _look(self, folder: Path, cap_bytes: int, book: Book) -> bool:
         """Opens it as a server does, and reads every record. False: that can't be."""
         totals = self.totals
         lengths = {path: path.stat().st_size for path in folder.glob("*.segment")}
-        tier = DiskTier.open(folder, CAP_BYTES)
+        tier = DiskTier.open(folder, cap_bytes)
         if not isinstance(tier, DiskTier) or tier.counts.indexes_lost or tier.state != Ready():
             totals.unreadable += 1
             print(f"{folder.name}: {tier if not isinstance(tier, DiskTier) else tier.state}")

@@ -488,7 +488,7 @@ def failing_disk(case: Case) -> None:
         return
     case.fill()
     wanted = case.wanted()
-    left = int(case.rng.integers(4 * len(wanted)))  # each record is opened, and read in three calls
+    left = int(case.rng.integers(2 * len(wanted)))  # each record is opened, and read in one call at least
 
     def fail(name: str) -> int:
         nonlocal left
