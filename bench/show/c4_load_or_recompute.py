@@ -13,7 +13,8 @@ What the engine knows comes from ordinary use only: each speed has an engine of 
 prompts once and got each of them LEARNING times more as it chose itself. From forced requests it does not learn.
 
 How noise is dealt with: times are medians of rounds. A way that was chosen is the same work as that way when forced,
-so both count as its times, and the chosen way's time is the mean of what it chose in the rounds. Near the break-even
+so both count as its times, and the chosen way's time is the mean of what it chose in the rounds (of a load that was
+begun and given up, the time of that). Near the break-even
 either choice is fine, and the ratio says so. The ratio of chosen requests alone is given as well. A machine whose
 speed changes while it is measured makes estimates wrong that were right: look at `cpu_share`.
 """
@@ -73,6 +74,11 @@ class Timed:
     load_s: float  # of the load itself
     cpu_share: float  # of the process's threads; well below 1 where it computes: others were at work
     choice: LoadChoice | None
+    gave_up: bool  # it was to be loaded, and computed when that took far longer than foreseen
+
+    @property
+    def loads(self) -> bool:
+        return self.choice is not None and self.choice.load
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Times:
         return statistics.median(timed.ttft_s for timed in [*forced, *self.chose(way)])
 
     def chose(self, way: Way) -> list[Timed]:
-        return [t for t in self.chosen if (t.choice is not None and t.choice.load) == (way == "load")]
+        return [t for t in self.chosen if not t.gave_up and t.loads == (way == "load")]
 
     @property
     def better_s(self) -> float:
@@ -99,8 +105,8 @@ class Times:
 
     @property
     def ratio(self) -> float:
-        loaded = len(self.chose("load")) / len(self.chosen)
-        return (loaded * self.way_s("load") + (1 - loaded) * self.way_s("compute")) / self.better_s
+        ways = [t.ttft_s if t.gave_up else self.way_s("load" if t.loads else "compute") for t in self.chosen]
+        return statistics.mean(ways) / self.better_s
 
     @property
     def measured_ratio(self) -> float:
@@ -110,6 +116,7 @@ class Times:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--speeds", default=",".join(map(str, SPEEDS)), help="times the break-even")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
     given = options.parse_args()
     figures: dict[str, Any] = {"threads": given.threads or os.cpu_count(), "rounds": given.rounds}
@@ -120,7 +127,7 @@ def main() -> None:
             even = bench.break_even_bytes_per_s()
         say(f"break-even: a tier of {even / 1e6:.1f} MB/s loads as fast as this machine computes")
         figures["break_even_mb_per_s"] = round(even / 1e6, 2)
-        for speed in SPEEDS:
+        for speed in map(float, given.speeds.split(",")):
             with Bench(model, Path(folder) / f"{speed}", given.threads, speed * even) as bench:
                 times = bench.measure(given.rounds)
                 choices = dict(bench.engine.stats().tier.counters.choices)  # type: ignore[union-attr]
@@ -272,15 +279,16 @@ class Bench:
 
         self.engine.call(lambda: setattr(tiering, "choose", choose_so))
         tiering.observe = tiering._learn = tiering._probe = lambda *_: None
+        tiering.overdue = list  # nothing is given up
         yield
         self.engine.call(lambda: None)  # what the request still had to tell was told
-        for name in ("choose", "observe", "_learn", "_probe"):
+        for name in ("choose", "observe", "_learn", "_probe", "overdue"):
             delattr(tiering, name)
 
     def ask(self, prompt: Tokens, tokens: int) -> Timed:
         self._requests += 1
         tiering = self._tiering
-        load_s, loads = tiering.counters.load_s, tiering.counters.loads["loaded"]
+        load_s, before = tiering.counters.load_s, tiering.counters.loads.copy()
         worth, seen = tiering.worth_loading, []
 
         def watched(sequence: Any, match: Any) -> Any:
@@ -302,11 +310,12 @@ class Bench:
                 ttft_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
             ended = isinstance(event, Finished)
         assert ended, "the request failed"
-        choice = seen[-1] if seen else None
-        loaded = tiering.counters.loads["loaded"] - loads
-        assert loaded == (choice is not None and choice.load), "what was chosen was not done"
+        choice = next((choice for choice in seen if choice is not None), None)
         cpu_share = cpu_s / ttft_s / torch.get_num_threads()
-        return Timed(ttft_s, tiering.counters.load_s - load_s, cpu_share, choice)
+        ends = tiering.counters.loads - before
+        timed = Timed(ttft_s, tiering.counters.load_s - load_s, cpu_share, choice, bool(ends["overdue"]))
+        assert timed.loads == bool(ends["loaded"] or timed.gave_up), "what was chosen was not done"
+        return timed
 
 
 def slowed(load: Callable[..., Any], bytes_per_s: float) -> Callable[..., Any]:
