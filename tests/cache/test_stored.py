@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -519,3 +521,15 @@ def test_the_deepest_position_is_reached_that_can_be_resumed_at(families: list[F
         assert (None if reach is None else reach.position) == expected
         reached += reach is not None
     assert reached > 50
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "bfloat16:bfloat16"}, {"namespace": bytes(16)}, {"start": 8}], ids=str
+)
+def test_a_record_that_calls_itself_something_else_is_not_asked_for(wrong: dict[str, Any]) -> None:
+    """It would be loaded under that name, and then be right."""
+    disk = Disk([FULL], SIZE)
+    identity = disk.put(FULL, PROMPT[:4], 0)
+    disk.remove(identity.key)
+    disk.add(replace(identity, **wrong))
+    assert disk.reach(PROMPT, NAMESPACE, 0, 0, len(PROMPT) - 1) is None

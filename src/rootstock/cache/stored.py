@@ -158,7 +158,9 @@ class StoredIndex:
         allows it. Memory has the full attention of the first `found` positions. None: there is none."""
         if limit <= resumable or not self._places:
             return None
-        search = _Search(self, tokens, namespace, min(found, limit), limit)
+        search = _Search(
+            self, tokens, namespace, min(found, limit), limit, self.dtype_of(namespace), namespace.digest()
+        )
         return search.run(resumable)
 
 
@@ -186,6 +188,8 @@ class _Search:
     namespace: Namespace
     in_memory: int  # positions
     limit: int
+    dtype: str
+    of_namespace: bytes
     # For each block index that was looked up: (family, identity, how many of its tokens agree).
     _here: dict[int, list[tuple[int, Identity, int]]] = field(default_factory=dict)
 
@@ -218,10 +222,16 @@ class _Search:
         return None
 
     def _look(self, block: int, digest: bytes) -> list[tuple[int, Identity, int]]:
-        rest = self.tokens[block * self.index.block_size :]
+        """What is stored there of this very namespace: a record is loaded by the identity that it gives itself, so
+        that is what must be right."""
+        start = block * self.index.block_size
+        rest = self.tokens[start:]
         here = [
             (family, identity, common_prefix(identity.tokens, rest))
             for family, _, identity in self.index._at.get(digest, ())
+            if identity.start == start
+            and identity.dtype == self.dtype
+            and identity.namespace == self.of_namespace
         ]
         self._here[block] = here
         return here
