@@ -320,3 +320,14 @@ def test_a_record_is_never_named_with_tokens_that_are_not_a_copy() -> None:
     run(cache, tokens)
     stores = cache.everything()
     assert not any(np.shares_memory(store.identity.tokens, tokens) for store in stores)
+
+
+def test_a_request_that_computed_nothing_names_nothing_at_its_end() -> None:
+    """The shared part of its last block was to be copied, and may not have been."""
+    cache = over_a_tier(FULL, through=True)
+    run(cache, PROMPT)
+    spill_of(cache).take()
+    lease, _ = admit(cache, ints(PROMPT[:18], 90, 91))
+    assert lease.hit_tokens == 18
+    cache.abort(lease)
+    assert spill_of(cache).take() == ()

@@ -296,8 +296,6 @@ class KVCache:
         if reach.state is not None:
             assert self.pools.states is not None
             loads.append(Load(reach.state, RowPart(self.pools.states.index, lease.slot, 0)))
-        # Nothing is computed before that, so nothing can be left there.
-        lease.cuts = {at: kind for at, kind in lease.cuts.items() if at >= reach.position}
         if not self.pools.resume_anywhere and lease.tip is not None:
             # Others come by as well; and where what is stored goes on, this prompt parts from it.
             lease.cuts.setdefault(reach.position, CheckpointKind.DIVERGENCE)
