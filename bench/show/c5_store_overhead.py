@@ -41,7 +41,7 @@ from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.engine import Engine
 
 SHOW = "C5"
-ROUNDS = 6
+ROUNDS = 5
 LEAST = 0.97
 AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1024, new_tokens=(16, 96), answer_tokens=32)  # as in A6
 # Memory for about one round: 1,024 tokens that all share and, at the end, some 520 of each agent.
