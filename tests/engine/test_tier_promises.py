@@ -884,3 +884,38 @@ def test_an_engine_that_dies_in_a_forward_stores_nothing_of_what_it_left_half_do
     assert given
     with Tiered(tmp_path, families=(FULL, STATE)) as bench:
         bench.answer([*PROMPT, *given, 5, 6], 4)  # compares with what it would be given alone
+
+
+def test_a_record_that_cannot_be_read_just_now_is_not_asked_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk says nothing against the record, which stays where it is."""
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        asked: list[Identity] = []
+
+        def busy(identity: Identity, into: object = None) -> LoadResult:
+            asked.append(identity)
+            return Miss(MissKind.IO_ERROR, "too many open files")
+
+        monkeypatch.setattr(bench.disk, "load", busy)
+        bench.answer([*PROMPT, 70])
+        assert len(asked) == len({identity.key for identity in asked})
+
+
+@pytest.mark.behaviour(44)
+def test_who_needs_the_rows_of_a_load_that_was_given_up_waits_for_it_to_end(tmp_path: Path) -> None:
+    """The last running request is failed if there is no memory for it, but not if there will be."""
+    with Tiered(tmp_path, blocks=12, block_size=8) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        loading = bench.begin_load([*PROMPT, 70])
+        bench.engine.abort(loading.request.id)
+        client = bench.ask(OTHER[:10], 60)
+        for _ in range(80):
+            bench.engine.step()
+        assert not client.events or not isinstance(client.events[-1], Failed), client.events[-1]
+        bench.end_loads()
+        bench.run()
+        bench.expect(client, 60)

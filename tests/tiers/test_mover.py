@@ -237,3 +237,16 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
     assert wrong == []
     assert tier.counts.stored_records == 120
     tier.close()
+
+
+def test_stores_of_a_moment_are_one_group_and_a_drain_does_not_wait_for_more() -> None:
+    tier = SlowTier()
+    tier.go.set()
+    mover = Mover(tier, 10**6, linger_s=60.0)
+    for record in records(5):
+        mover.put(record)
+    mover.drain()  # else a minute
+    assert tier.groups == [5]
+    mover.put(records(1, first=5)[0])
+    mover.close()
+    assert tier.groups == [5, 1]

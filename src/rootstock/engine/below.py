@@ -26,6 +26,8 @@ from rootstock.tiers.mover import Mover
 
 log = logging.getLogger(__name__)
 
+LINGER_S = 0.05  # later than it could be, a store is durable: one sync then serves what several steps stored
+
 
 def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
     """For the cache; None if there is nothing below. Raises InvalidOption for what this device or model can't do."""
@@ -79,7 +81,7 @@ def open_below(
         host = HostTier(tier.host_budget_bytes)
         bottom = TierChain(host, below, Mover(below, tier.queue_bytes), gone=events.gone)
     assert bottom is not None
-    mover = Mover(bottom, tier.queue_bytes)
+    mover = Mover(bottom, tier.queue_bytes, linger_s=LINGER_S)
     loader = Loader(mover.load)
 
     def space() -> Space:

@@ -65,10 +65,14 @@ class _Queue:
 class Mover:
     """Owns its thread; the tier belongs to the caller, and outlives it. Thread-safe."""
 
-    def __init__(self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20) -> None:
+    def __init__(
+        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20, *, linger_s: float = 0.0
+    ) -> None:
         self._tier = tier
         self._queue_bytes = queue_bytes
         self._group_bytes = group_bytes  # stored, synced and committed together, if so much is waiting
+        self._linger_s = linger_s  # waited for a group to grow: a sync costs the same for one record or many
+        self._in_a_hurry = 0  # who drain
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._closing = False
@@ -127,9 +131,12 @@ class Mover:
     def drain(self) -> None:
         """Returns when everything that was queued has been stored or refused, and everybody has been told."""
         with self._changed:
+            self._in_a_hurry += 1
+            self._changed.notify_all()
             self._changed.wait_for(
                 lambda: not (self._queue.by_key or self._telling) or not self._thread.is_alive()
             )
+            self._in_a_hurry -= 1
 
     def close(self) -> None:
         """Stores what is queued, and ends the thread."""
@@ -165,6 +172,11 @@ class Mover:
         """Waits for work; empty when there is none and will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue.waiting or self._closing)
+            if self._linger_s:
+                self._changed.wait_for(
+                    lambda: self._closing or self._in_a_hurry or self._queue.bytes >= self._group_bytes,
+                    self._linger_s,
+                )
             waiting = self._queue.waiting
             count = group_bytes = 0
             while count < len(waiting) and (count == 0 or group_bytes < self._group_bytes):
