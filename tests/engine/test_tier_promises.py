@@ -919,3 +919,21 @@ def test_who_needs_the_rows_of_a_load_that_was_given_up_waits_for_it_to_end(tmp_
         bench.end_loads()
         bench.run()
         bench.expect(client, 60)
+
+
+@pytest.mark.behaviour(44)
+def test_what_was_loaded_below_a_part_that_memory_had_is_found_though_its_request_is_gone(
+    tmp_path: Path,
+) -> None:
+    with Tiered(tmp_path, block_size=8) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        bench.answer([*PROMPT[:32], 71])
+        loading = bench.begin_load([*PROMPT[:40], 70])  # one block, which is under way
+        bench.engine.abort(loading.request.id)
+        bench.engine.step()
+        bench.end_loads()
+        bench.cache.check()
+        loads = bench.loads.passed
+        assert cached(bench.answer([*PROMPT[:40], 72])) == 40
+        assert bench.loads.passed == loads
