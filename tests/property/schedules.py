@@ -67,6 +67,10 @@ class Outcome:
     checkpoints_skipped: int = 0
     returned_rows: int = 0
 
+    def add(self, other: Outcome) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclass
 class TierOutcome(Outcome):
@@ -82,10 +86,6 @@ class TierOutcome(Outcome):
     records_gone: int = 0
     lives: int = 0
     verified: int = 0
-
-    def add(self, other: Outcome) -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass
