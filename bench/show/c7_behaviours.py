@@ -1,8 +1,8 @@
 """C7: behaviours 39 to 46 by named tests, and random schedules over a tier that refuses, loses and damages things.
 
 A schedule is one to three lives of an engine on the oracle runtime above one tier, with crashes or clean ends between
-them; requests of a later life go on from those of an earlier one. Half of the schedules have every family at once. Runs
-the very tests of the repository, with other seeds than theirs.
+them; requests of a later life go on from those of an earlier one. Half of the schedules have every family at once.
+Runs the very tests of the repository, with other seeds than theirs.
 """
 
 from __future__ import annotations
