@@ -39,3 +39,8 @@ def test_a_tier_that_fails_at_random_never_changes_what_a_request_is_given(shard
             raise
     for name in total.__dataclass_fields__:
         assert getattr(total, name) > 0, f"no schedule had any {name}"
+
+
+def test_a_request_that_was_loaded_can_let_go_of_its_path_to_get_memory() -> None:
+    """It was failed for want of a block that the path's replaced tail holds."""
+    run_tiered_schedule(900_672)

@@ -314,7 +314,7 @@ class KVCache:
             self.counters.admitted(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.computed
         plan = self.commit(lease, lease.tokens[lease.computed : position])
-        lease.hit_tokens = position
+        lease.hit_tokens, lease.is_loaded = position, True
         return plan
 
     def let_go(self, lease: Lease) -> None:
@@ -455,7 +455,8 @@ class KVCache:
             # Without its path's pins, the replaced tails that only this lease uses can be evicted, too.
             gained = pools.full.pool.used_once_among(np.array(lease.replaced, np.int32))
             besides = [-gained, *([0] * (len(rows) - 1))]
-            started = lease.computed > lease.hit_tokens  # else its first plan has yet to read them
+            # Else its first plan has yet to read them.
+            started = lease.is_loaded or lease.computed > lease.hit_tokens
             # Who lets go can leave no checkpoint on the way: a shorter chunk is better, while there is one.
             may_let_go = lease.tip is not None and started and new_tokens == 1
             if not may_let_go or not gained or not pools.can_have(rows, besides):

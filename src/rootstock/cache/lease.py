@@ -83,6 +83,7 @@ class Lease:
         "ended",
         "hit_tokens",
         "id",
+        "is_loaded",
         "known",
         "left",
         "namespace",
@@ -122,6 +123,7 @@ class Lease:
         self.resumed_from: Checkpoint | None = None  # pinned until something is computed
         # Tail blocks copied from, owned until something is computed.
         self.sources: list[TailBlocks | None] = []
+        self.is_loaded = False  # a part of its hit was loaded, after its first plan
         self.ended = False
         self._tokens = prompt  # [≥ known]; copied before it is written beyond the prompt
         self._full = full
