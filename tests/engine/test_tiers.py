@@ -18,6 +18,7 @@ from rootstock.engine.request import PromptScored
 from rootstock.engine.tiering import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+from tiers.helpers import directory_bytes
 
 kinds = pytest.mark.parametrize("families", KINDS, ids=lambda fs: "+".join(f.name for f in fs))
 PROMPT = list(range(62))
@@ -511,3 +512,12 @@ def test_compression_of_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_directory_there_is_nothing_below() -> None:
     assert stored_index(FakeRuntime(), TierConfig(), 4) is None
+
+
+def test_what_is_not_the_tiers_is_counted_in_its_bytes(tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        (tmp_path / "v0-00000001.segment").write_bytes(bytes(1000))
+        assert bench.tier.foreign_bytes == 1000
+        assert bench.tier.used_bytes == directory_bytes(tmp_path)

@@ -87,7 +87,8 @@ def open_below(
     def space() -> Space:
         if disk is not None:
             with suppress(Exception):  # a directory that can't be measured now is no reason for anything
-                return Space(disk.usage().total_bytes, tier.disk_budget_bytes)
+                usage = disk.usage()
+                return Space(usage.total_bytes, tier.disk_budget_bytes, usage.foreign_bytes)
         return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
 
     return Tiering(

@@ -124,6 +124,9 @@ class Space:
 
     used_bytes: int
     cap_bytes: int
+    foreign_bytes: int = (
+        0  # of those used: other formats, and what is nobody's; first to go when room is short
+    )
 
 
 UNMEASURED = Space(0, 0)
@@ -149,6 +152,7 @@ class TierStats:
     stored_bytes: int
     quarantined_records: int
     used_bytes: int
+    foreign_bytes: int
     cap_bytes: int
     write_amplification: float
 
@@ -477,6 +481,7 @@ class Tiering:
             stored_bytes=0 if disk is None else disk.counts.stored_bytes,
             quarantined_records=0 if disk is None else disk.counts.quarantined_records,
             used_bytes=space.used_bytes,
+            foreign_bytes=space.foreign_bytes,
             cap_bytes=space.cap_bytes,
             write_amplification=1.0 if disk is None else disk.write_amplification,
         )

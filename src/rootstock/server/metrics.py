@@ -152,6 +152,7 @@ def _tier(tier: TierStats) -> Iterator[Metric]:
     yield state
     size = GaugeMetricFamily("rootstock_tier_bytes", "Of the tier below", labels=["of"])
     size.add_metric(["used"], tier.used_bytes)
+    size.add_metric(["foreign"], tier.foreign_bytes)
     size.add_metric(["cap"], tier.cap_bytes)
     size.add_metric(["waiting_to_be_stored"], tier.waiting_store_bytes)
     size.add_metric(["waiting_to_be_loaded"], tier.waiting_load_bytes)
