@@ -11,7 +11,7 @@ import xxhash
 
 from rootstock.cache.checkpoints import Checkpoint
 from rootstock.cache.families import ChunkedAttention
-from rootstock.cache.identity import Identity, Kind, RecordKey
+from rootstock.cache.identity import Identity, Kind, RecordKey, identify
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NO_SLOT, BlockIds, RowPart, SlotId, Store, Tokens
@@ -181,21 +181,14 @@ class Spill:
         assert pool.family is not None
         # Found from the boundary before it, like the block that it lies in.
         start = (len(tokens) - 1) // self._size * self._size
-        raw = np.ascontiguousarray(tokens, "<i4").data.cast("B")
-        h = xxhash.xxh3_128(namespace.digest())
-        h.update(raw[: start * 4])
-        parent = h.digest()
-        h.update(raw[start * 4 :])
-        identity = Identity(
-            namespace.digest(),
+        identity = identify(
+            namespace,
             pool.family.name,
             pool.family.layers,
             self.stored.dtype_of(namespace),
             Kind.STATE,
+            tokens,
             start,
-            np.array(tokens[start:], np.int32),
-            parent,
-            h.digest(),
         )
         self._store(identity, RowPart(pool.index, slot, 0))
 

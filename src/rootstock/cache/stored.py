@@ -66,7 +66,8 @@ class StoredIndex:
         self._of = {(f.name, f.layers): i for i, f in enumerate(families)}
         self._full = next((i for i, f in enumerate(families) if isinstance(f, FullAttention)), -1)
         self._state = next((i for i, f in enumerate(families) if isinstance(f, RecurrentState)), -1)
-        self._tails = [i for i, f in enumerate(token_families(families)) if not isinstance(f, FullAttention)]
+        self._with_blocks = token_families(families)  # states come after them
+        self._tails = [i for i, f in enumerate(self._with_blocks) if not isinstance(f, FullAttention)]
         # By the digest of the tokens before it.
         self._at: dict[bytes, list[tuple[int, RecordKey, Identity]]] = {}
         self._places: dict[RecordKey, bytes] = {}
@@ -250,7 +251,7 @@ class _Search:
         else:
             ends = {position + agreed for family, _, agreed in here if family in index._tails and agreed}
             for family in index._tails:  # where a chunk begins, nothing is needed of the one before it
-                of = token_families(index.families)[family]
+                of = index._with_blocks[family]
                 if isinstance(of, ChunkedAttention):
                     last = position + index.block_size
                     ends.update(range(last - last % of.chunk, position, -of.chunk))
@@ -262,7 +263,7 @@ class _Search:
         position = min(position, self.limit)
         blocks: list[StoredBlock] = []
         for family in index._tails:  # first, since it is they that may be missing
-            tail_start = token_families(index.families)[family].tail_start(position)
+            tail_start = index._with_blocks[family].tail_start(position)
             if tail_start < position:
                 for block in range(tail_start // size, -(-position // size)):
                     stored = self._block(family, block, position)

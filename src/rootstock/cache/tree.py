@@ -520,15 +520,9 @@ class PrefixTree:
             # Up to the very position: only then is what is left worth what the checkpoint is.
             kept, end = -(-last.position // size) - leaf.start // size, last.position
         if kept > 0:
-            if self.spill is not None:
-                # A block that is kept in part goes down as a whole: what is deeper goes on from its end.
-                self.spill.blocks(leaf, end // size - leaf.start // size)
+            self._spill(leaf, end)
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
-            if self.spill is not None:
-                for position, checkpoint in leaf.checkpoints.items():
-                    if position > end:
-                        self.spill.checkpoint(checkpoint)
             self._drop_checkpoints(leaf, end)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.tails = [references[:kept].copy() for references in leaf.tails]
@@ -540,14 +534,20 @@ class PrefixTree:
             self.queue.put(leaf)
             return
         assert leaf.parent is not None
-        if self.spill is not None:
-            self.spill.blocks(leaf)
-            for checkpoint in leaf.checkpoints.values():
-                self.spill.checkpoint(checkpoint)
+        self._spill(leaf, leaf.start)
         self._remember_evicted(leaf.parent, leaf, leaf.tokens)
         self.counters.evicted_tokens += leaf.end - leaf.start
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
+
+    def _spill(self, leaf: Node, after: int) -> None:
+        """What the leaf holds beyond position `after` is about to go. A block that is kept in part goes down as a
+        whole: what is deeper goes on from its end."""
+        if self.spill is not None:
+            self.spill.blocks(leaf, after // self.block_size - leaf.start // self.block_size)
+            for position, checkpoint in leaf.checkpoints.items():
+                if position > after:
+                    self.spill.checkpoint(checkpoint)
 
     def _remove(self, leaf: Node) -> None:
         """Takes a leaf that nobody uses, and that is not queued, out of the tree."""
