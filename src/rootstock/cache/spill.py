@@ -64,12 +64,9 @@ class Spill:
         """It is about to be dropped."""
         node = checkpoint.node
         assert node is not None
-        if not self.is_open or node.passed_by or not self._is_whole(checkpoint):
-            return
-        namespace, tokens = path_tokens(node, checkpoint.position)
-        for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
-            self._blocks(namespace, tokens, tail.first, tail.ids, pool)
-        self._state(namespace, tokens, checkpoint.slot)
+        if self.is_open and not node.passed_by:
+            namespace, tokens = path_tokens(node, checkpoint.position)
+            self._checkpoint(namespace, tokens, checkpoint, checkpoint.slot)
 
     def node(self, node: Node) -> None:
         """All of a node that stays: its blocks, but for a last one that children begin with, and its checkpoints."""
@@ -100,21 +97,18 @@ class Spill:
 
     def left(self, checkpoint: Checkpoint, lease: Lease) -> None:
         """A checkpoint was left where the lease is now: its working state is what the checkpoint's will be."""
-        if not (self.through and self.is_open) or not self._is_whole(checkpoint):
-            return
-        tokens = lease.tokens[: checkpoint.position]
-        for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
-            self._blocks(lease.namespace, tokens, tail.first, tail.ids, pool)
-        self._state(lease.namespace, tokens, lease.slot)
+        if self.through and self.is_open:
+            self._checkpoint(lease.namespace, lease.tokens[: checkpoint.position], checkpoint, lease.slot)
 
     def distrust(
         self, tokens: Tokens, namespace: Namespace, first: int, *, all_that_follows: bool = False
     ) -> None:
         """What was computed of these tokens from position `first` on may be wrong."""
-        keys = self.stored.keys_along(tokens, namespace, first)
         if all_that_follows:
             # Others went on from it, with tokens that nobody has at hand: rather too much than too little.
             keys = self.stored.keys_beyond(namespace, first)
+        else:
+            keys = self.stored.keys_along(tokens, namespace, first)
         for key in keys:
             self._wrong.append(key)
             self.stored.remove(key)
@@ -129,6 +123,13 @@ class Spill:
     @property
     def _size(self) -> int:
         return self._pools.block_size
+
+    def _checkpoint(self, namespace: Namespace, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId) -> None:
+        """What lets every family resume after `tokens`, with the state in `slot`."""
+        if self._is_whole(checkpoint):
+            for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
+                self._blocks(namespace, tokens, tail.first, tail.ids, pool)
+            self._state(namespace, tokens, slot)
 
     def _is_whole(self, checkpoint: Checkpoint) -> bool:
         """Whether its blocks hold all their positions. Where a chunk begins inside a block, what lies before it there
@@ -147,10 +148,9 @@ class Spill:
         if namespace.is_private:
             return
         size, raw = self._size, np.ascontiguousarray(tokens, "<i4").data.cast("B")
-        h = xxhash.xxh3_128(namespace.digest())
+        of_namespace, dtype = namespace.digest(), self.stored.dtype_of(namespace)
+        h = xxhash.xxh3_128(of_namespace)
         h.update(raw[: first * size * 4])
-        dtype = self.stored.dtype_of(namespace)
-        of_namespace = namespace.digest()
         for i, block in enumerate(ids.tolist(), first):
             parent = h.digest()
             start, end = i * size, min((i + 1) * size, len(tokens))

@@ -260,25 +260,21 @@ class _Search:
     def _reach(self, position: int, found: int, state: Identity | None) -> Reach | None:
         """What must be loaded to resume at `position`; None if some of it is not stored."""
         index, size = self.index, self.index.block_size
-        position = min(position, self.limit)
+        # Of each family, the first position that is to be loaded; tails first, since it is they that may be missing.
+        needed = {family: index._with_blocks[family].tail_start(position) for family in index._tails}
+        base = position
+        if self.in_memory < position:
+            base = self.in_memory // size * size
+            if index._full >= 0:
+                needed[index._full] = base
         blocks: list[StoredBlock] = []
-        for family in index._tails:  # first, since it is they that may be missing
-            tail_start = index._with_blocks[family].tail_start(position)
-            if tail_start < position:
-                for block in range(tail_start // size, -(-position // size)):
+        for family, start in needed.items():
+            if start < position:
+                for block in range(start // size, -(-position // size)):
                     stored = self._block(family, block, position)
                     if stored is None:
                         return None
                     blocks.append(stored)
-        base = position
-        if self.in_memory < position:
-            first = self.in_memory // size
-            base = first * size
-            for block in () if index._full < 0 else range(first, -(-position // size)):
-                stored = self._block(index._full, block, position)
-                if stored is None:
-                    return None
-                blocks.append(stored)
         identities = [block.identity for block in blocks] + ([] if state is None else [state])
         payload_bytes = sum(index.payload_bytes(identity) for identity in identities)
         return Reach(position, base, max(found, self.in_memory), tuple(blocks), state, payload_bytes)
@@ -291,6 +287,6 @@ class _Search:
             here = self._look(block, prefix_digest(self.namespace, self.tokens[:start]))
         needed = min(size, position - start)
         for of_family, identity, agreed in here:
-            if of_family == family and agreed >= needed and len(identity.tokens) <= size:
+            if of_family == family and agreed >= needed:
                 return StoredBlock(family, block, identity)
         return None

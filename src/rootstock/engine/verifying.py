@@ -172,7 +172,6 @@ class HitVerifier:
         """The first position of the first row that differs; the end for a state."""
         length, size = check.hit.length, self._cache.block_size
         for index, family, found, anew in self._tables(check):
-            formats = self._runtime.formats(index)
             start = family.tail_start(length)
             if start >= length:  # nothing is needed, and there may be no row
                 continue
@@ -182,20 +181,21 @@ class HitVerifier:
                     continue
                 kept = min(size, length - block * size)
                 first = max(0, start - block * size)  # what lies before it in the row is not needed
-                a = self._runtime.read(RowPart(index, ours, kept))
-                b = self._runtime.read(RowPart(index, theirs, kept))
-                dtypes = [form.dtype for form in formats] or [""] * len(a)
-                if any(_differs(x, y, dtype, first, kept) for x, y, dtype in zip(a, b, dtypes, strict=True)):
+                if self._rows_differ(RowPart(index, ours, kept), RowPart(index, theirs, kept), first):
                     return block * size
         states = self._cache.pools.states
         if states is not None:
-            a = self._runtime.read(RowPart(states.index, check.found.slot, 0))
-            b = self._runtime.read(RowPart(states.index, check.anew.slot, 0))
-            formats = self._runtime.formats(states.index)
-            dtypes = [form.dtype for form in formats] or [""] * len(a)
-            if any(_differs(x, y, dtype) for x, y, dtype in zip(a, b, dtypes, strict=True)):
+            ours, theirs = check.found.slot, check.anew.slot
+            if self._rows_differ(RowPart(states.index, ours, 0), RowPart(states.index, theirs, 0)):
                 return length - 1
         return None
+
+    def _rows_differ(self, ours: RowPart, theirs: RowPart, first: int = 0) -> bool:
+        """From the row's position `first` on."""
+        a, b = self._runtime.read(ours), self._runtime.read(theirs)
+        dtypes = [form.dtype for form in self._runtime.formats(ours.family)] or [""] * len(a)
+        positions = max(1, ours.tokens)
+        return any(_differs(x, y, dtype, first, positions) for x, y, dtype in zip(a, b, dtypes, strict=True))
 
     def _tables(self, check: _Check) -> Iterator[tuple[int, TokenFamily, BlockIds, BlockIds]]:
         families = self._runtime.description.families
@@ -204,7 +204,7 @@ class HitVerifier:
             yield families.index(family), family, found, anew
 
 
-def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int = 0, positions: int = 1) -> bool:
+def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int, positions: int) -> bool:
     """Without a dtype, in any bit."""
     skipped = len(a) // positions * first
     a, b = a[skipped:], b[skipped:]
