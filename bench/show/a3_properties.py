@@ -8,15 +8,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 from common import at_least, conclude, exactly
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+from named_tests import run_held, run_tests
 
 
 def main() -> None:
@@ -39,10 +34,8 @@ def main() -> None:
     schedules_s = time.perf_counter() - began
 
     os.environ.pop("ROOTSTOCK_SOAK", None)
-    machine = _pytest("tests/property/test_cache_state_machine.py")
-    named = _pytest(
-        "tests", "-k", " or ".join(sorted({n for names in numbers_held().values() for n in names}))
-    )
+    machine = run_tests("tests/property/test_cache_state_machine.py")
+    named = run_held(numbers_held())
     figures = {
         "schedules": args.schedules,
         "schedules_broken": len(broken),
@@ -66,10 +59,6 @@ def main() -> None:
             **{name: at_least(1) for name in ("preemptions", "evicted_blocks", "aborted", "failed")},
         },
     )
-
-
-def _pytest(*what: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", *what], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 from common import at_least, conclude, exactly
+from named_tests import held_behaviours, run_held, run_tests
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 BEHAVIOURS = range(14, 27)
 
 
@@ -26,12 +22,9 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=2000)
     parser.add_argument("--first", type=int, default=500_000, help="the first seed")
     args = parser.parse_args()
-    from docs.test_behaviours import numbers_held
     from property.schedules import EVERYTHING, Outcome, run_schedule
 
-    held = {number: names for number, names in numbers_held().items() if number in BEHAVIOURS}
-    for number in BEHAVIOURS:
-        print(f"{number}: {', '.join(held.get(number, ['nothing']))}")
+    held = held_behaviours(BEHAVIOURS)
 
     logging.disable(logging.CRITICAL)  # failures that are injected on purpose
     began = time.perf_counter()
@@ -44,8 +37,8 @@ def main() -> None:
             print(f"schedule {seed}: {error!r}", flush=True)
     schedules_s = time.perf_counter() - began
 
-    machine = _pytest("tests/property/test_cache_state_machine.py")
-    named = _pytest("tests", "-k", " or ".join(sorted({n for names in held.values() for n in names})))
+    machine = run_tests("tests/property/test_cache_state_machine.py")
+    named = run_held(held)
     figures = {
         "behaviours_held": len(held),
         "behaviour_tests": sum(map(len, held.values())),
@@ -76,10 +69,6 @@ def main() -> None:
             **{name: at_least(1) for name in exercised},
         },
     )
-
-
-def _pytest(*what: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", *what], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

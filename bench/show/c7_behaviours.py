@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 from common import at_least, conclude, exactly
+from named_tests import held_behaviours, run_held
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 BEHAVIOURS = range(39, 47)
 EXERCISED = (
     "loads_finished",
@@ -34,12 +30,9 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=1500)
     parser.add_argument("--first", type=int, default=900_000, help="the first seed")
     args = parser.parse_args()
-    from docs.test_behaviours import numbers_held
     from property.schedules import EVERYTHING, TierOutcome, run_tiered_schedule
 
-    held = {number: names for number, names in numbers_held().items() if number in BEHAVIOURS}
-    for number in BEHAVIOURS:
-        print(f"{number}: {', '.join(held.get(number, ['nothing']))}")
+    held = held_behaviours(BEHAVIOURS)
 
     logging.disable(logging.CRITICAL)  # failures that are injected on purpose
     began = time.perf_counter()
@@ -52,10 +45,7 @@ def main() -> None:
             print(f"schedule {seed}: {error!r}", flush=True)
     schedules_s = time.perf_counter() - began
 
-    by_mark = sorted({name for names in held.values() for name in names})
-    named = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests", "-k", " or ".join(by_mark)], cwd=ROOT, check=False
-    ).returncode
+    named = run_held(held)
     conclude(
         "C7",
         {
