@@ -1,0 +1,176 @@
+"""Numba, asked for the widest vectors of this CPU, and the few operations that loops over bfloat16 need.
+
+Import `nb` from here and nowhere else: what LLVM compiles for is settled when Numba is first imported. LLVM avoids
+512-bit vectors unless told otherwise, which made attention 4 to 8 % slower.
+
+bfloat16 is the upper half of a float32: arrays hold it as uint16, registers as float32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+
+def _ask_for_wide_vectors() -> None:
+    """Leaves alone what the environment says, and a Numba that somebody has imported already."""
+    if "numba" in sys.modules or "NUMBA_CPU_FEATURES" in os.environ or "NUMBA_CPU_NAME" in os.environ:
+        return
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        os.environ["NUMBA_CPU_NAME"] = llvm.get_host_cpu_name()
+        os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
+
+
+_ask_for_wide_vectors()
+
+import numba as nb  # noqa: E402
+import numpy as np  # noqa: E402
+from numba.core import types  # noqa: E402
+from numba.extending import intrinsic, overload  # noqa: E402
+
+__all__ = ["compiled", "compiled_parallel", "exp", "narrow", "nb", "prefetch", "widen"]
+
+_I32, _F32 = ir.IntType(32), ir.FloatType()
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compiled on its first call for each combination of types, and kept on disk.
+
+    Sums are added up in any order, as vectors need; nothing is checked; other threads run meanwhile.
+    """
+    return _decorated(function)
+
+
+def compiled_parallel(function: Function) -> Function:
+    """So, with `nb.prange` over threads. It holds one such loop and nothing else: Numba makes every assignment to an
+    array beside it a parallel region of its own."""
+    return _decorated(function, parallel=True)
+
+
+def _decorated(function: Function, **more: Any) -> Function:
+    options = {"cache": True, "fastmath": True, "boundscheck": False, "error_model": "numpy", "nogil": True}
+    decorated: Function = nb.njit(**options, **more)(function)
+    return decorated
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _bfloat16_to_float32(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        wide = builder.shl(builder.zext(given[0], _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(wide, _F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _float32_to_bits(typing: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], _I32)
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _bits_to_float32(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.bitcast(given[0], _F32)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _to_int32(typing: Any, value: Any) -> Any:
+    """Of a float32 that is whole: no checks."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.fptosi(given[0], _I32)
+
+    return types.int32(types.float32), generate
+
+
+def _inlined(function: Function) -> Function:
+    inlined: Function = nb.njit(inline="always", fastmath=True)(function)
+    return inlined
+
+
+# Numba compares a template's annotations with those of the functions that it returns, so these have none.
+
+
+def _widen(element):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for compiled code")
+
+
+def _narrow(value, array):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for compiled code")
+
+
+@_inlined
+def _round_to_bfloat16(value: Any) -> Any:
+    bits = _float32_to_bits(value)
+    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+def _choose_widen(element):  # type: ignore[no-untyped-def]
+    if element == types.uint16:
+        return lambda element: _bfloat16_to_float32(element)
+    return lambda element: element
+
+
+def _choose_narrow(value, array):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda value, array: _round_to_bfloat16(np.float32(value))
+    return lambda value, array: np.float32(value)
+
+
+overload(_widen, inline="always")(_choose_widen)
+overload(_narrow, inline="always")(_choose_narrow)
+
+# widen(element): an array's element, float32 or bfloat16 as uint16, as float32.
+widen: Callable[[Any], Any] = _widen
+# narrow(value, array): a float32 as an element of `array`, rounded to nearest, ties to even, if that holds bfloat16.
+narrow: Callable[[Any, Any], Any] = _narrow
+
+
+@_inlined
+def exp(x: Any) -> Any:
+    """e^x for x ≤ 0 in float32, to about 2 units in the last place, in vectors; below -87 it is that of -87.
+
+    By 2^n · e^r, |r| ≤ ln 2 / 2, with Cephes's polynomial for e^r (Moshier, expf).
+    """
+    x = max(x, np.float32(-87.0)) * np.float32(1.44269504)
+    whole = np.floor(x + np.float32(0.5))
+    r = (x - whole) * np.float32(0.693147182)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(0.5)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _bits_to_float32((_to_int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of array[index], towards L2. array [n], index int64"""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        data = context.make_array(signature.args[0])(context, builder, given[0]).data
+        address = builder.bitcast(builder.gep(data, [given[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # (address, to read, locality: 2 is L2, of data)
+        builder.call(ask, [address, _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64), generate
