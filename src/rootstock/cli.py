@@ -324,6 +324,7 @@ class LoadProgress:
         "load": "Loading the weights",
         "hash": "Hashing the weights",
         "check": "Checking the paged forward against the model's own",
+        "pack": "Packing the weights",
     }
 
     def __init__(self) -> None:

@@ -81,11 +81,7 @@ def self_check(
     progress: Callable[[float], None],
 ) -> Verdict:
     """Raises Disagreement if the figure of some kind of row is over what is allowed."""
-    random = np.random.default_rng(0)
-    tokens = {
-        name: random.integers(0, description.vocab_size, min(length, description.context_limit), np.int32)
-        for name, length in (("long", _LONG), ("short", _SHORT))
-    }
+    tokens = _tokens(description)
     exact = description.dtype == "float32"
     measure, said = (
         (largest_difference, "largest difference of a logit") if exact else (relative_error, "relative error")
@@ -114,6 +110,29 @@ def self_check(
             raise Disagreement(figures[kind], allowed, f"the {said} of {kind}")
     progress(1.0)
     return Verdict(figures, "; ".join(remarks))
+
+
+def trial_logits(
+    description: ModelDescription, make_runtime: Callable[[Tuning], Runtime]
+) -> dict[str, Logits]:
+    """The same schedule again, without a judgement: the logits of each kind of row, [rows, vocab]."""
+    tokens = _tokens(description)
+    rows = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"]).run()
+    return {kind: np.concatenate([scored.logits for scored in its]) for kind, its in rows.items()}
+
+
+def rounding(model: nn.Module, description: ModelDescription) -> float:
+    """What the self-check allows of a model in this dtype if it goes by the model's own noise."""
+    with own_attention(model):
+        return _allowed_by_noise(model, _tokens(description)["long"], description.dtype)
+
+
+def _tokens(description: ModelDescription) -> dict[str, Tokens]:
+    random = np.random.default_rng(0)
+    return {
+        name: random.integers(0, description.vocab_size, min(length, description.context_limit), np.int32)
+        for name, length in (("long", _LONG), ("short", _SHORT))
+    }
 
 
 def _decoded(model: nn.Module, calling: Calling, tokens: Tokens, rows: _Scored) -> Logits:

@@ -19,7 +19,7 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported
 from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
-from rootstock.runtime.torch_check import own_attention
+from rootstock.runtime.torch_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch_config import context_limit, refuse_unknown_kinds, text_config
 from rootstock.runtime.torch_files import (
     Progress,
@@ -33,6 +33,7 @@ from rootstock.runtime.torch_files import (
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
+from rootstock.runtime.torch_packing import pack_linears
 from rootstock.runtime.torch_pool import TorchPool, formats_of
 from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
@@ -93,6 +94,14 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         describe,
         lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),
+    )
+    report("pack", 0.0)
+    pack_linears(
+        model,
+        [],
+        lambda: trial_logits(served.description, lambda tuning: TorchRuntime(model, served, tuning)),
+        lambda: rounding(model, served.description),
+        lambda done: report("pack", done),
     )
     return TorchRuntime(model, _with_stored_states(served, _STATE_DTYPES[config.state_dtype]))
 

@@ -1,0 +1,344 @@
+"""Packed linear layers of a model: what is packed, what is left alone, and that the model stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels import torch_linear
+from rootstock.kernels.torch_linear import Plain, Prepacked, packs_bfloat16
+from rootstock.runtime import torch_model
+from rootstock.runtime.base import Logits
+from rootstock.runtime.torch_packing import Packing, pack_linears, packed_of
+from twins.checkpoints import VOCAB, save
+from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+
+needs_bfloat16_units = pytest.mark.skipif(
+    not packs_bfloat16(torch.device("cpu")),
+    reason="this processor has no bfloat16 units, so nothing is packed",
+)
+STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
+
+
+class Block(nn.Module):
+    """Queries, keys and values from one input; rows of `readers` are multiplied by hand."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.q = nn.Linear(size, 24)
+        self.k = nn.Linear(size, 16, bias=False)
+        self.v = nn.Linear(size, 16, bias=False)
+        self.out = nn.Linear(16, size)
+        self.experts = nn.Parameter(torch.randn(2, size, size) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        mixed = q[..., :16] * k.sigmoid() + v
+        return self.out(mixed) + x @ self.experts[0] + x @ self.experts[1]
+
+
+class Tied(nn.Module):
+    def __init__(self, block: nn.Module | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 32)
+        self.block = block or Block()
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(ids)))
+
+
+def exercise(model: nn.Module) -> dict[str, Logits]:
+    with torch.inference_mode():
+        return {
+            "rows": model(torch.arange(12)[None]).float().numpy()[0],
+            "a row": model(torch.tensor([7])).float().numpy(),
+        }
+
+
+def pack(model: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> Packing:
+    return pack_linears(model, groups, lambda: exercise(model), lambda: 0.01, lambda done: None)
+
+
+def assert_unchanged(after: dict[str, Logits], before: dict[str, Logits]) -> None:
+    for kind, rows in before.items():
+        np.testing.assert_allclose(after[kind], rows, atol=0.02 * float(rows.std()))
+
+
+# ------------------------------------------------------------------------------------------------ what is packed
+
+
+@needs_bfloat16_units
+def test_every_plain_linear_is_packed_and_its_own_memory_reads_as_not_a_number() -> None:
+    model = Tied()
+    before, shapes = exercise(model), {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
+    packing = pack(model)
+    assert_unchanged(exercise(model), before)
+    assert (packing.packed, packing.kept) == (5, {})
+    for linear in (model.block.q, model.block.k, model.block.v, model.block.out, model.head):
+        assert isinstance(packed_of(linear), Prepacked)
+        assert linear.weight.isnan().all()
+        assert linear.weight.untyped_storage().nbytes() == linear.weight.element_size(), (
+            "one number, expanded"
+        )
+        assert not linear.weight.requires_grad
+    assert {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)} == shapes
+    assert sum(parameter.numel() for parameter in model.parameters()) >= sum(
+        shape.numel() for shape in set(shapes.values())
+    )
+
+
+@needs_bfloat16_units
+def test_a_tied_head_is_packed_and_the_embedding_can_still_be_read() -> None:
+    model = Tied()
+    embedded = model.embedding.weight.clone()
+    pack(model)
+    assert isinstance(packed_of(model.head), Prepacked)
+    assert torch.equal(model.embedding.weight, embedded)
+
+
+@needs_bfloat16_units
+def test_subclasses_hooks_own_forwards_and_raw_experts_are_left_alone() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    model = Tied()
+    model.block.q = Mine(32, 24).to(torch.bfloat16)
+    model.block.k.register_forward_hook(lambda module, inputs, output: output * 2)
+    model.block.v.forward = lambda x: x[..., :16]  # type: ignore[method-assign]
+    experts = model.block.experts.clone()
+    before = exercise(model)
+    packing = pack(model)
+    for after, expected in zip(exercise(model).values(), before.values(), strict=True):
+        np.testing.assert_array_equal(after, expected)
+    assert packing.packed == 2
+    assert packing.kept == dict.fromkeys(("block.k", "block.v"), "it has hooks or a forward of its own")
+    assert torch.equal(model.block.experts, experts)
+    assert not model.block.q.weight.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_bfloat16_stays_as_it_is(dtype: torch.dtype) -> None:
+    model = Tied(dtype=dtype)
+    calls: list[None] = []
+    packing = pack_linears(model, [], lambda: calls.append(None) or {}, lambda: 0.0, lambda done: None)  # type: ignore[func-returns-value]
+    assert packing.packed == 0
+    assert len(packing.kept) == 5
+    assert not calls, "there is nothing to try"
+
+
+@needs_bfloat16_units
+def test_linears_that_share_their_weights_share_what_is_packed() -> None:
+    model = Tied()
+    model.block.v.weight = model.block.k.weight
+    before = exercise(model)
+    assert pack(model).packed == 5
+    assert packed_of(model.block.v) is packed_of(model.block.k)
+    assert_unchanged(exercise(model), before)
+
+
+# --------------------------------------------------------------------------------------------------- who reads
+
+
+class Reader(Block):
+    """Multiplies with the weights of `out` by hand."""
+
+    def __init__(self, read: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.read(self.out, x[..., :16])
+
+
+@needs_bfloat16_units
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda linear, x: x @ linear.weight.T,
+        lambda linear, x: nn.functional.linear(x, linear.weight),
+        lambda linear, x: torch.cat([linear.weight, linear.weight])[:32].sum() + 0 * x[..., :1],
+        lambda linear, x: nn.functional.linear(x, linear.weight.data),
+    ],
+)
+def test_a_linear_whose_weight_is_read_elsewhere_is_left_as_it_is(
+    read: Callable[[nn.Linear, Tensor], Tensor],
+) -> None:
+    model = Tied(Reader(read))
+    before = exercise(model)
+    packing = pack(model)
+    assert packing.kept == {"block.out": "its weight is read by other code"}
+    assert packing.packed == 4
+    assert_unchanged(exercise(model), before)
+
+
+@needs_bfloat16_units
+def test_asking_for_a_weights_shape_and_dtype_is_no_reading() -> None:
+    def ask(linear: nn.Linear, x: Tensor) -> Tensor:
+        weight = linear.weight
+        assert weight.device.type == "cpu"
+        assert weight.dim() == 2
+        assert weight.size(0) == weight.shape[0] == len(weight)
+        return nn.functional.pad(x.to(weight.dtype), (0, 16))
+
+    assert pack(Tied(Reader(ask))).packed == 5
+
+
+@needs_bfloat16_units
+def test_what_was_read_unseen_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last net: what nobody saw shows as a number that is none."""
+    monkeypatch.setattr(
+        "rootstock.runtime.torch_packing._SHAPE_ONLY", {"T", "matmul", "__matmul__", "linear"}
+    )
+    model = Tied(Reader(lambda linear, x: x @ linear.weight.T))
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    before = exercise(model)
+    block = model.block
+    packing = pack(model, [[block.q, block.k, block.v]])
+    assert packing.packed == 0
+    assert set(packing.kept) == {"block.q", "block.k", "block.v", "block.out", "head"}
+    assert "the logits differ by inf" in packing.kept["head"]
+    assert isinstance(packing.groups[0], Plain)
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in weights.items())
+    assert_unchanged(exercise(model), before)
+
+
+@needs_bfloat16_units
+def test_a_packed_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Prepacked):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * (1.05 if self.out_features == 50 else 1)
+
+    monkeypatch.setattr(torch_linear, "Prepacked", Wrong)
+    model = Tied()
+    before = exercise(model)
+    packing = pack(model)
+    assert list(packing.kept) == ["head"]
+    assert "off by" in packing.kept["head"]
+    assert_unchanged(exercise(model), before)
+
+
+# ------------------------------------------------------------------------------------------------------ groups
+
+
+@needs_bfloat16_units
+def test_a_group_computes_all_members_at_once_and_each_member_gives_its_part() -> None:
+    model = Tied()
+    block, before = model.block, exercise(model)
+    packing = pack(model, [[block.q, block.k, block.v]])
+    assert_unchanged(exercise(model), before)
+    group = packing.groups[0]
+    assert group is not None
+    assert (group.in_features, group.out_features) == (32, 56)
+    x = torch.randn(3, 32).to(torch.bfloat16)
+    assert torch.equal(group(x), torch.cat([block.q(x), block.k(x), block.v(x)], -1))
+    assert packed_of(block.q) is None, "it multiplies for others as well"
+
+
+@needs_bfloat16_units
+def test_members_compute_once_for_one_input_and_anew_for_whatever_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Tied()
+    block = model.block
+    pack(model, [[block.q, block.k, block.v]])
+    calls = 0
+    multiply = Prepacked.__call__
+
+    def counted(self: Prepacked, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return multiply(self, x)
+
+    monkeypatch.setattr(Prepacked, "__call__", counted)
+    x = torch.randn(3, 32).to(torch.bfloat16)
+    first = block.q(x), block.k(x), block.v(x)
+    assert calls == 1
+    x.mul_(2)
+    assert not torch.equal(block.q(x), first[0])
+    block.q(x)
+    block.v(x.clone())
+    assert calls == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_groups_lie_in_one_tensor_of_which_the_members_keep_their_parts(dtype: torch.dtype) -> None:
+    model = Tied(dtype=dtype)
+    block, before = model.block, exercise(model)
+    block.v.register_forward_hook(lambda *given: None)
+    packing = pack(model, [[block.q, block.k], [block.v]])
+    group = packing.groups[0]
+    assert group is not None
+    assert packing.groups[1] is None
+    x = torch.randn(3, 32).to(dtype)
+    torch.testing.assert_close(group(x), torch.cat([block.q(x), block.k(x)], -1))
+    if isinstance(group, Plain):
+        assert block.k.weight.data_ptr() == group.weight[24:].data_ptr(), "nothing is there twice"
+        assert torch.equal(block.k.weight, group.weight[24:])
+    assert_unchanged(exercise(model), before)
+
+
+# ------------------------------------------------------------------------------------------------- whole models
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
+    """Of the models that are loaded from here on."""
+    made: list[Packing] = []
+
+    def spy(*args: Any) -> Packing:
+        made.append(pack_linears(*args))
+        return made[-1]
+
+    monkeypatch.setattr(torch_model, "pack_linears", spy)
+    return made
+
+
+@needs_bfloat16_units
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("llama", set()),
+        ("gemma", set()),
+        ("qwen3_moe", set()),
+        ("qwen3_next", set()),
+        ("bloom", set()),
+        ("deepseek_v3", {"kv_b_proj"}),  # absorbed
+        ("mamba", {"dt_proj"}),  # multiplied by hand
+    ],
+)
+def test_a_loaded_model_is_packed_but_for_what_its_code_reads(
+    tmp_path: Path, packings: list[Packing], model_type: str, kept: set[str]
+) -> None:
+    load(save(tmp_path, model_type), "bfloat16")
+    assert packings[0].packed > 8
+    assert {name.rpartition(".")[2] for name in packings[0].kept} == kept
+    assert set(packings[0].kept.values()) <= {"its weight is read by other code"}
+
+
+@needs_bfloat16_units
+def test_a_packed_model_computes_what_the_model_itself_does(tmp_path: Path) -> None:
+    runtime = load(save(tmp_path, "llama"), "bfloat16")
+    described = runtime.description
+    allocate(runtime)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    own = Dense(tmp_path, torch.bfloat16, attention="eager")
+    assert described.parameters == sum(parameter.numel() for parameter in own.model.parameters())
+    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
+        expected = own.logits(tokens)
+        assert float(np.sqrt(np.mean((logits - expected) ** 2))) <= 0.05 * float(expected.std())
+
+
+def test_float32_is_not_touched(tmp_path: Path, packings: list[Packing]) -> None:
+    runtime = load(save(tmp_path, "llama"))
+    assert packings[0].packed == 0
+    assert not any(p.isnan().any() for p in runtime._model.parameters())
