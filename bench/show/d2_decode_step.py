@@ -1,0 +1,173 @@
+"""D2: a whole decode step of a 600M Llama in bfloat16 against dense batched `transformers.generate`.
+
+B sequences of 512 or 4,096 tokens, nothing shared. Ours are steps of a real engine (schedule, plans, forward,
+sampling, publishing) in which all B decode, through blocks that are scattered over the pool; theirs are the times
+between two calls of a logits processor inside one `generate` that was handed a filled DynamicCache. Rounds alternate
+who goes first; a ratio is the median of the rounds' ratios.
+
+Contexts are filled, not computed, on both sides alike: with the K and V of 512 computed positions, again and again.
+Ours go to blocks that were scattered at random (our_side.py).
+
+The limit is the time to read what a step must read once, the weights of all linear layers and the K and V of every
+context, at the bandwidth that a plain sum over 1 GiB reaches: the best of many measurements between the rounds. It is
+given as a share of the dense step's time, as the ratios are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bandwidth import ReadBandwidth
+from common import at_most, conclude
+from dense_side import Dense
+from llamas import random_prompts, save_model, say
+from our_side import Ours
+
+from rootstock.engine.assemble import free_host_bytes
+
+SHOW = "D2"
+MODEL = "600m"
+CONTEXTS = (512, 4096)
+BATCHES = (1, 4, 8, 16)
+COMPUTED_TOKENS = 512  # with which contexts are filled
+STEPS = {512: 12, 4096: 5}  # of each round
+ROUNDS = (3, 7)  # least and most
+SECONDS = 40.0  # of one batch and context, after which no round begins that need not
+ROOM_BYTES = 2**30  # left to everybody else
+BAR = {512: 0.75, 4096: 0.5}
+GOAL = {512: 0.55, 4096: 0.32}
+SMALLEST_BARRED_BATCH = {512: 1, 4096: 8}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", default=MODEL)
+    options.add_argument("--batches", default=",".join(map(str, BATCHES)), help="comma-separated")
+    options.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="comma-separated")
+    options.add_argument("--rounds", type=int, help="exactly so many")
+    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
+    given = options.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    batches = [int(batch) for batch in given.batches.split(",")]
+    contexts = [int(context) for context in given.contexts.split(",")]
+    least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
+
+    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
+    bandwidth = ReadBandwidth()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        path = save_model(given.model, Path(folder))
+        sides = Sides(path, max(batches) * (max(contexts) + 256))
+        figures["parameters"] = sides.ours.parameters
+        measured: dict[tuple[int, int], Measured] = {}
+        for context in contexts:
+            prompts = random_prompts(max(batches), context)
+            sides.ours.fill(prompts, sides.computed)
+            for batch in batches:
+                needed = sides.dense_bytes(batch, context) + ROOM_BYTES
+                if needed > free_host_bytes():
+                    say(
+                        f"B={batch}, {context}: {needed / 2**30:.1f} GiB of memory needed, which are not free"
+                    )
+                    continue
+                found = sides.compare(prompts[:batch], STEPS[context], least, most, bandwidth)
+                measured[batch, context] = found
+                say(
+                    f"B={batch}, {context}: {found.ours_ms:.1f} ms, dense {found.dense_ms:.1f} ms, "
+                    f"ratio {found.ratio:.3f} ({min(found.ratios):.3f} to {max(found.ratios):.3f})"
+                )
+    for (batch, context), found in measured.items():
+        limit_ms = found.read_bytes / bandwidth.best_gb_per_s / 1e6
+        figures |= {
+            f"ratio_b{batch}_{context}": round(found.ratio, 4),
+            f"ratios_b{batch}_{context}": [round(ratio, 3) for ratio in found.ratios],
+            f"ours_ms_b{batch}_{context}": round(found.ours_ms, 2),
+            f"dense_ms_b{batch}_{context}": round(found.dense_ms, 2),
+            f"limit_ms_b{batch}_{context}": round(limit_ms, 2),
+            f"limit_b{batch}_{context}": round(limit_ms / found.dense_ms, 4),
+            f"at_goal_b{batch}_{context}": found.ratio <= GOAL.get(context, 0),
+        }
+    figures["read_gb_per_s"] = round(bandwidth.best_gb_per_s, 2)
+    figures["read_gb_per_s_median"] = round(statistics.median(bandwidth.gb_per_s), 2)
+    # Below some 0.8 others were at work on these cores, and times of several threads mean little.
+    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
+    conclude(
+        SHOW,
+        figures,
+        {
+            f"ratio_b{batch}_{context}": at_most(BAR.get(context, 1.0))
+            for context in contexts
+            for batch in batches
+            if batch >= SMALLEST_BARRED_BATCH.get(context, 1)
+        },
+    )
+
+
+class Measured:
+    def __init__(self, pairs: list[tuple[float, float]], read_bytes: int) -> None:
+        """pairs: seconds of our step and of the dense one, of each round"""
+        self.ratios = [ours / dense for ours, dense in pairs]
+        self.ratio = statistics.median(self.ratios)
+        self.ours_ms, self.dense_ms = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
+        self.read_bytes = read_bytes
+
+
+class Sides:
+    def __init__(self, path: Path, pool_tokens: int) -> None:
+        self.dense = Dense(path, torch.bfloat16)
+        config = self.dense.config
+        self.kv_bytes_per_token = (
+            2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        )
+        self.ours = Ours(path, "bfloat16", gib=pool_tokens * self.kv_bytes_per_token / 2**30)
+        self.computed = random_prompts(1, COMPUTED_TOKENS, seed=1)[0]
+        self.dense.keep(self.computed)
+        # Of the embeddings a step reads a row for each sequence. Tied ones are read as the head.
+        embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        self._weights_bytes = 2 * (self.ours.parameters - embeddings)
+
+    def dense_bytes(self, batch: int, context: int) -> int:
+        """What the dense side takes beyond its weights: all K and V, and once more those of a layer or two."""
+        return int(1.1 * batch * context * self.kv_bytes_per_token)
+
+    def compare(
+        self, prompts: np.ndarray, steps: int, least: int, most: int, bandwidth: ReadBandwidth
+    ) -> Measured:
+        batch, context = prompts.shape
+
+        def ours_s() -> float:
+            return self.ours.decode_step_s(prompts, steps)
+
+        def dense_s() -> float:
+            gc.collect()
+            return self.dense.decode_step_s(prompts, steps)
+
+        began = time.monotonic()
+        # What is made on first use is made on both sides.
+        self.ours.decode_step_s(prompts, 2)
+        self.dense.decode_step_s(prompts, 1)
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < least or (len(pairs) < most and time.monotonic() - began < SECONDS):
+            # Who goes first changes, so that neither always finds the machine in the other's state.
+            if len(pairs) % 2:
+                theirs = dense_s()
+                pairs.append((ours_s(), theirs))
+            else:
+                mine = ours_s()
+                pairs.append((mine, dense_s()))
+            bandwidth.measure()
+        return Measured(pairs, self._weights_bytes + batch * context * self.kv_bytes_per_token)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""D4: the `agents` workload end to end over HTTP, against dense `generate`, transformers' server and llama.cpp's.
+
+Eight agents with one system prompt of 2,048 words (a word is a token), eight turns of 16 to 160 new words, 64 tokens
+out. All sides have the same weights in bfloat16, tokenizer, chat template and number of threads; all answers are
+greedy and have 64 tokens, because the model cannot generate an end (chatting_llama.py).
+
+  ours           `rootstock serve`, defaults but for dtype, threads and the memory of its cache
+  dense          one left-padded `transformers.generate` a turn over all agents' prompts, in this process: no HTTP
+  transformers   `transformers serve --continuous-batching`, pages of 32 tokens, as many as the workload needs twice
+  llama.cpp      llama-cpp-python's server on a GGUF file of the same weights, with the cache flags that did best
+
+Each server starts with nothing cached and is stopped before the next; a first short request is outside the time.
+Ours is run before and after each of the others, and a ratio is that peer's wall time by the mean of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chatting_llama import write_chatting_llama
+from common import at_least, conclude
+from dense_side import Dense, Stopwatch
+from llamas import say
+from peers import PeerProcess, PeerUnavailable, llama_server, transformers_server
+from transformers import AutoTokenizer
+
+from rootstock.bench.play import play
+from rootstock.bench.rows import Quantiles, quantiles
+from rootstock.bench.serving import ServerProcess
+from rootstock.bench.targets import UrlTarget
+from rootstock.bench.workloads import Sizes, Workload, as_text, make_workload
+from rootstock.errors import StartupError
+
+SHOW = "D4"
+SIZES = Sizes(8, 8, turns=8, prefix_tokens=2048, new_tokens=(16, 160), answer_tokens=64)
+KV_BUDGET = "4GiB"
+PAGE_TOKENS = 32
+BATCH_TOKENS = 512
+# What a conversation may come to: prefix, turns and answers, and what the template puts between them.
+LONGEST_TOKENS = SIZES.prefix_tokens + SIZES.turns * (SIZES.new_tokens[1] + SIZES.answer_tokens + 16) + 64
+BARS = {"dense": 5.0, "transformers": 5.0, "llama_cpp": 1.5}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    wall_s: float
+    ttft: Quantiles
+    inter_token: Quantiles
+    completion_tokens: int
+    prompt_tokens: int | None  # None: the server does not say
+
+
+Side = Callable[[], Outcome]  # raises PeerUnavailable
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--model", default="80m")
+    options.add_argument("--rounds", type=int, default=1)
+    options.add_argument("--threads", type=int, help="of all sides; as many as torch takes unless given")
+    options.add_argument("--only", default=",".join(BARS), help="which peers, comma-separated")
+    options.add_argument("--turns", type=int, default=SIZES.turns)
+    options.add_argument(
+        "--transformers-python",
+        default=sys.executable,
+        help="an interpreter with transformers and accelerate",
+    )
+    options.add_argument("--llama-python", help="an interpreter with llama-cpp-python[server] and gguf")
+    options.add_argument("--llama-options", default="--flash_attn True", help="of its server")
+    options.add_argument("--llama-dtype", default="bfloat16", help="of the GGUF file's matrices: or float16")
+    options.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of transformers' server")
+    given = options.parse_args()
+    threads = given.threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    sizes = Sizes(SIZES.conversations, SIZES.at_once, given.turns, SIZES.prefix_tokens, SIZES.new_tokens, 64)
+    workload = make_workload("agents", 0, sizes)
+    figures: dict[str, Any] = {"threads": threads, "dtype": "bfloat16", "model": given.model}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_chatting_llama(given.model, Path(folder) / "model")
+
+        def ours() -> Outcome:
+            return of_rootstock(path, threads, workload)
+
+        def dense() -> Outcome:
+            return of_dense(path, workload)
+
+        def transformers() -> Outcome:
+            blocks = 2 * sizes.conversations * -(-LONGEST_TOKENS // PAGE_TOKENS)
+            python = given.transformers_python
+            peer = transformers_server(python, path, threads, blocks, PAGE_TOKENS, given.batch_tokens)
+            return of_peer(peer, workload, str(path))
+
+        def llama_cpp() -> Outcome:
+            if given.llama_python is None:
+                raise PeerUnavailable("no --llama-python was given")
+            gguf = as_gguf(given.llama_python, path, given.llama_dtype)
+            context = -(-LONGEST_TOKENS // 256) * 256
+            extra = given.llama_options.split()
+            return of_peer(llama_server(given.llama_python, gguf, threads, context, extra), workload)
+
+        sides: dict[str, Side] = {"dense": dense, "transformers": transformers, "llama_cpp": llama_cpp}
+        asked = [name for name in sides if name in given.only.split(",")]
+        figures |= compare(ours, {name: sides[name] for name in asked}, given.rounds)
+    conclude(SHOW, figures, {f"times_faster_than_{name}": at_least(BARS[name]) for name in asked})
+
+
+def compare(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    mine: list[Outcome] = []
+    theirs: dict[str, list[Outcome]] = {name: [] for name in peers}
+    ratios: dict[str, list[float]] = {name: [] for name in peers}
+
+    def run(name: str, side: Side) -> Outcome:
+        outcome = side()
+        say(
+            f"{name}: {outcome.wall_s:.2f} s, first token after {outcome.ttft.p50 * 1e3:.0f} ms "
+            f"(p95 {outcome.ttft.p95 * 1e3:.0f}), between tokens p95 {outcome.inter_token.p95 * 1e3:.1f} ms, "
+            f"{outcome.completion_tokens} tokens, prompts of {outcome.prompt_tokens}"
+        )
+        return outcome
+
+    mine.append(run("ours", ours))
+    for _ in range(rounds):
+        for name, side in peers.items():
+            try:
+                outcome = run(name, side)
+            except PeerUnavailable as error:
+                say(f"{name}: could not be measured: {error}")
+                figures[f"could_not_{name}"] = str(error)
+                continue
+            theirs[name].append(outcome)
+            mine.append(run("ours", ours))
+            ratios[name].append(outcome.wall_s / statistics.mean(o.wall_s for o in mine[-2:]))
+    figures |= described("ours", mine)
+    for name in peers:
+        if ratios[name]:
+            figures[f"times_faster_than_{name}"] = round(statistics.median(ratios[name]), 3)
+            figures |= described(name, theirs[name])
+    return figures
+
+
+def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Medians over the runs of one side."""
+
+    def median(of: Callable[[Outcome], float], digits: int) -> float:
+        return round(statistics.median(of(outcome) for outcome in outcomes), digits)
+
+    return {
+        f"wall_s_{name}": median(lambda o: o.wall_s, 2),
+        f"ttft_p50_ms_{name}": median(lambda o: o.ttft.p50 * 1e3, 1),
+        f"ttft_p95_ms_{name}": median(lambda o: o.ttft.p95 * 1e3, 1),
+        f"inter_token_p50_ms_{name}": median(lambda o: o.inter_token.p50 * 1e3, 2),
+        f"inter_token_p95_ms_{name}": median(lambda o: o.inter_token.p95 * 1e3, 2),
+        f"completion_tokens_{name}": outcomes[-1].completion_tokens,
+        f"prompt_tokens_{name}": outcomes[-1].prompt_tokens,
+    }
+
+
+# ---- over HTTP
+
+
+def of_rootstock(path: Path, threads: int, workload: Workload) -> Outcome:
+    options = ["--port", "0", "--dtype", "bfloat16", "--threads", str(threads), "--kv-budget", KV_BUDGET]
+    with ServerProcess([str(path), *options]) as server:
+        return over_http(server.url, workload)
+
+
+def of_peer(peer: PeerProcess, workload: Workload, model: str | None = None) -> Outcome:
+    with peer:
+        try:
+            return over_http(peer.url, workload, model)
+        except (StartupError, AssertionError) as error:
+            raise PeerUnavailable(f"{error}; {peer.last_lines()}") from error
+
+
+def over_http(url: str, workload: Workload, model: str | None = None) -> Outcome:
+    with UrlTarget(url, workload.sizes.at_once, model) as target:
+        played = play(workload, target)
+    failed = [sample.error for sample in played.flat if sample.error is not None]
+    assert not failed, f"{len(failed)} requests failed: {failed[0]}"
+    times = [np.diff(sample.token_times) for sample in played.flat]
+    ttft = quantiles([sample.token_times[0] - sample.sent_at for sample in played.flat])
+    inter_token = quantiles(np.concatenate(times).tolist())
+    assert ttft is not None
+    assert inter_token is not None
+    prompts = [sample.prompt_tokens for sample in played.flat]
+    return Outcome(
+        played.wall_s,
+        ttft,
+        inter_token,
+        sum(sample.completion_tokens for sample in played.flat),
+        None if None in prompts else sum(prompt for prompt in prompts if prompt is not None),
+    )
+
+
+def as_gguf(python: str, path: Path, dtype: str) -> Path:
+    gguf = path.with_suffix(f".{dtype}.gguf")
+    if not gguf.exists():
+        converter = Path(__file__).with_name("llama_gguf.py")
+        done = subprocess.run(
+            [python, str(converter), str(path), str(gguf), dtype], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise PeerUnavailable(f"no GGUF file: {done.stderr.strip()[-300:]}")
+    return gguf
+
+
+# ---- dense
+
+
+def of_dense(path: Path, workload: Workload) -> Outcome:
+    """A turn of all agents is one batch, computed from its first token on: that is what `generate` does."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    dense = Dense(path, torch.bfloat16)
+    with torch.inference_mode():
+        dense.generate([np.arange(16, dtype=np.int32)], 4)
+        return dense_turns(tokenizer, dense, workload)
+
+
+def dense_turns(tokenizer: Any, dense: Dense, workload: Workload) -> Outcome:
+    conversations = [[{"role": "system", "content": as_text(each.prefix)}] for each in workload.conversations]
+    first_tokens: list[float] = []
+    between: list[float] = []
+    prompt_tokens = completion_tokens = 0
+    began = time.monotonic()
+    for turn in range(workload.sizes.turns):
+        sent = time.perf_counter()
+        prompts = []
+        for messages, conversation in zip(conversations, workload.conversations, strict=True):
+            messages.append({"role": "user", "content": as_text(conversation.turns[turn].new)})
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            prompts.append(np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32))
+        watch = Stopwatch()
+        answers = dense.generate(prompts, workload.sizes.answer_tokens, watch)
+        for messages, answer in zip(conversations, answers, strict=True):
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+        first_tokens += [watch.times[0] - sent] * len(prompts)
+        between += np.diff(watch.times).tolist() * len(prompts)
+        prompt_tokens += sum(map(len, prompts))
+        completion_tokens += sum(map(len, answers))
+    wall_s = time.monotonic() - began
+    ttft, inter_token = quantiles(first_tokens), quantiles(between)
+    assert ttft is not None
+    assert inter_token is not None
+    return Outcome(wall_s, ttft, inter_token, completion_tokens, prompt_tokens)
+
+
+if __name__ == "__main__":
+    main()

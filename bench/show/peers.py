@@ -1,0 +1,146 @@
+"""Other people's servers, each in a process of its own for as long as a block lasts.
+
+None of them is a dependency: which interpreter has them is told by options, and what is not there is reported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import httpx
+
+ENDS_WITHIN_S = 15.0
+LAST_LINES = 6
+
+
+class PeerUnavailable(Exception):
+    """It could not be started; says how it failed."""
+
+
+class PeerProcess:
+    """`with PeerProcess(command, port) as peer:` then `peer.url`. Ended by its handle on every way out of the block.
+
+    Raises PeerUnavailable if GET /v1/models does not answer in time.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        ready_within_s: float = 90.0,
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = list(command)
+        self._environment = {**os.environ, **(environment or {})}
+        self._ready_within_s = ready_within_s
+        self._process: subprocess.Popen[str] | None = None
+        self._output: IO[str] | None = None
+
+    def __enter__(self) -> PeerProcess:
+        # A file rather than a pipe: nobody need read it, and a server that writes a lot cannot block.
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self._wait_until_ready(self._process)
+        except OSError as error:
+            self._end()
+            raise PeerUnavailable(f"{self._command[0]}: {error}") from error
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def last_lines(self) -> str:
+        if self._output is None:
+            return ""
+        self._output.flush()
+        self._output.seek(0)
+        return " | ".join(deque((line.strip() for line in self._output if line.strip()), maxlen=LAST_LINES))
+
+    def _wait_until_ready(self, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + self._ready_within_s
+        while True:
+            if process.poll() is not None:
+                raise PeerUnavailable(f"it ended with status {process.returncode}: {self.last_lines()}")
+            try:
+                if httpx.get(f"{self.url}/v1/models", timeout=2.0, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > deadline:
+                raise PeerUnavailable(f"not ready after {self._ready_within_s:.0f} s: {self.last_lines()}")
+            time.sleep(0.1)
+
+    def _end(self) -> None:
+        process, output = self._process, self._output
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if output is not None:
+            output.close()
+
+
+def transformers_server(
+    python: str, model: Path, threads: int, blocks: int, page_tokens: int, batch_tokens: int
+) -> PeerProcess:
+    """transformers' own server with continuous batching: paged, bounded, prefixes shared by whole pages.
+
+    It needs the package accelerate, which nothing else here does.
+    """
+    port = free_port()
+    command = [
+        *(python, "-m", "transformers.cli.transformers", "serve", str(model), "--continuous-batching"),
+        *("--cb-block-size", str(page_tokens), "--cb-num-blocks", str(blocks)),
+        *("--cb-max-batch-tokens", str(batch_tokens)),
+        *("--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+    return PeerProcess(command, port, {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
+
+
+def llama_server(
+    python: str, gguf: Path, threads: int, context_tokens: int, options: Sequence[str] = ()
+) -> PeerProcess:
+    """llama-cpp-python's server. It computes one request at a time and lets others wait, rather than interrupt it."""
+    port = free_port()
+    command = [
+        *(python, "-m", "llama_cpp.server", "--model", str(gguf), "--n_ctx", str(context_tokens)),
+        *("--n_threads", str(threads), "--n_threads_batch", str(threads)),
+        *("--logits_all", "False", "--interrupt_requests", "False", "--verbose", "False"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *options,
+    ]
+    return PeerProcess(command, port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
