@@ -31,8 +31,10 @@ demo: setup
 serve: setup
 	$(BIN)/rootstock serve $(MODEL)
 
+# Workloads in every state of the cache, then the side-by-sides with others' code (an hour at most).
 bench: setup
 	$(BIN)/rootstock bench --workload agents,chat,fewshot,burst --out bench/results
+	$(BIN)/python bench/side_by_sides.py --out bench/results
 
 # `make show ID=A1` runs one acceptance script of bench/show, `make show` all of them.
 show: setup

@@ -9,6 +9,9 @@ greedy and have 64 tokens, because the model cannot generate an end (chatting_ll
   transformers   `transformers serve --continuous-batching`, pages of 32 tokens, as many as the workload needs twice
   llama.cpp      llama-cpp-python's server on a GGUF file of the same weights, with the cache flags that did best
 
+The interpreters of the peers are found by options, or by the environment: ROOTSTOCK_TRANSFORMERS_PYTHON and
+ROOTSTOCK_LLAMA_PYTHON. A peer that is not there is reported, and misses its bar.
+
 Each server starts with nothing cached and is stopped before the next; a first short request is outside the time.
 Ours is run before and after each of the others, and a ratio is that peer's wall time by the mean of the two.
 """
@@ -16,6 +19,7 @@ Ours is run before and after each of the others, and a ratio is that peer's wall
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -73,10 +77,14 @@ def main() -> None:
     options.add_argument("--turns", type=int, default=SIZES.turns)
     options.add_argument(
         "--transformers-python",
-        default=sys.executable,
+        default=os.environ.get("ROOTSTOCK_TRANSFORMERS_PYTHON", sys.executable),
         help="an interpreter with transformers and accelerate",
     )
-    options.add_argument("--llama-python", help="an interpreter with llama-cpp-python[server] and gguf")
+    options.add_argument(
+        "--llama-python",
+        default=os.environ.get("ROOTSTOCK_LLAMA_PYTHON"),
+        help="an interpreter with llama-cpp-python[server] and gguf",
+    )
     options.add_argument("--llama-options", default="--flash_attn True", help="of its server")
     options.add_argument("--llama-dtype", default="bfloat16", help="of the GGUF file's matrices: or float16")
     options.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of transformers' server")
@@ -103,7 +111,7 @@ def main() -> None:
 
         def llama_cpp() -> Outcome:
             if given.llama_python is None:
-                raise PeerUnavailable("no --llama-python was given")
+                raise PeerUnavailable("neither --llama-python nor ROOTSTOCK_LLAMA_PYTHON is given")
             gguf = as_gguf(given.llama_python, path, given.llama_dtype)
             context = -(-LONGEST_TOKENS // 256) * 256
             extra = given.llama_options.split()
