@@ -99,6 +99,7 @@ class Engine:
         # A fine-tune's tokenizer often knows an end of turn that its configuration does not name.
         of_codec = () if codec is None else codec.eos_token_ids
         self._eos_token_ids = tuple(dict.fromkeys((*runtime.description.eos_token_ids, *of_codec)))
+        self._after_events: tuple[Callable[[], None], ...] = ()
         self._thread: threading.Thread | None = None
         self._counters = StepCounters()
         self._step_began: float | None = None
@@ -228,6 +229,16 @@ class Engine:
             stop_tokens=frozenset(ends),
             now=self._clock(),
         )
+
+    def call_after_events(self, function: Callable[[], None]) -> None:
+        """From now on it is called, on the engine's thread, whenever sinks may have been given events and no more
+        follow at once: after each step. So a sink may collect them and pass them on together."""
+        with self._lock:
+            self._after_events += (function,)
+
+    def no_call_after_events(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            self._after_events = tuple(other for other in self._after_events if other != function)
 
     def abort(self, request: RequestId) -> None:
         """The request ends with `Aborted`, unless it has ended. Idempotent, does not wait."""
@@ -425,8 +436,16 @@ class Engine:
         except Exception as error:
             self._start_anew(error)
         finally:
+            self._events_are_told()
             self._step_began = None
         return True
+
+    def _events_are_told(self) -> None:
+        for function in self._after_events:
+            try:
+                function()
+            except Exception:
+                log.exception("what was to be called after events raised")
 
     def _start_anew(self, error: Exception) -> None:
         """Ours to mend, and the cache cannot be trusted any more: nothing of it is kept."""
@@ -456,6 +475,7 @@ class Engine:
             self._apply(self._cache.make_way())
             return
         self._stalled = False
+        self._events_are_told()  # of those that ended before this forward
         try:
             logits = self._forward(work)
         except Exception as error:
@@ -668,3 +688,4 @@ class Engine:
             left, self._live = list(self._live.values()), {}
         for sequence in left:
             sequence.fail(error)
+        self._events_are_told()

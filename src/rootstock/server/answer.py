@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.concurrency import run_in_threadpool
@@ -22,6 +22,8 @@ from rootstock.server.openai import Call
 from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage_body
 
 log = logging.getLogger(__name__)
+
+SendText = Callable[[str], Awaitable[None]]
 
 
 class Answerer:
@@ -40,7 +42,7 @@ class Answerer:
             try:
                 await generation.submit()
                 if call.stream:
-                    return EventStream(generation, self._stream(call, generation, route))
+                    return EventStream(generation, partial(self._stream, call, generation, route))
                 generation.watch(request.receive)
                 answer = await self._whole(call, generation, route)
             except BaseException:
@@ -57,8 +59,8 @@ class Answerer:
 
     async def _whole(self, call: Call, generation: Generation, route: str) -> Response:
         histories: list[list[PromptScored | TokenEvent | Finished]] = [[] for _ in call.requests]
-        async for batch in generation:
-            for index, event in batch:
+        while events := await generation.next():
+            for index, event in events:
                 assert not isinstance(event, Failed | Aborted)
                 histories[index].append(event)
         ends = [history[-1] for history in histories]
@@ -67,20 +69,21 @@ class Answerer:
         choices = [call.format.whole(index, history) for index, history in enumerate(histories)]
         return JSONResponse(call.format.head | {"choices": choices, "usage": usage_body(usage)})
 
-    async def _stream(self, call: Call, generation: Generation, route: str) -> AsyncGenerator[str]:
+    async def _stream(self, call: Call, generation: Generation, route: str, send: SendText) -> None:
+        """Sends what happens as it happens. Raises what ends a stream without anybody left to be told."""
         writer = ChunkWriter(call.format, call.include_usage)
         ends: dict[int, Finished] = {}
         try:
-            async for batch in generation:
-                chunks: list[str] = []
-                for index, event in batch:
+            while events := await generation.next():
+                text = ""
+                for index, event in events:
                     assert not isinstance(event, Failed | Aborted)
-                    chunks += map(writer.chunk, call.format.choices(index, event))
+                    text += writer.chunks(index, event)
                     if isinstance(event, Finished):
                         ends[index] = event
-                if chunks:
-                    yield "".join(chunks)
-        except (ClientGone, asyncio.CancelledError, GeneratorExit):
+                if text:
+                    await send(text)
+        except (ClientGone, asyncio.CancelledError, OSError):
             self._metrics.answered(route, "disconnected")
             raise
         except Exception as error:
@@ -89,16 +92,18 @@ class Answerer:
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
-            yield error_event(error_body(error))
+            await send(error_event(error_body(error)))
             return
         usage = total_usage([ends[index] for index in range(len(ends))], call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        yield (writer.usage(usage) if call.include_usage else "") + DONE
+        await send((writer.usage(usage) if call.include_usage else "") + DONE)
 
     def _bridge_of_this_loop(self) -> Bridge:
         loop = asyncio.get_running_loop()
         if self._bridge is None or self._bridge.loop is not loop:
-            self._bridge = Bridge(loop)
+            if self._bridge is not None:
+                self._bridge.close()
+            self._bridge = Bridge(loop, self._engine)
         return self._bridge
 
 
@@ -107,9 +112,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, pieces: AsyncGenerator[str]) -> None:
+    def __init__(self, generation: Generation, stream: Callable[[SendText], Awaitable[None]]) -> None:
         self._generation = generation
-        self._pieces = pieces
+        self._stream = stream
         self.status_code = 200
         self.background = None
         # Proxies such as nginx would otherwise collect the stream before they pass it on.
@@ -120,9 +125,11 @@ class EventStream(Response):
             self._generation.watch(receive)
             start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(start)
-            async with aclosing(self._pieces) as pieces:
-                async for piece in pieces:
-                    await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+
+            def send_text(text: str) -> Awaitable[None]:
+                return send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+            await self._stream(send_text)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGone, OSError):
             pass  # nobody is left to be told

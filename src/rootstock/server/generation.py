@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,6 @@ from rootstock.engine.request import (
     Event,
     Failed,
     Finished,
-    PromptScored,
     Request,
     TokenEvent,
     Usage,
@@ -27,21 +26,31 @@ from rootstock.server.metrics import Metrics
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]  # ASGI's
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
-_HUNG_UP = object()
 
 
 class Bridge:
-    """Carries events from the engine's thread into one event loop, waking it once for many of them."""
+    """Carries events from the engine's thread into one event loop, and wakes it once for all events of a step.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    A step's events are carried when all of them are there: a loop that was woken by the first would take the
+    interpreter from the engine while it still makes the others.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self.loop = loop
-        self._arrived: deque[tuple[asyncio.Queue[Any], Indexed]] = deque()
+        self._engine = engine
+        self._arrived: deque[tuple[Mailbox, Indexed]] = deque()
         self._awaited = False
+        engine.call_after_events(self._wake)
 
-    def send(self, queue: asyncio.Queue[Any], event: Indexed) -> None:
-        """Called on the engine's thread."""
-        self._arrived.append((queue, event))
-        if self._awaited:
+    def close(self) -> None:
+        self._engine.no_call_after_events(self._wake)
+
+    def send(self, mailbox: Mailbox, event: Indexed) -> None:
+        """Called on the engine's thread, which calls `_wake` when the step has no more of them."""
+        self._arrived.append((mailbox, event))
+
+    def _wake(self) -> None:
+        if self._awaited or not self._arrived:
             return
         self._awaited = True
         try:
@@ -52,9 +61,45 @@ class Bridge:
     def _deliver(self) -> None:
         # First the flag, then the events: one that arrives in between wakes the loop once too often, not never.
         self._awaited = False
-        while self._arrived:
-            queue, event = self._arrived.popleft()
-            queue.put_nowait(event)
+        arrived = self._arrived
+        while arrived:
+            mailbox, event = arrived.popleft()
+            mailbox.put(event)
+
+
+class Mailbox:
+    """Events of one HTTP request, for one task to take. Of the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._events: list[Indexed] = []
+        self._hung_up = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Indexed) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def hang_up(self) -> None:
+        """The client is gone: what has come is still to be had, and then ClientGone."""
+        self._hung_up = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Indexed]:
+        """All that has come, at least one event. Raises ClientGone."""
+        if not self._events and not self._hung_up:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._events:
+            raise ClientGone
+        events, self._events = self._events, []
+        return events
 
 
 class Generation:
@@ -63,7 +108,7 @@ class Generation:
     async with Generation(engine, bridge, metrics, requests) as generation:
         await generation.submit()
         generation.watch(receive)
-        async for events in generation: …
+        while events := await generation.next(): …
     """
 
     def __init__(self, engine: Engine, bridge: Bridge, metrics: Metrics, requests: Sequence[Request]) -> None:
@@ -71,8 +116,9 @@ class Generation:
         self._engine = engine
         self._bridge = bridge
         self._timing = metrics.timing(len(self.requests))
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
+        self._error: RootstockError | None = None  # to be raised after what happened before it was told
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -101,57 +147,55 @@ class Generation:
             self._open.add(index)
 
     def _sink(self, index: int) -> Callable[[Event], None]:
-        bridge, queue = self._bridge, self._queue
-        return lambda event: bridge.send(queue, (index, event))
+        send, mailbox = self._bridge.send, self._mailbox
+        return lambda event: send(mailbox, (index, event))
 
     def watch(self, receive: Receive) -> None:
-        """From now on the iteration raises ClientGone when the client closes the connection."""
+        """From now on `next` raises ClientGone when the client closes the connection."""
         self._watcher = asyncio.create_task(self._hang_up_when_gone(receive))
 
     async def _hang_up_when_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._queue.put_nowait(_HUNG_UP)
+        self._mailbox.hang_up()
 
-    def __aiter__(self) -> AsyncIterator[list[Indexed]]:
-        return self._batches()
-
-    async def _batches(self) -> AsyncIterator[list[Indexed]]:
-        """Events in the order in which they happened, as many at once as there are; until all have ended.
+    async def next(self) -> list[Indexed]:
+        """Events in the order in which they happened, as many at once as there are; none when all have ended.
 
         Raises the error of a request that fails, and ClientGone.
         """
-        while self._open:
-            batch: list[Indexed] = []
-            try:
-                batch.append(self._checked(await self._queue.get()))
-                while not self._queue.empty():
-                    batch.append(self._checked(self._queue.get_nowait()))
-            except (RootstockError, ClientGone):
-                if batch:  # what happened before the failure is told before it
-                    yield batch
-                raise
-            yield batch
+        if self._error is not None:
+            raise self._error
+        if not self._open:
+            return []
+        events = await self._mailbox.take()
+        now = self._timing.now()
+        for at, (index, event) in enumerate(events):
+            if isinstance(event, TokenEvent):
+                self._timing.token(index, now)
+                continue
+            self._error = self._ended(index, event)
+            if self._error is not None:
+                if at == 0:
+                    raise self._error
+                return events[:at]
+        return events
 
-    def _checked(self, item: Any) -> Indexed:
-        if item is _HUNG_UP:
-            raise ClientGone
-        index, event = item
+    def _ended(self, index: int, event: Event) -> RootstockError | None:
+        """Takes note of an end; answers the error that it is."""
         match event:
-            case TokenEvent():
-                self._timing.token(index)
             case Finished():
                 self._open.discard(index)
                 self._timing.finished(event.usage)
             case Failed(error=error):
                 self._open.discard(index)
-                raise error
+                return error
             case Aborted():  # not by us, since we are still reading
                 self._open.discard(index)
-                raise EngineStopped("The request was cancelled on the server")
-            case PromptScored():
+                return EngineStopped("The request was cancelled on the server")
+            case _:
                 pass
-        return index, event
+        return None
 
 
 def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:

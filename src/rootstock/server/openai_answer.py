@@ -26,6 +26,10 @@ class WireFormat(Protocol):
         """The streamed choices that an event becomes."""
         ...
 
+    def text_choice(self, index: int, text: str) -> Json:
+        """What `choices` makes of a token that has text and no log-probability, and is not the first event."""
+        ...
+
     def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
         """The choice that all events of one request become."""
         ...
@@ -48,13 +52,16 @@ class ChatFormat:
                 if logprob is not None:
                     yield self._choice(index, {"content": text}, self._logprobs([logprob]))
                 elif text:
-                    yield self._choice(index, {"content": text})
+                    yield self.text_choice(index, text)
             case Finished(reason=reason, text=text, stopped_by=stopped_by):
                 if text:
-                    yield self._choice(index, {"content": text})
+                    yield self.text_choice(index, text)
                 yield self._choice(index, {}) | {"finish_reason": reason, "stop_reason": stopped_by}
             case PromptScored():
                 pass
+
+    def text_choice(self, index: int, text: str) -> Json:
+        return self._choice(index, {"content": text})
 
     def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
         end = events[-1]
@@ -109,11 +116,14 @@ class CompletionFormat:
                 if logprob is not None:
                     yield self._choice(index, text, self._logprobs(index, [logprob]))
                 elif text:
-                    yield self._choice(index, text)
+                    yield self.text_choice(index, text)
             case Finished(reason=reason, text=text, stopped_by=stopped_by):
                 yield self._choice(index, text) | {"finish_reason": reason, "stop_reason": stopped_by}
             case PromptScored():
                 pass
+
+    def text_choice(self, index: int, text: str) -> Json:
+        return self._choice(index, text)
 
     def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
         end = events[-1]
@@ -193,14 +203,27 @@ def usage_body(usage: Usage) -> Json:
 
 
 class ChunkWriter:
-    """Server-sent events. Everything but the choice is the same in every chunk, and is written once."""
+    """Server-sent events. Everything but the choice is the same in every chunk, and is written once; of a choice that
+    is nothing but text, everything but the text."""
 
     def __init__(self, format: WireFormat, include_usage: bool) -> None:
         head = json.dumps(format.head | {"object": format.chunk_object}, ensure_ascii=False)
+        self._format = format
         self._before = f'data: {head[:-1]}, "choices": ['
         self._after = '], "usage": null}\n\n' if include_usage else "]}\n\n"
+        self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
-    def chunk(self, choice: Json) -> str:
+    def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> str:
+        around = self._around_text.get(index)
+        if around is not None and isinstance(event, TokenEvent) and event.logprob is None:
+            return f"{around[0]}{_quoted(event.text)}{around[1]}" if event.text else ""
+        chunks = "".join(map(self._chunk, self._format.choices(index, event)))
+        if around is None:
+            before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(_quoted(_TEXT))
+            self._around_text[index] = before, after
+        return chunks
+
+    def _chunk(self, choice: Json) -> str:
         return f"{self._before}{_dumps(choice)}{self._after}"
 
     def usage(self, usage: Usage) -> str:
@@ -213,4 +236,6 @@ def error_event(body: Json) -> str:
 
 DONE = "data: [DONE]\n\n"
 
+_TEXT = "\0text"  # stands where text goes, and in nothing else that a chunk holds
+_quoted: Callable[[str], str] = json.encoder.encode_basestring  # as `_dumps` writes a string
 _dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode

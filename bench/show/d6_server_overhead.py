@@ -1,0 +1,140 @@
+"""D6: what the server takes: tokens/s through HTTP streaming against the engine in process, at 32 streams.
+
+One process has the engine and the HTTP server, as `rootstock serve` has them. A round asks 32 requests at once,
+either of the engine itself (`Engine.submit`, events to a sink) or through 32 connections of a client in a process of
+its own; rounds alternate, the ratio is the median over pairs of neighbouring rounds. Prompts are cached beforehand,
+so that nearly all of a round is decoding. Both sides make text of every token: the tokenizer has a visible piece for
+each, so that every token is a chunk.
+
+The client is as lean as one can be (`streaming_client.py`), because it has no machine of its own here: what it takes
+of the cores is taken from the engine. Its CPU seconds are told, and what OpenAI's own client in that place makes of
+it, which parses every chunk into objects.
+
+The model is small on purpose: its steps are short, so that a server's work per token weighs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import at_least, conclude
+from models_80m import write_streaming_llama
+from streaming_client import ClientProcess
+
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig
+from rootstock.engine.assemble import build_engine
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Event, Failed, Finished, Request, RequestId, SamplingParams, StopParams
+from rootstock.server.app import create_app
+from rootstock.server.run import running
+
+SHOW = "D6"
+STREAMS = 32
+PROMPT_TOKENS = 64
+TOKENS = 96
+ROUNDS = 7
+OPENAI_ROUNDS = 2
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", default="80m", choices=("80m", "600m"))
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--tokens", type=int, default=TOKENS)
+    given = options.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_streaming_llama(Path(folder) / given.model, given.model)
+        made = build_engine(
+            ModelConfig(str(path), device="cpu", dtype="bfloat16"),
+            CacheConfig(budget_bytes=2 * 1024**3),
+            EngineConfig(max_batch=STREAMS),
+        )
+        app = create_app(made.engine, made.codec, made.description)
+        with made.engine, running(app, made.engine) as url:
+            figures = measure(made.engine, url, given.rounds, given.tokens)
+    figures |= {"model": given.model, "streams": STREAMS, "threads": torch.get_num_threads()}
+    conclude(SHOW, figures, {"http_to_in_process": at_least(0.97)})
+
+
+def measure(engine: Engine, url: str, rounds: int, tokens: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(300, 32_000, (STREAMS, PROMPT_TOKENS)).astype(np.int32)
+    asked = prompts.tolist()
+    pairs: list[tuple[float, float]] = []
+    told: dict[str, Any] = {}
+    with ClientProcess(url) as client:
+        client.ask(asked, 8)  # everything is cached, and what is made on first use is made
+        in_process_s(engine, prompts, 8)
+        for i in range(rounds):
+            if i % 2:
+                http_s = (told := _checked(client.ask(asked, tokens), tokens))["seconds"]
+                inside_s = in_process_s(engine, prompts, tokens)
+            else:
+                inside_s = in_process_s(engine, prompts, tokens)
+                http_s = (told := _checked(client.ask(asked, tokens), tokens))["seconds"]
+            pairs.append((inside_s, http_s))
+            print(
+                f"in process {inside_s:.3f} s, over HTTP {http_s:.3f} s: {inside_s / http_s:.3f}", flush=True
+            )
+    with ClientProcess(url, "--openai") as heavy:
+        heavy.ask(asked, 8)
+        openai = []
+        for _ in range(OPENAI_ROUNDS):
+            inside_s = in_process_s(engine, prompts, tokens)
+            openai.append(inside_s / _checked(heavy.ask(asked, tokens), tokens)["seconds"])
+    made = STREAMS * tokens
+    ratios = [inside_s / http_s for inside_s, http_s in pairs]
+    return {
+        "http_to_in_process": round(statistics.median(ratios), 4),
+        "spread": [round(min(ratios), 4), round(max(ratios), 4)],
+        "in_process_tokens_per_s": round(made / statistics.median(inside_s for inside_s, _ in pairs), 1),
+        "http_tokens_per_s": round(made / statistics.median(http_s for _, http_s in pairs), 1),
+        "chunks_per_token": round(told["chunks"] / made, 4),
+        "client_cpu_share": round(told["cpu_s"] / told["seconds"], 4),
+        "with_openai_client": round(statistics.median(openai), 4),
+    }
+
+
+def _checked(answer: dict[str, Any], tokens: int) -> dict[str, Any]:
+    assert answer["tokens"] == STREAMS * tokens, answer
+    return answer
+
+
+def in_process_s(engine: Engine, prompts: np.ndarray, tokens: int) -> float:
+    """Seconds from the first submission to the last end."""
+    ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    counts = [0] * len(prompts)
+
+    def sink(event: Event, index: int) -> None:
+        if isinstance(event, Finished | Failed):
+            ended.put(event)
+        else:
+            counts[index] += 1
+
+    began = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        request = Request(
+            RequestId(f"in-process-{index}"),
+            prompt,
+            SamplingParams(temperature=0.0),
+            StopParams(max_tokens=tokens, ignore_eos=True),
+        )
+        engine.submit(request, lambda event, index=index: sink(event, index))
+    ends = [ended.get() for _ in prompts]
+    seconds = time.perf_counter() - began
+    assert all(isinstance(end, Finished) for end in ends), ends
+    assert counts == [tokens] * len(prompts)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
