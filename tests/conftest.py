@@ -1,7 +1,9 @@
-"""Hypothesis profiles: quick and repeatable by default, long and random with ROOTSTOCK_SOAK=1."""
+"""Hypothesis profiles: quick and repeatable by default, long and random with ROOTSTOCK_SOAK=1. Triton's interpreter
+where Triton is installed and there is no CUDA device."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from hypothesis import HealthCheck, settings
@@ -10,3 +12,11 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("quick", derandomize=True, database=None, **_COMMON)
 settings.register_profile("soak", max_examples=20_000, database=None, **_COMMON)
 settings.load_profile("soak" if os.environ.get("ROOTSTOCK_SOAK") else "quick")
+
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # before anybody imports Triton: its functions are made for one of both
+        )

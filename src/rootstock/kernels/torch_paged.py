@@ -43,6 +43,7 @@ class Tuning:
     # Least and most rows of a band of a sliding window. Between them, as many as the window is wide: with more, most
     # of the edge is hidden from most of them.
     band_rows: tuple[int, int] = (64, 256)
+    split_positions: int = 256  # on CUDA devices: the least of a context that a program of its own attends to
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def _small_slices(description: ModelDescription) -> Tuning:
     """Slices of about 8 positions, so that all that a kernel does occurs within so few tokens."""
     layer_bytes = [family.bytes_per_token // family.layers for family in token_families(description.families)]
     eight = max(1, 8 * max(layer_bytes, default=0) // 2)  # K is half of it
-    return Tuning(eight, 2 * eight, many_rows=8, share_from=2 * BLOCK_SIZE)
+    return Tuning(eight, 2 * eight, many_rows=8, share_from=2 * BLOCK_SIZE, split_positions=8)
 
 
 def largest_difference(ours: Logits, own: Logits) -> float:

@@ -4,11 +4,14 @@
 - packed, token-wise mixers: so, but recurrent layers continue a state one token at a time, since the multi-token path
   of some ignores what they stored
 - one sequence per forward: the model's own attention and masks on K and V gathered from the pool
+
+A packed rung is tried with the kernel that is compiled for the device, if there is one, and then without.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,8 +26,11 @@ from rootstock.runtime.torch_layout import Layout, sequential_layout
 from rootstock.runtime.torch_masks import IMPLEMENTATION
 from rootstock.runtime.torch_memory import OutOfMemory
 from rootstock.runtime.torch_mixers import refuse_forgetful_mixers
+from rootstock.runtime.torch_pool import Compiled
 from rootstock.runtime.torch_probe import probe_packed, undo_parts
 from rootstock.runtime.torch_survey import Surveyed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Served:
 
     layout: Layout
     description: ModelDescription
+    compiled: Compiled | None = None  # the kernel that is not torch's own
 
 
 def climb(
@@ -42,16 +49,22 @@ def climb(
     describe: Callable[[Layout], ModelDescription],
     make_runtime: Callable[[Served, Tuning], Runtime],
     progress: Callable[[float], None],
+    compiled: Compiled | None = None,
 ) -> Served:
     """The best rung whose answers are right. Raises ModelUnsupported or SelfCheckFailed if there is none."""
     rungs: list[Rung] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
     if not found.states:
         rungs.remove("packed, token-wise mixers")
     failures: list[Exception] = []
+    tries: list[tuple[Rung, Compiled | None]] = []
     for rung in rungs:
+        if compiled is not None and rung != "one sequence per forward":
+            tries.append((rung, compiled))
+        tries.append((rung, None))
+    for rung, kernel in tries:
         try:
             layout = _put_on(rung, model, found, context_limit)
-            served = Served(layout, replace(describe(layout), rung=rung))
+            served = Served(layout, replace(describe(layout), rung=rung), kernel)
             remark = self_check(
                 model,
                 layout.calling,
@@ -65,8 +78,12 @@ def climb(
             undo_parts(model)
             failures.append(failure)
             continue
+        if compiled is not None and tries[tries.index((rung, kernel)) - 1] == (rung, compiled):
+            _log.warning(
+                "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
+            )
         reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
-        return Served(layout, replace(served.description, rung_reason="; ".join(reasons)))
+        return replace(served, description=replace(served.description, rung_reason="; ".join(reasons)))
     name = describe(sequential_layout(found)).name
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:

@@ -34,7 +34,7 @@ from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
 from rootstock.runtime.torch_packing import pack_linears
-from rootstock.runtime.torch_pool import TorchPool, formats_of
+from rootstock.runtime.torch_pool import TorchPool, compiled_for, formats_of
 from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
@@ -94,6 +94,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         describe,
         lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),
+        compiled_for(device),
     )
     report("pack", 0.0)
     pack_linears(
@@ -118,7 +119,7 @@ def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:
         kv_dtype=_names_of(layout.dtypes),
         layout=_layout_name(layout),
     )
-    return Served(layout, description)
+    return replace(served, layout=layout, description=description)
 
 
 def _layout_name(layout: Layout) -> str:
@@ -135,6 +136,7 @@ class TorchRuntime:
         self._model = model
         self._description = served.description
         self._layout = served.layout
+        self._compiled = served.compiled
         self._tuning = tuning
         self._device = torch.device(served.description.device)
         self._pool: TorchPool | None = None
@@ -148,7 +150,14 @@ class TorchRuntime:
         layout = self._layout
         with torch.inference_mode():
             self._pool = TorchPool(
-                layout.families, layout.layers, layout.states, rows, block_size, self._device, self._tuning
+                layout.families,
+                layout.layers,
+                layout.states,
+                rows,
+                block_size,
+                self._device,
+                self._tuning,
+                self._compiled,
             )
 
     def apply(self, plan: Plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
+from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_latent import LatentAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
@@ -19,13 +22,18 @@ from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
 
+_log = logging.getLogger(__name__)
+
+_TRITON_CAPABILITY = (8, 0)  # before it Triton has no matrix units, and the kernel spills its registers
+
 Kind = Literal[
     "plain",  # K and V reach attention as they were given to the cache
     "latent",  # of all heads together (MLA): attended with absorbed weights
     "alone",  # its module is run one sequence at a time, on dense K and V
 ]
 
-Kernel = Literal["paged", "gather", "latent"]  # which attends a layer
+Kernel = Literal["paged", "gather", "latent", "triton"]  # which attends a layer
+Compiled = Literal["triton"]  # kernels that are compiled for the device, and may fail to
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +108,7 @@ class TorchPool:
         block_size: int,
         device: torch.device,
         tuning: Tuning | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
         assert len(rows) == len(families)
         assert block_size > 0
@@ -112,7 +121,8 @@ class TorchPool:
         self.gather = GatherAttention(block_size, device)
         self.paged: PagedAttention | None = None
         self.latent: LatentAttention | None = None
-        kernels = [_kernel(shape, device) for shape in layers]
+        self.triton: Attention | None = None
+        kernels = [_kernel(shape, device, compiled) for shape in layers]
         # The widest layer tells how many positions make a slice.
         if "paged" in kernels:
             position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in layers)
@@ -124,6 +134,10 @@ class TorchPool:
                 if kernel == "latent"
             )
             self.latent = LatentAttention(block_size, device, position_bytes, tuning)
+        if "triton" in kernels:
+            from rootstock.kernels.triton_paged import TritonAttention  # which not everybody has
+
+            self.triton = TritonAttention(block_size, device, (tuning or Tuning()).split_positions)
         self.layers = {
             shape.index: LayerMemory(shape, kernel, blocks[shape.family] * block_size, device)
             for shape, kernel in zip(layers, kernels, strict=True)
@@ -247,9 +261,26 @@ def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:
     ]
 
 
-def _kernel(shape: LayerShape, device: torch.device) -> Kernel:
+def compiled_for(device: torch.device) -> Compiled | None:
+    """The compiled kernel that fits a device. Where one would and cannot be had, the log says so."""
+    if device.type != "cuda":
+        return None
+    missing = None
+    if torch.cuda.get_device_capability(device) < _TRITON_CAPABILITY:
+        missing = "{}.{} is the least compute capability that it is made for".format(*_TRITON_CAPABILITY)
+    elif importlib.util.find_spec("triton") is None:
+        missing = "triton is not installed"
+    if missing is None:
+        return "triton"
+    _log.warning("Attention gathers each context instead of reading it in place: %s", missing)
+    return None
+
+
+def _kernel(shape: LayerShape, device: torch.device, compiled: Compiled | None) -> Kernel:
     if shape.kind == "latent":
         return "latent"
+    if shape.kind == "plain" and compiled is not None:
+        return compiled
     # What torch's flash attention for CPUs can do.
     fits_flash = shape.key_dim == shape.value_dim and not shape.softcap and device.type == "cpu"
     return "paged" if shape.kind == "plain" and fits_flash else "gather"

@@ -1,0 +1,144 @@
+"""A kernel that is compiled for the device: used if it agrees, and what happens if it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rootstock.cache.families import TokenFamily
+from rootstock.config import ModelConfig
+from rootstock.kernels.scores import StepAttention
+from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.kernels.torch_gather import GatherAttention
+from rootstock.runtime import torch_model, torch_pool
+from rootstock.runtime.torch_pool import compiled_for
+from twins.checkpoints import VOCAB, save
+from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+
+STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
+CUDA = torch.device("cuda")
+
+
+class Right(GatherAttention):
+    used = 0
+
+    def __init__(self, block_size: int, device: torch.device, least_split: int) -> None:
+        super().__init__(block_size, device)
+
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        type(self).used += 1
+        return super().prepare(spans, family)
+
+
+class Wrong(Right):
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        """Heads get each other's results."""
+        step = super().prepare(spans, family)
+        return lambda *given: step(*given).flip(1)
+
+
+class Uncompilable(Right):
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        raise RuntimeError("ptxas fatal: no such target\nand a long listing")
+
+
+@pytest.fixture(params=[Right, Wrong, Uncompilable])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Right]:
+    """Stands in for Triton's, on a CPU."""
+    monkeypatch.setitem(
+        sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=request.param)
+    )
+    monkeypatch.setattr(torch_model, "compiled_for", lambda device: "triton")
+    monkeypatch.setattr(request.param, "used", 0)
+    return request.param
+
+
+def assert_agrees(directory: Path, runtime: torch_model.TorchRuntime) -> None:
+    allocate(runtime)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    own = Dense(directory, attention="eager")
+    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
+        expected = own.logits(tokens)
+        assert float(np.abs(logits - expected).max()) <= 1e-3 * float(expected.std())
+
+
+def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
+    tmp_path: Path, kernel: type[Right], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save(tmp_path, "gemma3_text")  # full attention and windows
+    with caplog.at_level(logging.WARNING):
+        runtime = load(directory)
+    described, before = runtime.description, kernel.used
+    assert described.rung == "packed"
+    assert_agrees(directory, runtime)
+    warnings = [record.getMessage() for record in caplog.records]
+    if kernel is Right:
+        assert (described.rung_reason, warnings) == ("", [])
+        assert kernel.used > before
+        return
+    assert kernel.used == before
+    said = "of a first chunk is" if kernel is Wrong else "RuntimeError: ptxas fatal: no such target"
+    assert said in described.rung_reason
+    assert len(warnings) == 1
+    assert "without triton" in warnings[0]
+    assert said in warnings[0]
+
+
+def test_a_model_that_cannot_be_packed_blames_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_model, "compiled_for", lambda device: "triton")
+    with caplog.at_level(logging.WARNING):
+        described = load(save(tmp_path, "bloom")).description
+    assert described.rung == "one sequence per forward"
+    assert described.rung_reason.count("does not call attention") == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "compiled", "said"),
+    [
+        ((9, 0), True, "triton", ""),
+        ((9, 0), False, None, "triton is not installed"),
+        ((7, 5), True, None, "8.0 is the least compute capability"),
+    ],
+)
+def test_which_cuda_devices_get_a_compiled_kernel(
+    capability: tuple[int, int],
+    installed: bool,
+    compiled: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch_pool.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert compiled_for(CUDA) == compiled
+    assert compiled_for(torch.device("cpu")) is None
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "llama4_text"])
+def test_models_are_served_by_triton(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention; windows and softcaps; sinks; chunks. Without a device, by Triton's interpreter."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch_model, "compiled_for", lambda device: "triton")
+    directory = save(tmp_path, model_type)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runtime = torch_model.load_model(ModelConfig(str(directory), dtype="float32", device=device))
+    assert (runtime.description.rung, runtime.description.rung_reason) == ("packed", "")
+    assert runtime._compiled == "triton"
+    assert_agrees(directory, runtime)
+    assert runtime._pool is not None
+    assert {layer.kernel for layer in runtime._pool.layers.values()} == {"triton"}
