@@ -326,16 +326,17 @@ def test_a_loaded_model_is_packed_but_for_what_its_code_reads(
 
 
 @needs_bfloat16_units
-def test_a_packed_model_computes_what_the_model_itself_does(tmp_path: Path) -> None:
+def test_a_packed_model_is_as_near_to_exact_logits_as_the_model_itself(tmp_path: Path) -> None:
     runtime = load(save(tmp_path, "llama"), "bfloat16")
     described = runtime.description
     allocate(runtime)
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
-    own = Dense(tmp_path, torch.bfloat16, attention="eager")
+    own, exact = (Dense(tmp_path, dtype, attention="eager") for dtype in (torch.bfloat16, torch.float32))
     assert described.parameters == sum(parameter.numel() for parameter in own.model.parameters())
     for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
-        expected = own.logits(tokens)
-        assert float(np.sqrt(np.mean((logits - expected) ** 2))) <= 0.05 * float(expected.std())
+        expected, theirs = exact.logits(tokens), own.logits(tokens)
+        ours_off, theirs_off = (np.sqrt(np.mean((got - expected) ** 2)) for got in (logits, theirs))
+        assert ours_off <= 1.2 * theirs_off <= 0.2 * expected.std()
 
 
 def test_float32_is_not_touched(tmp_path: Path, packings: list[Packing]) -> None:

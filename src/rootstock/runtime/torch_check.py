@@ -48,6 +48,7 @@ from rootstock.cache.plan import (
 )
 from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
+from rootstock.runtime.torch_standins import unfused
 from rootstock.runtime.torch_survey import Calling
 
 BLOCK_SIZE = 4
@@ -205,7 +206,8 @@ def own_attention(model: nn.Module) -> Iterator[None]:
     before = str(config._attn_implementation)
     use_attention(model, "eager")
     try:
-        yield
+        with unfused(model):
+            yield
     finally:
         use_attention(model, before)
 

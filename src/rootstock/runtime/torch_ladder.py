@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -28,6 +28,7 @@ from rootstock.runtime.torch_memory import OutOfMemory
 from rootstock.runtime.torch_mixers import refuse_forgetful_mixers
 from rootstock.runtime.torch_pool import Compiled
 from rootstock.runtime.torch_probe import probe_packed, undo_parts
+from rootstock.runtime.torch_standins import NOTHING_FUSED, Fusion, undo_fusion
 from rootstock.runtime.torch_survey import Surveyed
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Served:
     layout: Layout
     description: ModelDescription
     compiled: Compiled | None = None  # the kernel that is not torch's own
+    fusion: Fusion = NOTHING_FUSED
 
 
 def climb(
@@ -56,15 +58,14 @@ def climb(
     if not found.states:
         rungs.remove("packed, token-wise mixers")
     failures: list[Exception] = []
-    tries: list[tuple[Rung, Compiled | None]] = []
-    for rung in rungs:
-        if compiled is not None and rung != "one sequence per forward":
-            tries.append((rung, compiled))
-        tries.append((rung, None))
-    for rung, kernel in tries:
+    refused: Rung | None = None  # on which the compiled kernel did not do
+    for rung, kernel, fuses in _tries(rungs, compiled):
         try:
             layout = _put_on(rung, model, found, context_limit)
-            served = Served(layout, replace(describe(layout), rung=rung), kernel)
+            fusion = _fuse(model, found, context_limit) if fuses else NOTHING_FUSED
+            if fuses and not fusion.parts:
+                continue  # the next try is the same
+            served = Served(layout, replace(describe(layout), rung=rung), kernel, fusion)
             remark = self_check(
                 model,
                 layout.calling,
@@ -76,9 +77,11 @@ def climb(
             raise
         except Exception as failure:  # whatever the model's own code raises where it meets ours
             undo_parts(model)
+            undo_fusion(model)
             failures.append(failure)
+            refused = rung if kernel is not None else refused
             continue
-        if compiled is not None and tries[tries.index((rung, kernel)) - 1] == (rung, compiled):
+        if refused == rung:
             _log.warning(
                 "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
             )
@@ -90,6 +93,24 @@ def climb(
         last = disagreements[-1]
         raise SelfCheckFailed(name, last.figure, last.allowed, last.what) from last
     raise ModelUnsupported(name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[-1]
+
+
+def _tries(rungs: Sequence[Rung], compiled: Compiled | None) -> Iterator[tuple[Rung, Compiled | None, bool]]:
+    """(rung, kernel, whether with the fused forms of the model's parts), from best to last resort."""
+    for rung in rungs:
+        if rung != "one sequence per forward":
+            if compiled is not None:
+                yield rung, compiled, False
+            yield rung, None, True
+        yield rung, None, False
+
+
+def _fuse(model: nn.Module, found: Surveyed, context_limit: int) -> Fusion:
+    try:
+        from rootstock.runtime.torch_fusing import fuse
+    except ImportError:  # no Numba here: the kernels say so
+        return NOTHING_FUSED
+    return fuse(model, found, next(model.parameters()).device, context_limit)
 
 
 def _put_on(rung: Rung, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:

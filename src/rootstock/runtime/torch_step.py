@@ -17,12 +17,13 @@ from rootstock.kernels.torch_latent import LatentStepAttention
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch_hooks import expansion, mark
 from rootstock.runtime.torch_masks import MaskPattern
-from rootstock.runtime.torch_parts import Part, StepCache
+from rootstock.runtime.torch_parts import Part
 from rootstock.runtime.torch_pool import Kernel, LayerMemory, TorchPool
+from rootstock.runtime.torch_standins import FusedStep
 from rootstock.runtime.torch_states import StateCache
 
 
-class PackedCache(StepCache):
+class PackedCache(FusedStep):
     """One packed step over the pool: new K and V go to their slots, and lead attention back to here."""
 
     def __init__(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool = False) -> None:
@@ -54,6 +55,13 @@ class PackedCache(StepCache):
         memory.write(self._slots[memory.family], layer.key, layer.value)
         mark(key_states, value_states, layer)
         return key_states, value_states
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        memory = self._pool.layers[index]
+        memory.write(self._slots[memory.family], key, value)
+        attention: Any = self._prepared(memory)  # not of latents, which nobody fuses
+        attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
+        return attended
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         """0 for the model as a whole, whose positions are given. A layer that asks for its own adds it to the row
