@@ -97,13 +97,17 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         compiled_for(device),
     )
     report("pack", 0.0)
-    pack_linears(
+    projections = served.fusion.projections
+    packing = pack_linears(
         model,
-        [],
+        [projection.linears for projection in projections],
         lambda: trial_logits(served.description, lambda tuning: TorchRuntime(model, served, tuning)),
         lambda: rounding(model, served.description),
         lambda done: report("pack", done),
     )
+    for projection, linear in zip(projections, packing.groups, strict=True):
+        if linear is not None:
+            projection.use(linear)
     return TorchRuntime(model, _with_stored_states(served, _STATE_DTYPES[config.state_dtype]))
 
 
