@@ -21,7 +21,7 @@ from rootstock.runtime.torch_fusing import fuse
 from rootstock.runtime.torch_ladder import use_attention
 from rootstock.runtime.torch_masks import IMPLEMENTATION
 from rootstock.runtime.torch_probe import probe_packed
-from rootstock.runtime.torch_standins import Fusion, is_fused, undo_fusion
+from rootstock.runtime.torch_standins import NOTHING_FUSED, Fusion, is_fused, undo_fusion
 from rootstock.runtime.torch_survey import survey
 from twins.architectures import VOCAB
 from twins.checkpoints import save
@@ -137,7 +137,7 @@ def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytes
     both = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("rootstock.runtime.torch_ladder._with_fusion", lambda rung: (False,))
+            monkeypatch.setattr("rootstock.runtime.torch_ladder._fuse", lambda *given: NOTHING_FUSED)
         runtime = load(path)
         assert any(is_fused(m) for m in runtime._model.modules()) == fuses
         allocate(runtime)
