@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
 DISK_WRITES = ("back", "through")
 COMPRESSIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -96,6 +97,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     threads: int | None = None
     state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
+    quantize: str = "none"  # bits of the weights of linear layers; the rest of the model stays as it is
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -104,6 +106,8 @@ class ModelConfig:
             raise InvalidOption("--dtype", self.dtype, " | ".join(DTYPES))
         if self.state_dtype not in STATE_DTYPES:
             raise InvalidOption("--state-dtype", self.state_dtype, " | ".join(STATE_DTYPES))
+        if self.quantize not in QUANTIZATIONS:
+            raise InvalidOption("--quantize", self.quantize, " | ".join(QUANTIZATIONS))
 
 
 @dataclass(frozen=True, slots=True)

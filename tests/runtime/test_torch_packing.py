@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rootstock.cache import Namespace
+from rootstock.config import QUANTIZATIONS, ModelConfig
+from rootstock.errors import InvalidOption
 from rootstock.kernels import torch_linear
 from rootstock.kernels.torch_linear import Plain, Prepacked, packs_bfloat16
+from rootstock.kernels.torch_rounded import FEW_ROWS, Int4, Int8
 from rootstock.runtime import torch_model
 from rootstock.runtime.base import Logits
+from rootstock.runtime.torch_model import load_model
 from rootstock.runtime.torch_packing import Packing, pack_linears, packed_of
+from rootstock.server.described import numbers_of, table_of
 from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
@@ -343,3 +349,94 @@ def test_float32_is_not_touched(tmp_path: Path, packings: list[Packing]) -> None
     runtime = load(save(tmp_path, "llama"))
     assert packings[0].packed == 0
     assert not any(p.isnan().any() for p in runtime._model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ rounded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("quantize", "most"), [("int8", 0.15), ("int4", 0.8)])
+def test_rounded_weights_change_the_logits_by_what_their_bits_allow(
+    tmp_path: Path, packings: list[Packing], quantize: str, most: float, dtype: str
+) -> None:
+    """Weights of the tiny models are wide, which makes much of every error."""
+    save(tmp_path, "llama", num_key_value_heads=4)
+    runtime = load(tmp_path, dtype, quantize)
+    assert len(packings[0].rounded) == 3 * 7 + 1
+    assert not packings[0].unrounded
+    assert max(packings[0].rounded.values()) < 0.12
+    allocate(runtime)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    own = Dense(tmp_path, attention="eager")
+    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
+        expected = own.logits(tokens)
+        error = float(np.sqrt(np.mean((logits - expected) ** 2))) / float(expected.std())
+        assert 0.0 < error <= most
+
+
+def test_the_head_keeps_8_bits_when_the_rest_gets_4(tmp_path: Path) -> None:
+    runtime = load(save(tmp_path, "llama"), quantize="int4")
+    model: Any = runtime._model
+    assert isinstance(packed_of(model.lm_head), Int8)
+    assert isinstance(packed_of(model.model.layers[0].mlp.down_proj), Int4)
+    assert model.lm_head.weight.isnan().all()
+
+
+def test_what_cannot_be_rounded_stays_and_is_told(
+    tmp_path: Path, packings: list[Packing], caplog: pytest.LogCaptureFixture
+) -> None:
+    load(save(tmp_path, "llama"), quantize="int8")  # of 2 heads of 16: 32 outputs
+    assert {name.rpartition(".")[2] for name in packings[0].unrounded} == {"k_proj", "v_proj"}
+    assert packings[0].unrounded == packings[0].unrounded | dict.fromkeys(
+        packings[0].unrounded, "it has 32 outputs, and fewer than 64 are not rounded"
+    )
+    assert "6 of 22 linear layers are not int8: model.layers.0.self_attn.k_proj, since" in caplog.text
+
+
+def test_keys_and_values_of_rounded_weights_are_never_shared_with_others(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    prints = [load(tmp_path, quantize=name).description.weights_fingerprint for name in QUANTIZATIONS]
+    assert len(set(prints)) == len(QUANTIZATIONS)
+    namespaces = {Namespace(name, "float32", "") for name in prints}
+    assert len(namespaces) == len(QUANTIZATIONS)
+
+
+def test_the_description_says_how_weights_are_kept(tmp_path: Path) -> None:
+    described = load(save(tmp_path, "llama"), quantize="int4").description
+    assert described.quantize == "int4"
+    assert dict(table_of(described, 16))["dtype"].startswith("float32 with int4 weights, cache in float32")
+    assert numbers_of(described, 16)["quantize"] == "int4"
+    assert described.parameters == load(tmp_path).description.parameters
+
+
+def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Int8):
+        def __call__(self, x: Tensor) -> Tensor:
+            probed = len(x) in (4, 4 * FEW_ROWS)  # rows that every linear is tried with
+            return super().__call__(x) * (1.0 if probed else torch.nan)
+
+    monkeypatch.setattr("rootstock.kernels.torch_rounded.Int8", Broken)
+    with pytest.raises(
+        InvalidOption, match="--quantize is 'int8', but must be none: this model computes no numbers"
+    ):
+        load(save(tmp_path, "llama"), quantize="int8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantize": "int3"}, "must be none | int8 | int4"),
+        ({"quantize": "int8", "dtype": "float16"}, "none with --dtype float16: ask for bfloat16 or float32"),
+    ],
+)
+def test_rounding_that_cannot_be_had_is_refused_with_what_to_do(fields: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidOption) as refused:
+        load_model(ModelConfig("anything", device="cpu", **fields))  # type: ignore[arg-type]
+    assert said in refused.value.message
+
+
+def test_rounding_is_for_cpus() -> None:
+    with pytest.raises(InvalidOption, match="none on cuda: weights are rounded for CPUs only"):
+        torch_model._refuse_rounding("int4", torch.device("cuda"), torch.bfloat16)

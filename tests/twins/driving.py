@@ -38,9 +38,9 @@ BLOCKS = 160
 SLOTS = 40  # of recurrent states
 
 
-def load(directory: Path, dtype: str = "float32") -> TorchRuntime:
+def load(directory: Path, dtype: str = "float32", quantize: str = "none") -> TorchRuntime:
     """By the real loader, on one thread: these models are too small to share."""
-    return load_model(ModelConfig(str(directory), dtype=dtype, device="cpu", threads=1))
+    return load_model(ModelConfig(str(directory), dtype=dtype, device="cpu", threads=1, quantize=quantize))
 
 
 class Dense:

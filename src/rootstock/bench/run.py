@@ -43,6 +43,7 @@ class OwnEngine:
     threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    quantize: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +128,12 @@ def _rows_of_engine(config: BenchConfig, own: OwnEngine) -> Iterator[Row]:
             own.dtype or "float32",
             served_name=NAME,
             threads=own.threads,
+            quantize=own.quantize,
         )
     else:
-        model = ModelConfig(own.model, own.device, own.dtype or "auto", threads=own.threads)
+        model = ModelConfig(
+            own.model, own.device, own.dtype or "auto", threads=own.threads, quantize=own.quantize
+        )
     # One engine after the other: two would need twice the memory.
     if "cold" in states or "warm" in states:
         yield from _rows_with_cache(config, own, model, states)

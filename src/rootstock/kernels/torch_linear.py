@@ -9,6 +9,8 @@
   rows in any layout.
 - float32: oneDNN's and MKL's packed weights win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9): left to
   `F.linear`, as is every other dtype and device. Weights of several layers lie in one tensor then.
+
+Weights rounded to fewer bits are torch_rounded.py's.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def prepare(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest way known for weight [out, in]. What is packed holds nothing of `weight`."""
+    """The fastest way known for weight [out, in] as it is. What is packed holds nothing of `weight`."""
     if is_packed(weight):
         return Prepacked(weight, bias)
     return Plain(weight, bias)
@@ -80,7 +82,7 @@ class Plain:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.weight, self._bias)
+        return nbytes_of(self.weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self._bias)
@@ -97,7 +99,7 @@ class Prepacked:
 
     @property
     def nbytes(self) -> int:
-        return self.out_features * self.in_features * self._packed.element_size() + _nbytes(self._bias)
+        return self.out_features * self.in_features * self._packed.element_size() + nbytes_of(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
@@ -108,5 +110,5 @@ class Prepacked:
         return self._packed.to_dense()
 
 
-def _nbytes(*tensors: Tensor | None) -> int:
+def nbytes_of(*tensors: Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -40,6 +40,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...] = ()
     rung: Rung = "packed"
     rung_reason: str = ""  # why no better one
+    quantize: str = "none"  # "none" | "int8" | "int4": how weights of linear layers are kept
     layout: str = ""  # names how rows lie as bytes, and what made them: a tier must not mix two of these
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +34,17 @@ from rootstock.runtime.torch_files import (
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
-from rootstock.runtime.torch_packing import pack_linears
+from rootstock.runtime.torch_packing import Packing, pack_linears
 from rootstock.runtime.torch_pool import TorchPool, compiled_for, formats_of
 from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
 
+_log = logging.getLogger(__name__)
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a fingerprint ends in: K and V are those of the rounded weights. The number changes with how they are rounded.
+_ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
 
@@ -54,6 +59,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    _refuse_rounding(config.quantize, device, dtype)
     directory = locate(name, with_code=trusted, progress=report)
     declared = read_config(name, directory, trust_remote_code=trusted)
     try:
@@ -77,13 +83,14 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
             vocab_size=layout.vocab_size,
             context_limit=limit,
             families=layout.families,
-            weights_fingerprint=weights,
+            weights_fingerprint=weights + _ROUNDED[config.quantize],
             dtype=_name_of(dtype),
             kv_dtype=_names_of(layout.dtypes),
             device=str(device),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             rope_regime=regime,
             eos_token_ids=_eos_token_ids(model),
+            quantize=config.quantize,
             layout=_layout_name(layout),
         )
 
@@ -104,11 +111,35 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         lambda: trial_logits(served.description, lambda tuning: TorchRuntime(model, served, tuning)),
         lambda: rounding(model, served.description),
         lambda done: report("pack", done),
+        config.quantize,
     )
     for projection, linear in zip(projections, packing.groups, strict=True):
         if linear is not None:
             projection.use(linear)
+    _tell_what_was_not_rounded(packing, config.quantize)
     return TorchRuntime(model, _with_stored_states(served, _STATE_DTYPES[config.state_dtype]))
+
+
+def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidOption."""
+    if quantize != "none" and device.type != "cpu":
+        remedy = f"none on {device.type}: weights are rounded for CPUs only (--device cpu)"
+        raise InvalidOption("--quantize", quantize, remedy)
+    if quantize != "none" and dtype not in (torch.bfloat16, torch.float32):
+        remedy = f"none with --dtype {_name_of(dtype)}: ask for bfloat16 or float32"
+        raise InvalidOption("--quantize", quantize, remedy)
+
+
+def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
+    if quantize == "none":
+        return
+    kept = packing.kept | packing.unrounded
+    if kept:
+        name, reason = next(iter(kept.items()))
+        total = len(kept.keys() | packing.rounded.keys())
+        _log.warning(
+            "%d of %d linear layers are not %s: %s, since %s", len(kept), total, quantize, name, reason
+        )
 
 
 def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:

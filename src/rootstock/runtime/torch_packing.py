@@ -10,6 +10,10 @@ Some code reads a linear's weight directly (latents are attended with absorbed w
 The model is run once before, and who reads what is watched: such a linear stays as it is. Afterwards the same is run
 again: what differs by more than rounding, or is not a number, was read in a way that nobody saw, and all is put back.
 
+Asked to, weights are rounded to fewer bits while they are packed (`--quantize`). What cannot be rounded stays what
+it was, packed or plain, and is told with the reason. The head, whose errors go straight into the logits, is not
+rounded to less than 8 bits.
+
 Linears that are called with the same input can be packed as one (`groups`): who knows the model calls the group, and
 the model's own code goes on calling the members, of which the first computes for all.
 """
@@ -19,16 +23,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rootstock.errors import InvalidOption
 from rootstock.kernels.torch_linear import Linear, Plain, Prepacked, is_packed, prepare, stacked
 from rootstock.runtime.base import Logits
 from rootstock.runtime.torch_check import relative_error
+
+if TYPE_CHECKING:  # Numba is imported with it, which only rounding needs
+    from rootstock.kernels.torch_rounded import Rounding, Scratch
 
 _SAMPLE_ROWS = 4
 
@@ -49,6 +57,16 @@ class Packing:
     ]  # of the groups that were asked for; None: its members could not be packed as one
     packed: int = 0  # modules
     kept: dict[str, str] = field(default_factory=dict)  # name of each linear that stays as it is → why
+    unrounded: dict[str, str] = field(
+        default_factory=dict
+    )  # name of each that should have fewer bits → why not
+    rounded: dict[str, float] = field(
+        default_factory=dict
+    )  # name of each that has → relative error of its products
+    difference: float = 0.0  # relative error of the logits by all of it
+
+
+Way = Literal["packed", "int8", "int4", ""]  # "": left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +75,12 @@ class _Job:
 
     names: list[str]
     modules: list[nn.Linear]
+    way: Way
 
     @property
-    def weights(self) -> tuple[int, ...]:
+    def weights(self) -> tuple[object, ...]:
         """Names the numbers: equal for layers that share them."""
-        return tuple(
+        return self.way, *(
             0 if tensor is None else tensor.data_ptr()
             for module in self.modules
             for tensor in (module.weight, module.bias)
@@ -74,26 +93,38 @@ def pack_linears(
     exercise: Callable[[], dict[str, Logits]],
     allowed: Callable[[], float],
     progress: Callable[[float], None],
+    quantize: str = "none",
 ) -> Packing:
     """Packs module by module, and frees as it goes: the model's memory is never there twice.
 
     `exercise` runs the model in all the ways in which it will be run: logits of each. `allowed` is the
-    `relative_error` that rounding may cause in them; asked if they do change.
+    `relative_error` that packing may cause in them; asked if they do change. What rounding to fewer bits causes is
+    told, not judged. Raises InvalidOption if the model cannot run with rounded weights.
     """
     packing = Packing([None] * len(groups))
     linears = {module: name for name, module in model.named_modules() if type(module) is nn.Linear}
-    for linear in [linear for linear in linears if not is_packed(linear.weight)]:
-        packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} is multiplied as it lies"
     for linear in [linear for linear in linears if _is_changed(linear)]:
         packing.kept[linears.pop(linear)] = "it has hooks or a forward of its own"
+    ways = _ways(model, linears, quantize, packing)
+    for linear in [linear for linear in linears if not ways[linear]]:
+        packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} is multiplied as it lies"
     if linears:
         before, read = _watched(linears, exercise)
         for linear in read:
             packing.kept[linears.pop(linear)] = "its weight is read by other code"
-        _pack(linears, groups, packing, progress)
-        difference = _difference(exercise(), before)
-        if not (difference == 0.0 or difference <= allowed()):
-            _restore(linears, packing, f"with packed weights the logits differ by {difference:.2g}")
+        threads = torch.get_num_threads()
+        _pack(linears, ways, groups, packing, progress)
+        torch.set_num_threads(
+            threads
+        )  # Numba's first loop in parallel gives torch as many as there are cores
+        packing.difference = _difference(exercise(), before)
+        if packing.rounded:
+            if packing.difference == float("inf"):
+                raise InvalidOption(
+                    "--quantize", quantize, "none: this model computes no numbers with such weights"
+                )
+        elif not (packing.difference == 0.0 or packing.difference <= allowed()):
+            _restore(linears, packing, f"with packed weights the logits differ by {packing.difference:.2g}")
     for number, group in enumerate(groups):
         if packing.groups[number] is None:
             packing.groups[number] = _side_by_side(group)
@@ -105,6 +136,26 @@ def packed_of(module: nn.Module) -> Linear | None:
     """What a linear multiplies with, if it is packed and for itself alone."""
     forward = vars(module).get("forward")
     return forward.linear if isinstance(forward, _Packed) else None
+
+
+def _ways(
+    model: nn.Module, linears: dict[nn.Linear, str], quantize: str, packing: Packing
+) -> dict[nn.Linear, Way]:
+    """How each linear is to be multiplied."""
+    ways: dict[nn.Linear, Way] = {linear: "packed" if is_packed(linear.weight) else "" for linear in linears}
+    if quantize == "none":
+        return ways
+    from rootstock.kernels.torch_rounded import not_rounded
+
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    for linear, name in linears.items():
+        rounding: Rounding = "int8" if quantize == "int8" or linear is head else "int4"
+        if reason := not_rounded(linear.weight, rounding):
+            packing.unrounded[name] = reason
+        else:
+            ways[linear] = rounding
+    return ways
 
 
 # ------------------------------------------------------------------------------------------------- who reads
@@ -186,14 +237,20 @@ def _asked(func: Any) -> str:
 
 def _pack(
     linears: dict[nn.Linear, str],
+    ways: dict[nn.Linear, Way],
     groups: Sequence[Sequence[nn.Linear]],
     packing: Packing,
     progress: Callable[[float], None],
 ) -> None:
-    jobs, numbers = _jobs(linears, groups)
+    jobs, numbers = _jobs(linears, ways, groups)
     total = sum(job.modules[0].weight.numel() for job in jobs)
     done = 0
-    same: dict[tuple[int, ...], list[_Job]] = {}
+    scratch = None
+    if {"int8", "int4"} & set(ways.values()):
+        from rootstock.kernels.torch_rounded import Scratch
+
+        scratch = Scratch()
+    same: dict[tuple[object, ...], list[_Job]] = {}
     for job in jobs:
         same.setdefault(job.weights, []).append(job)
     for sharing in same.values():
@@ -201,35 +258,43 @@ def _pack(
         weight, bias = stacked(
             [module.weight.detach() for module in job.modules], [module.bias for module in job.modules]
         )
-        linear = prepare(weight, bias)
         done += sum(each.modules[0].weight.numel() for each in sharing)
-        wrong = _wrong(linear, weight, bias)
+        linear, wrong, error = _made(weight, bias, job.way, scratch)
         del weight, bias
         for each in sharing:
-            if wrong:
+            if wrong and job.way != "packed":
+                packing.unrounded |= dict.fromkeys(each.names, wrong)
+            if linear is None:
                 packing.kept |= dict.fromkeys(each.names, wrong)
                 continue
             _replace(each, linear)
             packing.packed += len(each.modules)
+            if error is not None:
+                packing.rounded |= dict.fromkeys(each.names, error)
             if id(each) in numbers:
                 packing.groups[numbers[id(each)]] = linear
         progress(done / total)
 
 
 def _jobs(
-    linears: dict[nn.Linear, str], groups: Sequence[Sequence[nn.Linear]]
+    linears: dict[nn.Linear, str], ways: dict[nn.Linear, Way], groups: Sequence[Sequence[nn.Linear]]
 ) -> tuple[list[_Job], dict[int, int]]:
     """In the model's order, and id of a job → number of its group. A linear is in one group at most."""
     members = Counter(member for group in groups for member in group)
     assert all(count == 1 for count in members.values()), "a linear is in one group at most"
     jobs, numbers, grouped = [], {}, set()
     for number, group in enumerate(groups):
-        if all(member in linears and _alike(member, group[0]) for member in group):
-            job = _Job([linears[member] for member in group], list(group))
+        if all(
+            member in linears and _alike(member, group[0]) and ways[member] == ways[group[0]]
+            for member in group
+        ):
+            job = _Job([linears[member] for member in group], list(group), ways[group[0]])
             jobs.append(job)
             numbers[id(job)] = number
             grouped |= set(group)
-    jobs += [_Job([name], [linear]) for linear, name in linears.items() if linear not in grouped]
+    jobs += [
+        _Job([name], [linear], ways[linear]) for linear, name in linears.items() if linear not in grouped
+    ]
     return jobs, numbers
 
 
@@ -237,14 +302,33 @@ def _alike(one: nn.Linear, other: nn.Linear) -> bool:
     return one.weight.dtype == other.weight.dtype and one.weight.shape[1] == other.weight.shape[1]
 
 
-def _wrong(linear: Linear, weight: Tensor, bias: Tensor | None) -> str:
-    """Why not to use it, if a few random rows show more than rounding."""
+def _made(
+    weight: Tensor, bias: Tensor | None, way: Way, scratch: Scratch | None
+) -> tuple[Linear | None, str, float | None]:
+    """What to multiply with, why it is not what was asked for, and the relative error of products with rounded
+    weights: all by a few random rows."""
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(_SAMPLE_ROWS, linear.in_features, generator=random).to(weight.dtype)
+    x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.dtype)
     expected = nn.functional.linear(x, weight, bias).float()
-    difference = _rms(linear(x).float() - expected)
-    allowed = torch.finfo(weight.dtype).eps * _rms(expected)
-    return "" if difference <= allowed else f"packed it is off by {difference:.2g}, allowed is {allowed:.2g}"
+    size, rounding = _rms(expected), torch.finfo(weight.dtype).eps * _rms(expected)
+    wrong = ""
+    if scratch is not None and (way == "int8" or way == "int4"):
+        from rootstock.kernels.torch_rounded import FEW_ROWS, rounded
+
+        linear = rounded(weight, bias, way, scratch)
+        few = linear(x).float()
+        # Many rows go through loops of ours, which know nothing of the order in which torch packs.
+        difference = _rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
+        if difference <= 4 * rounding:
+            return linear, "", _rms(few - expected) / size if size else 0.0
+        wrong = f"few and many rows differ by {difference:.2g}, allowed is {4 * rounding:.2g}"
+    if is_packed(weight):
+        linear = prepare(weight, bias)
+        difference = _rms(linear(x).float() - expected)
+        if difference <= rounding:
+            return linear, wrong, None
+        wrong = f"packed it is off by {difference:.2g}, allowed is {rounding:.2g}"
+    return None, wrong, None
 
 
 def _replace(job: _Job, linear: Linear) -> None:

@@ -34,6 +34,7 @@ def numbers_of(description: ModelDescription, block_size: int) -> dict[str, Any]
         "architecture": description.architecture,
         "parameters": description.parameters,
         "dtype": description.dtype,
+        "quantize": description.quantize,
         "kv_dtype": description.kv_dtype,
         "rung": description.rung,
         "rung_reason": description.rung_reason,
@@ -55,6 +56,13 @@ def families_in_words(families: Sequence[Family]) -> str:
     return " + ".join(f"{family.name} × {_counted(family.layers, 'layer')}" for family in families)
 
 
+def dtypes_in_words(description: ModelDescription) -> str:
+    """What it computes in, and what its weights are rounded to if they are."""
+    if description.quantize == "none":
+        return description.dtype
+    return f"{description.dtype} with {description.quantize} weights"
+
+
 def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, str]]:
     """Rows of what and how much."""
     families = description.families
@@ -68,7 +76,10 @@ def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, 
         ("per checkpoint", _checkpoint_in_words(families, block_size)),
         ("context limit", limit),
         ("RoPE", description.rope_regime or "the same at every length, or none"),
-        ("dtype", f"{description.dtype}, cache in {description.kv_dtype}, on {description.device}"),
+        (
+            "dtype",
+            f"{dtypes_in_words(description)}, cache in {description.kv_dtype}, on {description.device}",
+        ),
     ]
 
 

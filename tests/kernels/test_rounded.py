@@ -1,0 +1,136 @@
+"""Weights of 8 and 4 bits: how far they are from what they were, and that every way of multiplying agrees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rootstock.kernels.torch_linear import Linear
+from rootstock.kernels.torch_rounded import FEW_ROWS, Int4, Rounding, Scratch, not_rounded, rounded
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDINGS: list[Rounding] = ["int8", "int4"]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weights_of(linear: Linear, dtype: torch.dtype) -> Tensor:
+    """[out, in] in float32, by what many rows are multiplied with: each input alone."""
+    rows = torch.eye(linear.in_features, dtype=dtype)
+    return linear(torch.cat([rows, rows])[: max(FEW_ROWS + 1, linear.in_features)])[
+        : linear.in_features
+    ].T.float()
+
+
+def relative(difference: Tensor, size: Tensor) -> float:
+    return float(difference.double().square().mean().sqrt() / size.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rounding", "inputs", "most"), [("int8", 256, 0.01), ("int4", 256, 0.09), ("int4", 96, 0.08)]
+)
+def test_normally_distributed_weights_lose_as_little_as_their_bits_allow(
+    rounding: Rounding, inputs: int, most: float, dtype: torch.dtype
+) -> None:
+    weight = random(128, inputs, dtype=dtype)
+    kept = weights_of(rounded(weight, None, rounding, Scratch()), dtype)
+    assert relative(kept - weight.float(), weight.float()) <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+    weight = random(64, 128, dtype=dtype)
+    kept = weights_of(rounded(weight, None, "int8", Scratch()), dtype)
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    # A scale in bfloat16 is itself off by 1/256, and so is what it gives.
+    slack = 1e-5 if dtype == torch.float32 else 1.5
+    assert ((kept - weight.float()).abs() <= step * (0.5 + slack)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_4_bits_represent_sixteen_even_values(dtype: torch.dtype) -> None:
+    weight = (torch.arange(64) % 16 - 8).to(dtype).expand(64, 64) / 4
+    kept = weights_of(rounded(weight, None, "int4", Scratch()), dtype)
+    torch.testing.assert_close(kept, weight.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
+def test_constant_weights_stay_what_they_are(rounding: Rounding, constant: float) -> None:
+    weight = torch.full((64, 64), constant)
+    kept = weights_of(rounded(weight, None, rounding, Scratch()), torch.float32)
+    torch.testing.assert_close(kept, weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (96, 100), (640, 333)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_and_many_rows_and_any_shape_of_them_give_the_same_product(
+    rounding: Rounding, inputs: int, outputs: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, x = (
+        random(outputs, inputs, seed=1, dtype=dtype),
+        random(2 * FEW_ROWS, inputs, seed=2, dtype=dtype),
+    )
+    bias = random(outputs, seed=3, dtype=dtype) if with_bias else None
+    linear = rounded(weight, bias, rounding, Scratch())
+    kept = weights_of(rounded(weight, None, rounding, Scratch()), dtype).double()
+    expected = x.double() @ kept.T + (0 if bias is None else bias.double())
+    eps = torch.finfo(dtype).eps
+    for first, end in ((0, 1), (1, 4), (0, FEW_ROWS), (0, FEW_ROWS + 1), (0, 2 * FEW_ROWS)):
+        product = linear(x[first:end])
+        assert product.dtype == dtype
+        assert relative(product.double() - expected[first:end], expected) <= 8 * eps
+    assert torch.equal(linear(x[:8].view(2, 4, inputs)), linear(x[:8]).view(2, 4, outputs))
+    assert linear(x[0]).shape == (outputs,)
+    assert linear(x[:0]).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_weights_larger_than_a_tile_are_widened_tile_by_tile(
+    rounding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = random(300, 64), random(FEW_ROWS + 1, 64, seed=1)
+    whole = rounded(weight, None, rounding, Scratch())(x)
+    monkeypatch.setattr("rootstock.kernels.torch_rounded._TILE", 64 * 100)
+    tiled = rounded(weight, None, rounding, Scratch())
+    torch.testing.assert_close(tiled(x), whole)
+    assert tiled._scratch._memory.nbytes <= 64 * 128 * 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("rounding", "share"), [("int8", 0.26), ("int4", 0.16)])
+def test_rounded_weights_take_a_share_of_the_memory_and_hold_nothing_of_the_original(
+    rounding: Rounding, share: float
+) -> None:
+    weight, x = random(256, 256), random(3, 256)
+    linear = rounded(weight, None, rounding, Scratch())
+    before = linear(x)
+    assert linear.nbytes <= share * weight.nbytes
+    weight.fill_(torch.nan)
+    assert torch.equal(linear(x), before)
+
+
+def test_groups_are_as_long_as_divides_the_inputs() -> None:
+    assert Int4(random(64, 640), None, Scratch())._group == 64
+    assert Int4(random(64, 96), None, Scratch())._group == 32
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((64, 64), torch.float32, ""),
+        ((64, 1000), torch.float32, "its 1000 inputs are no multiple of 32"),
+        ((8, 64), torch.bfloat16, "it has 8 outputs, and fewer than 64 are not rounded"),
+        ((64, 64), torch.float16, "float16 on cpu is not rounded"),
+    ],
+)
+def test_what_cannot_be_rounded_says_why(
+    shape: tuple[int, int], dtype: torch.dtype, reason: str, rounding: Rounding
+) -> None:
+    assert not_rounded(torch.zeros(shape, dtype=dtype), rounding) == reason
