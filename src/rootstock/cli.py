@@ -105,6 +105,13 @@ def serve(
             help="Of recurrent states that are kept: auto is what the model computes in, bfloat16 halves their size."
         ),
     ] = _MODEL.state_dtype,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graphs",
+            help="Record decodes and replay them, on a CUDA device. Compared with plain decodes at the start.",
+        ),
+    ] = _MODEL.cuda_graphs,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
     cache: Annotated[
         bool,
@@ -159,7 +166,15 @@ def serve(
     """Serve a model to OpenAI clients."""
     _log_warnings()
     model_config = ModelConfig(
-        model, device, dtype, served_model_name, trust_remote_code, threads, state_dtype, quantize
+        model,
+        device,
+        dtype,
+        served_model_name,
+        trust_remote_code,
+        threads,
+        state_dtype,
+        quantize,
+        cuda_graphs=cuda_graphs,
     )
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache

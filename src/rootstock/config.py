@@ -98,6 +98,7 @@ class ModelConfig:
     threads: int | None = None
     state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
     quantize: str = "none"  # bits of the weights of linear layers; the rest of the model stays as it is
+    cuda_graphs: bool = False  # for decodes; off until they have run on a device
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

@@ -138,7 +138,7 @@ def test_models_are_served_by_triton(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runtime = torch_model.load_model(ModelConfig(str(directory), dtype="float32", device=device))
     assert (runtime.description.rung, runtime.description.rung_reason) == ("packed", "")
-    assert runtime._compiled == "triton"
+    assert runtime._served.compiled == "triton"
     assert_agrees(directory, runtime)
     assert runtime._pool is not None
     assert {layer.kernel for layer in runtime._pool.layers.values()} == {"triton"}

@@ -265,6 +265,13 @@ class TritonAttention:
         tiles = Tiles.of(decodes, 1, self._device) if decodes else None
         return TritonStep(self, family, tables, max(span.end for span in spans), tiles, chunks)
 
+    def decodes(
+        self, tables: Tensor, records: Tensor, rows: Tensor, longest: int, family: TokenFamily
+    ) -> StepAttention:
+        """Of one row for each table, whatever the tensors hold when the step is called: `Tiles` says what they mean.
+        `longest`: positions that a sequence may have by then."""
+        return TritonStep(self, family, tables, longest, Tiles(records, rows))
+
     def splits(self, programs: int, longest: int) -> int:
         """Into how many parts, a power of two, contexts of at most `longest` positions are split for a launch of so
         many programs: enough for two waves of the device's processors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from rootstock.runtime.torch_files import (
     read_weights,
     weight_files,
 )
+from rootstock.runtime.torch_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
@@ -58,6 +60,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
+    if config.cuda_graphs and device.type != "cuda":
+        raise InvalidOption("--cuda-graphs", f"with --device {config.device}", "a CUDA device")
     dtype = resolve_dtype(config.dtype, device)
     _refuse_rounding(config.quantize, device, dtype)
     directory = locate(name, with_code=trusted, progress=report)
@@ -117,7 +121,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         if linear is not None:
             projection.use(linear)
     _tell_what_was_not_rounded(packing, config.quantize)
-    return TorchRuntime(model, _with_stored_states(served, _STATE_DTYPES[config.state_dtype]))
+    stored = _with_stored_states(served, _STATE_DTYPES[config.state_dtype])
+    return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
 
 
 def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -167,14 +172,18 @@ def _layout_name(layout: Layout) -> str:
 class TorchRuntime:
     """One model and its pools. Made by `load_model`, owned by one thread."""
 
-    def __init__(self, model: nn.Module, served: Served, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, served: Served, tuning: Tuning | None = None, *, with_graphs: bool = False
+    ) -> None:
         self._model = model
+        self._served = served
         self._description = served.description
         self._layout = served.layout
-        self._compiled = served.compiled
         self._tuning = tuning
         self._device = torch.device(served.description.device)
         self._pool: TorchPool | None = None
+        self._with_graphs = with_graphs
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def description(self) -> ModelDescription:
@@ -192,8 +201,16 @@ class TorchRuntime:
                 block_size,
                 self._device,
                 self._tuning,
-                self._compiled,
+                self._served.compiled,
             )
+            if self._with_graphs:
+                self._graphs = record_decodes(
+                    self._model,
+                    self._served,
+                    self._pool,
+                    min(rows),
+                    functools.partial(self._packed, self._pool, token_wise=False),
+                )
 
     def apply(self, plan: Plan) -> None:
         assert self._pool is not None, "allocate comes first"
@@ -226,6 +243,8 @@ class TorchRuntime:
         with torch.inference_mode():
             if rung == "one sequence per forward":
                 return self._one_by_one(pool, batch.segments)
+            if self._graphs is not None and self._graphs.fits(batch.segments):
+                return self._graphs.forward(batch.segments)
             return self._packed(pool, batch.segments, token_wise=rung == "packed, token-wise mixers")
 
     def _packed(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool) -> Logits:

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
-from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_latent import LatentAttention
 from rootstock.kernels.torch_paged import PagedAttention, Tuning
 from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
+
+if TYPE_CHECKING:
+    from rootstock.kernels.triton_paged import TritonAttention
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class TorchPool:
         self.gather = GatherAttention(block_size, device)
         self.paged: PagedAttention | None = None
         self.latent: LatentAttention | None = None
-        self.triton: Attention | None = None
+        self.triton: TritonAttention | None = None
         kernels = [_kernel(shape, device, compiled) for shape in layers]
         # The widest layer tells how many positions make a slice.
         if "paged" in kernels:
@@ -135,7 +137,7 @@ class TorchPool:
             )
             self.latent = LatentAttention(block_size, device, position_bytes, tuning)
         if "triton" in kernels:
-            from rootstock.kernels.triton_paged import TritonAttention  # which not everybody has
+            from rootstock.kernels.triton_paged import TritonAttention  # not everybody has Triton
 
             self.triton = TritonAttention(block_size, device, (tuning or Tuning()).split_positions)
         self.layers = {
