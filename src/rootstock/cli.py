@@ -16,7 +16,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from rootstock._version import __version__
 from rootstock.cli_cache import cache_app
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig, TierConfig, parse_bytes
+from rootstock.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    TierConfig,
+    parse_bytes,
+    parse_seconds,
+)
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
@@ -146,6 +154,13 @@ def serve(
     chunk_tokens: Annotated[
         int, typer.Option(help="Tokens of one forward: how long a prefill may hold up the others.")
     ] = _ENGINE.chunk_tokens,
+    itl_target: Annotated[
+        str | None,
+        typer.Option(
+            help="How long a step that carries decodes may take, such as 100ms: by what steps take here, so many "
+            "fewer tokens of prompts go into it, down to 16."
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-batch; above that clients get 429.")
     ] = _ENGINE.max_queue,
@@ -179,7 +194,13 @@ def serve(
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
     )
-    engine_config = EngineConfig(max_batch, chunk_tokens, max_queue, context_limit)
+    engine_config = EngineConfig(
+        max_batch,
+        chunk_tokens,
+        max_queue,
+        context_limit,
+        itl_target_s=None if itl_target is None else parse_seconds(itl_target, "--itl-target"),
+    )
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),

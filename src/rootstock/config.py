@@ -29,6 +29,14 @@ def parse_bytes(text: str, option: str = "--kv-budget") -> int:
     return int(float(found[1]) * _UNITS[unit])
 
 
+def parse_seconds(text: str, option: str) -> float:
+    """Seconds of "100ms", "0.1s" or "2s"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
+    if found is None:
+        raise InvalidOption(option, text, "a time with its unit, such as 100ms or 0.1s")
+    return float(found[1]) * (0.001 if found[2] == "ms" else 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     block_size: int = 32  # tokens
@@ -76,8 +84,13 @@ class EngineConfig:
     max_queue: int = 1024  # requests that are accepted beyond max_batch
     context_limit: int | None = None  # lower than the model's, if set
     seed: int = 0  # where the seeds of requests without one come from
+    itl_target_s: float | None = (
+        None  # how long a step with decodes may take: fewer tokens of prompts go into it
+    )
 
     def __post_init__(self) -> None:
+        if self.itl_target_s is not None and self.itl_target_s <= 0.0:
+            raise InvalidOption("--itl-target", f"{self.itl_target_s:g}s", "more than 0")
         for option, value, least in (
             ("--max-batch", self.max_batch, 1),
             ("--chunk-tokens", self.chunk_tokens, 1),

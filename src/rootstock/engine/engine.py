@@ -25,6 +25,7 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
+from rootstock.engine.pacing import Pacing, Share
 from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
     Aborted,
@@ -88,8 +89,12 @@ class Engine:
         self._config = config or EngineConfig()
         self._codec = codec
         self._clock = clock
-        reach = () if tiering is None else (tiering.worth_loading,)
-        self._scheduler = Scheduler(cache, self._config.max_batch, self._config.chunk_tokens, *reach)
+        reach = (lambda sequence, match: None) if tiering is None else tiering.worth_loading
+        target_s = self._config.itl_target_s
+        self._pacing = None if target_s is None else Pacing(target_s)
+        self._scheduler = Scheduler(
+            cache, self._config.max_batch, self._config.chunk_tokens, reach, self._pacing
+        )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended
         self._lock = threading.Lock()  # of _live, _arrivals and _closed
@@ -282,6 +287,7 @@ class Engine:
                 replace(self._counters),
                 None if self._tiering is None else self._tiering.stats(space),
                 dict(self._verifier.counts),
+                self._scheduler.paced_tokens,
             )
         )
 
@@ -458,7 +464,7 @@ class Engine:
         self._fail_everything(EngineFault(error))
 
     def _schedule_and_run(self) -> None:
-        self._scheduler.now = self._clock()
+        began = self._scheduler.now = self._clock()
         self._verifier.pause()
         if self._tiering is not None:
             self._prepare_loads(self._tiering)
@@ -476,6 +482,7 @@ class Engine:
             return
         self._stalled = False
         self._events_are_told()  # of those that ended before this forward
+        shares: list[Share] = [(item.lease.computed, len(item.tokens)) for item in work]
         try:
             logits = self._forward(work)
         except Exception as error:
@@ -494,6 +501,8 @@ class Engine:
         self._apply(self._cache.make_way())
         if self._tiering is not None:
             self._tiering.follow()
+        if self._pacing is not None:
+            self._pacing.observe(shares, self._clock() - began)
 
     def _apply(self, plan: Plan) -> None:
         """Stores first: what follows may write to their rows."""

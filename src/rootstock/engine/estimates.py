@@ -1,4 +1,4 @@
-"""How long prefilling and loading take here, learnt from how long they took.
+"""How long prefilling, loading and whole steps take here, learnt from how long they took.
 
 Both are sums of things that can be counted, each at a price of its own. The prices are fitted to the last
 observations: to relative errors, because a short forward must be as right as a long one; with those that do not fit
@@ -55,6 +55,45 @@ class PrefillSpeed:
             return None
         tokens = max(1, round(self._fit.typical(1)))
         return _rate(tokens, self.seconds(depth, depth + tokens, chunk_tokens=tokens))
+
+
+class StepSpeed:
+    """Seconds of a step = c + a·prefilled + b·attended by these + d·decodes + e·attended by these.
+
+    A token of a prompt and one that is decoded have prices of their own: many rows of one sequence share what they
+    read. Not thread-safe: the engine's thread observes and asks.
+    """
+
+    def __init__(self) -> None:
+        self._fit = _Fit(5)
+
+    @property
+    def observed(self) -> bool:
+        return self._fit.observed
+
+    @property
+    def prefill_prices(self) -> tuple[float, float]:
+        """Seconds per token of a prompt, and per position that it attends to."""
+        return self._fit.price(1), self._fit.price(2)
+
+    def observe(self, segments: Sequence[tuple[int, int]], seconds: float) -> None:
+        """One step. Each segment is (past, new): positions past … past+new-1; one with a single token decodes."""
+        counts = self._counts(segments)
+        if counts[1] or counts[3]:
+            self._fit.observe(counts, seconds, alone=1 if counts[1] else 3)
+
+    def seconds(self, segments: Sequence[tuple[int, int]]) -> float:
+        """Of a step. Something must have been observed."""
+        seconds = self._fit.predict(self._counts(segments))
+        assert seconds is not None
+        return seconds
+
+    @staticmethod
+    def _counts(segments: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
+        prefills = [(past, new) for past, new in segments if new > 1]
+        decodes = [past for past, new in segments if new == 1]
+        attended = sum(_positions(past, past + new) for past, new in prefills)
+        return 1, sum(new for _, new in prefills), attended, len(decodes), sum(decodes)
 
 
 class LoadSpeed:
@@ -122,6 +161,9 @@ class _Fit:
 
     def predict(self, counts: Sequence[float]) -> float | None:
         return float(np.asarray(counts, np.float64) @ self._prices) if self.observed else None
+
+    def price(self, column: int) -> float:
+        return float(self._prices[column])
 
     def typical(self, column: int) -> float:
         """The mean of late."""

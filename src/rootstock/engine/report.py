@@ -41,3 +41,5 @@ class EngineStats:
     counters: StepCounters = field(default_factory=StepCounters)
     tier: TierStats | None = None  # None: there is nothing below the device's memory
     verified: dict[str, int] = field(default_factory=dict)  # hits that were computed anew, by what came of it
+    # Of prompts, that the last step with decodes had room for under --itl-target; None: no target, or no such step.
+    paced_tokens: int | None = None

@@ -17,6 +17,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.stored import Reach
+from rootstock.engine.pacing import Pace, Share
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
@@ -47,7 +48,8 @@ class Work:
 
 
 class Scheduler:
-    """Owns the queue and the running set. `reach` says what is worth loading for a match from a tier below."""
+    """Owns the queue and the running set. `reach` says what is worth loading for a match from a tier below, `pace`
+    how much prefill a step with decodes may carry."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Scheduler:
         max_batch: int,
         chunk_tokens: int,
         reach: Callable[[Sequence, Match], Reach | None] = lambda sequence, match: None,
+        pace: Pace | None = None,
     ) -> None:
         self._cache = cache
         self._reach = reach
@@ -64,6 +67,8 @@ class Scheduler:
         )
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
+        self._pace = pace
+        self.paced_tokens: int | None = None  # of prompts, that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         self._given_up: list[tuple[Sequence, RootstockError]] = []
@@ -155,6 +160,8 @@ class Scheduler:
         self._protect_hits_of_queued()  # before anybody may evict what they would hit
         work = self._decodes()
         budget = self._chunk_tokens - len(work)
+        if work and self._pace is not None:
+            self.paced_tokens = self._paced(work, 0, budget)
         for sequence in list(self._running):
             # One further up may have preempted this one meanwhile.
             if isinstance(sequence.state, Prefilling) and budget > 0:
@@ -205,13 +212,18 @@ class Scheduler:
         ahead = sum(s.admitted_at is not None and s.arrival < sequence.arrival for s in self._waiting)
         self._waiting.insert(ahead, sequence)
 
-    def _prefill(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
+    def _prefill(
+        self, sequence: Sequence, lease: Lease, budget: int, work: list[Work], at_least: int = 0
+    ) -> int:
         """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has.
 
         The prompt's own blocks were reserved at admission. Those of a window are reserved chunk by chunk, so a chunk
         that does not fit is made shorter before anybody is preempted for it.
         """
-        end = min(lease.known, lease.computed + budget)
+        paced = max(at_least, self._paced(work, lease.computed, budget))
+        if paced <= 0:
+            return 0
+        end = min(lease.known, lease.computed + paced)
         if lease.next_cut is not None:
             end = min(end, lease.next_cut)
         new = end - lease.computed
@@ -222,9 +234,20 @@ class Scheduler:
         work.append(Work(sequence, lease, lease.tokens[lease.computed : lease.computed + new]))
         return new
 
+    def _paced(self, work: list[Work], past: int, budget: int) -> int:
+        """What is left of `budget` for a prompt that is computed up to `past`, so that decodes need not wait long."""
+        if self._pace is None:
+            return budget
+        step: list[Share] = [(item.lease.computed, len(item.tokens)) for item in work]
+        prefills = [not isinstance(item.sequence.state, Decoding) for item in work]
+        if all(prefills):
+            return budget
+        prefilled = sum(new for (_, new), is_prefill in zip(step, prefills, strict=True) if is_prefill)
+        return self._pace.prefill_tokens(step, prefilled, past, budget)
+
     def _admit(self, work: list[Work], budget: int) -> None:
         for sequence in list(self._waiting):
-            if budget <= 0 or len(self._running) >= self._max_batch:
+            if len(self._running) >= self._max_batch or budget <= 0 or self._paced(work, 0, budget) <= 0:
                 return
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
@@ -259,7 +282,7 @@ class Scheduler:
     def _first_chunk(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
         """As `_prefill`, but nobody is preempted for a newcomer: what it needs was there when it was admitted."""
         before = len(self._running)
-        new = self._prefill(sequence, lease, budget, work)
+        new = self._prefill(sequence, lease, budget, work, at_least=1)
         assert new
         assert len(self._running) == before
         return new

@@ -123,6 +123,12 @@ class _EngineCollector(Collector):
         requests.add_metric(["running"], stats.running)
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
+        if stats.paced_tokens is not None:
+            yield GaugeMetricFamily(
+                "rootstock_prefill_chunk_tokens",
+                "Of prompts, that the last step with decodes had room for under the target inter-token latency",
+                value=stats.paced_tokens,
+            )
         blocks = GaugeMetricFamily("rootstock_cache_blocks", "Blocks of the pool", labels=["state"])
         blocks.add_metric(["free"], stats.cache.free_blocks)
         blocks.add_metric(["cached"], stats.cache.cached_blocks)
