@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rootstock.cache.plan import Tokens
+from rootstock.engine.pieces import cut_for, cut_whole
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates take them
@@ -54,6 +55,11 @@ class TextCodec(Protocol):
 
     def encode_chat(self, rendered: str) -> Tokens:
         """A rendered conversation, which holds all of its special tokens already."""
+        ...
+
+    def pieces(self, rendered: str) -> list[str]:
+        """The text cut so that `encode_chat` of the pieces, one after another, gives its tokens; the first piece as
+        one that begins a text, the others as such that do not begin one or have the same tokens if they do."""
         ...
 
     def place_chat(self, rendered: str) -> PlacedTokens:
@@ -214,10 +220,12 @@ class HFTextCodec:
         if self._fast is not None:
             self._fast.no_truncation()  # a tokenizer.json may bring limits of its training along
             self._fast.no_padding()
+            self._cut = cut_for(self._fast)
             added = self._fast.get_added_tokens_decoder()
             decoder = self._fast.decoder
             self._decoder_types = _type_names(json.loads(decoder.__getstate__()) if decoder else None)
         else:
+            self._cut = cut_whole
             added = tokenizer.added_tokens_decoder
             self._decoder_types = {"ByteFallback", "Metaspace"}
         self._added = {int(id): str(token.content) for id, token in added.items()}
@@ -256,6 +264,9 @@ class HFTextCodec:
         if self._fast is None:
             return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
         return np.array(self._fast.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
+
+    def pieces(self, rendered: str) -> list[str]:
+        return self._cut(rendered)
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         if self._fast is None:
@@ -336,6 +347,13 @@ class ByteTextCodec:
         parts = re.split("(" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
         special = {name: np.array([256 + index], dtype=np.int32) for index, name in enumerate(self.SPECIAL)}
         return np.concatenate([special[part] if part in special else self.encode(part) for part in parts])
+
+    def pieces(self, rendered: str) -> list[str]:
+        return [
+            piece
+            for piece in re.split("(?=" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
+            if piece
+        ]
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)

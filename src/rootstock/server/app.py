@@ -29,6 +29,7 @@ from rootstock.server.errors import error_response, install_error_handlers
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import ServedModel, salt_of
 from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest, ExplainRequest
+from rootstock.server.tokenized import TokenizedPieces
 
 MAX_BODY_BYTES = 64 * 1024**2
 _CONTEXT_CHARACTERS = 80
@@ -51,6 +52,7 @@ def create_app(
         description.name,
         description.vocab_size,
         codec,
+        TokenizedPieces(codec),
         defaults or SamplingDefaults(),
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )

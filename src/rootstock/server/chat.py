@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,12 +55,14 @@ def conversation_of(
     return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
 
 
-def chat_tokens(codec: TextCodec, conversation: Conversation) -> Tokens:
-    """The prompt. Slow for long conversations: not for an event loop.
+def chat_tokens(
+    codec: TextCodec, conversation: Conversation, encode: Callable[[str], Tokens] | None = None
+) -> Tokens:
+    """The prompt, by `encode` if it is given, else by the codec. Slow for long conversations: not for an event loop.
 
     Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed and EmptyPrompt.
     """
-    return _some(codec.encode_chat(_checked(conversation.render(codec))))
+    return _some((encode or codec.encode_chat)(_checked(conversation.render(codec))))
 
 
 def placed_chat(codec: TextCodec, conversation: Conversation) -> PlacedTokens:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
@@ -23,6 +24,7 @@ from rootstock.server.openai_request import (
     Json,
     prompts_of,
 )
+from rootstock.server.tokenized import TokenizedPieces
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -41,6 +43,7 @@ class ServedModel:
     name: str
     vocab_size: int
     codec: TextCodec
+    tokenized: TokenizedPieces  # of this codec
     defaults: SamplingDefaults
     wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
     created: int = field(default_factory=lambda: int(time.time()))
@@ -56,7 +59,8 @@ class ServedModel:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.vocab_size, self.defaults, top_logprobs)
-        tokens, boundaries = self._chat_prompt(body.conversation(body.messages))
+        salt = salt_of(tenant, body.cache_salt)
+        tokens, boundaries = self._chat_prompt(body.conversation(body.messages), salt)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         return self._call(
             body,
@@ -67,7 +71,7 @@ class ServedModel:
                 body.choices_per_prompt,
                 sampling,
                 body.stopping(max_tokens),
-                salt=salt_of(tenant, body.cache_salt),
+                salt=salt,
                 boundaries=boundaries,
             ),
         )
@@ -96,9 +100,9 @@ class ServedModel:
             ),
         )
 
-    def _chat_prompt(self, conversation: Conversation) -> tuple[Tokens, tuple[Boundary, ...]]:
+    def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
         if not self.wants_boundaries:
-            return chat_tokens(self.codec, conversation), ()
+            return chat_tokens(self.codec, conversation, partial(self.tokenized.encode_chat, salt=salt)), ()
         placed = placed_chat(self.codec, conversation)
         return placed.tokens, boundaries_of(self.codec, conversation, placed)
 

@@ -1,0 +1,63 @@
+"""Tokens of conversations that were seen before: only what is new at their end is tokenised.
+
+A conversation is cut where its tokenizer would cut it (`engine/pieces.py`), which is about once a message, and the
+tokens of each piece are kept. So the tokens are those of the whole text, always. Tenants have pieces of their own:
+how long an answer takes tells nobody what others have written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.text import TextCodec
+
+CAP_BYTES = 64 * 1024**2
+_ENTRY_BYTES = 400  # of what holds a piece and its tokens, besides these
+
+_Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
+
+
+class TokenizedPieces:
+    """Keeps the pieces that were used last, up to `cap_bytes`. For any thread."""
+
+    def __init__(self, codec: TextCodec, cap_bytes: int = CAP_BYTES) -> None:
+        self._codec = codec
+        self._cap_bytes = cap_bytes
+        self._tokens: OrderedDict[_Key, Tokens] = OrderedDict()  # the last used last
+        self._bytes = 0
+        self._lock = threading.Lock()  # of the three
+
+    @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
+    def encode_chat(self, rendered: str, salt: str) -> Tokens:
+        """As the codec's: the caller's own array."""
+        pieces = self._codec.pieces(rendered)
+        if len(pieces) < 2:  # nothing that could be shared by a longer text
+            return self._codec.encode_chat(rendered)
+        found = [self._piece((salt, at == 0, piece)) for at, piece in enumerate(pieces)]
+        return np.concatenate(found)
+
+    def _piece(self, key: _Key) -> Tokens:
+        with self._lock:
+            tokens = self._tokens.get(key)
+            if tokens is not None:
+                self._tokens.move_to_end(key)
+                return tokens
+        tokens = self._codec.encode_chat(key[2])
+        with self._lock:
+            if key not in self._tokens:  # else another thread was as quick
+                self._tokens[key] = tokens
+                self._bytes += _size(key, tokens)
+                while self._bytes > self._cap_bytes:
+                    self._bytes -= _size(*self._tokens.popitem(last=False))
+        return tokens
+
+
+def _size(key: _Key, tokens: Tokens) -> int:
+    return _ENTRY_BYTES + 4 * len(key[2]) + tokens.nbytes

@@ -1,0 +1,185 @@
+"""Tokens of a text's pieces are those of the whole, for every kind of tokenizer, or the text is not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    NormalizedString,
+    PreTokenizedString,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from rootstock.engine.pieces import cut_for, cut_whole
+
+SPECIAL = ("<s>", "</s>", "<|user|>", "<|user|>\n", "<|end|>", "[INST]", "[INST][/INST]")
+TEXT = [Path(__file__).read_text(), "héllo wörld ﬁne 你好 नमस्ते 🙂👩‍👩‍👧 İstanbul e\u0301 café"]
+
+
+def trained(tokenizer: Tokenizer, trainer: Any) -> Tokenizer:
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens([AddedToken(content, normalized=False) for content in SPECIAL])
+    return tokenizer
+
+
+def byte_level(add_prefix_space: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trained(
+        tokenizer, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    )
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>"], show_progress=False)
+    return trained(tokenizer, trainer)
+
+
+def prepended() -> Tokenizer:
+    """As converted sentencepiece models are: a normalizer writes the spaces, there is no pre-tokenizer."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>"], show_progress=False, max_token_length=8
+    )
+    return trained(tokenizer, trainer)
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return trained(
+        tokenizer, trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False)
+    )
+
+
+def with_difficult_tokens() -> Tokenizer:
+    """Added tokens that take spaces along, that are spaces, that overlap, that are normalized."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("  ", normalized=False)])
+    tokenizer.add_tokens([AddedToken("|><|", normalized=False), AddedToken("ﬁne", normalized=True)])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken("<left>", lstrip=True, normalized=False),
+            AddedToken("<right>", rstrip=True, normalized=False),
+        ]
+    )
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-level, prefix space": lambda: byte_level(True),
+    "metaspace, first": lambda: metaspace("first"),
+    "metaspace, always": lambda: metaspace("always"),
+    "prepended": prepended,
+    "unigram": unigram,
+    "word pieces": word_piece,
+    "difficult tokens": with_difficult_tokens,
+}
+
+
+@cache
+def made(kind: str) -> tuple[Tokenizer, Callable[[str], list[str]]]:
+    tokenizer = KINDS[kind]()
+    return tokenizer, cut_for(tokenizer)
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+parts = st.one_of(
+    st.sampled_from(
+        [*SPECIAL, "<left>", "<right>", "<|", "|>", "<|user", "user|>", "[INST", " ", "  ", "\n", "\n\n"]
+    ),
+    st.sampled_from(
+        [
+            "hello",
+            "world",
+            "ﬁne",
+            "fi",
+            "e\u0301",
+            "🙂",
+            "👩‍👩‍👧",
+            "你好",
+            "İ",
+            "\u200d",
+            "\u0301",
+            "▁",
+            "def f(x):",
+        ]
+    ),
+    st.text(max_size=6),
+)
+texts = st.lists(parts, max_size=14).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts)
+def test_pieces_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
+    tokenizer, cut = made(kind)
+    pieces = cut(text)
+    assert "".join(pieces) == text
+    assert [id for piece in pieces for id in ids(tokenizer, piece)] == ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_is_cut_once_a_message(kind: str) -> None:
+    _, cut = made(kind)
+    assert cut("<s>be good<|user|>hi<|end|>") == ["<s>be good", "<|user|>hi", "<|end|>"]
+    assert cut("no special token") == ["no special token"]
+    assert cut("") == []
+
+
+class _Reversed:
+    """A pre-tokenizer that somebody wrote: the library cannot tell what it looks at."""
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        text.split(lambda _, part: [part])
+
+    def normalize(self, text: NormalizedString) -> None: ...
+
+
+def test_a_tokenizer_that_is_not_understood_is_given_whole_texts() -> None:
+    written = byte_level()
+    written.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(_Reversed())
+    random = byte_level()
+    random.model.dropout = 0.1
+    as_text = byte_level()
+    as_text.encode_special_tokens = True
+    looks_around = byte_level()
+    looks_around.add_tokens([AddedToken("word", single_word=True, normalized=False)])
+    none = Tokenizer(models.WordLevel({"a": 0}))
+    for tokenizer in (written, random, as_text, looks_around, none):
+        assert cut_for(tokenizer) is cut_whole

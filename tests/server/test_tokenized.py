@@ -1,0 +1,102 @@
+"""Only what is new of a conversation is tokenised, and its tokens are those of the whole text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.text import ByteTextCodec
+from rootstock.server.tokenized import TokenizedPieces
+
+
+class CountingCodec(ByteTextCodec):
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode_chat(self, rendered: str) -> Tokens:
+        self.encoded.append(rendered)
+        return super().encode_chat(rendered)
+
+
+def chat(*said: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+
+
+def rendered(messages: Sequence[dict[str, Any]]) -> str:
+    return ByteTextCodec().render_chat(messages, [])
+
+
+def test_a_later_turn_tokenises_its_new_end_only() -> None:
+    codec = CountingCodec()
+    tokenized = TokenizedPieces(codec)
+    said = ["one", "two", "three", "four", "five"]
+    for turn in range(1, len(said) + 1, 2):
+        text = rendered(chat(*said[:turn]))
+        codec.encoded.clear()
+        tokens = tokenized.encode_chat(text, "")
+        assert np.array_equal(tokens, ByteTextCodec().encode_chat(text))
+        assert tokens.dtype == np.int32
+    assert codec.encoded == ["<|assistant|>four", "<|user|>five"]
+
+
+def test_what_is_answered_is_the_callers_own() -> None:
+    tokenized = TokenizedPieces(ByteTextCodec())
+    text = rendered(chat("hello"))
+    tokenized.encode_chat(text, "")[:] = 0
+    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text))
+
+
+def test_tenants_do_not_share_pieces() -> None:
+    codec = CountingCodec()
+    tokenized = TokenizedPieces(codec)
+    text = rendered(chat("a secret"))
+    tokenized.encode_chat(text, "one")
+    first = list(codec.encoded)
+    tokenized.encode_chat(text, "another")
+    assert codec.encoded == first * 2
+
+
+def test_pieces_that_were_not_used_for_longest_make_room() -> None:
+    codec = CountingCodec()
+    tokenized = TokenizedPieces(codec, cap_bytes=20_000)
+    kept = rendered(chat("kept"))
+    for i in range(200):
+        tokenized.encode_chat(rendered(chat(f"{i} " * 20)), "")
+        tokenized.encode_chat(kept, "")
+        assert tokenized.held_bytes <= 20_000
+    codec.encoded.clear()
+    tokenized.encode_chat(kept, "")
+    assert codec.encoded == []
+    tokenized.encode_chat(rendered(chat("0 " * 20)), "")
+    assert any("0 0" in piece for piece in codec.encoded)
+
+
+def test_a_piece_larger_than_the_room_is_tokenised_and_not_kept() -> None:
+    tokenized = TokenizedPieces(ByteTextCodec(), cap_bytes=1000)
+    text = rendered(chat("long " * 1000))
+    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text))
+    assert tokenized.held_bytes <= 1000
+
+
+def test_threads_may_ask_at_once() -> None:
+    tokenized = TokenizedPieces(ByteTextCodec(), cap_bytes=5_000)
+    wrong: list[str] = []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            text = rendered(chat(*(str(rng.integers(5)) * 30 for _ in range(5))))
+            if not np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text)):
+                wrong.append(text)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert tokenized.held_bytes <= 5_000
