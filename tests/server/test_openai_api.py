@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rootstock.config import EngineConfig
 from rootstock.engine.text import ByteTextCodec
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -413,6 +414,14 @@ def test_metrics_count_requests_and_tokens(serve: Any) -> None:
         assert served.metric("rootstock_ttft_seconds_count") == 2
         assert served.metric("rootstock_itl_seconds_count") == 6
         assert served.metric("rootstock_engine_requests", state="running") == 0
+
+
+def test_metrics_tell_how_much_prefill_a_target_for_the_time_between_tokens_leaves_room_for(
+    serve: Any,
+) -> None:
+    with serve(EngineConfig(itl_target_s=60.0, chunk_tokens=100)) as served:
+        served.complete("count these", max_tokens=4, ignore_eos=True)
+        assert served.metric("rootstock_prefill_chunk_tokens") == 99, "one token of the step is a decode"
 
 
 def test_the_schema_of_the_api_is_published(served: Any) -> None:
