@@ -286,7 +286,8 @@ def test_checkpoints_of_user_turns_outlive_checkpoints_of_tool_turns_of_the_same
     run(cache, ints(range(40)), boundaries={10: "tool", 20: "user", 30: "tool"})
     assert sorted(checkpoints(cache)) == [10, 20, 30, 40]
     victims = []
-    while (chosen := cache.tree.checkpoints.pop()) is not None:
+    while cache.tree.checkpoints.peek() is not None:
+        chosen = cache.tree.checkpoints.pop()
         victims.append(chosen.position)
         cache.tree.drop(chosen)
     assert victims.index(20) > max(victims.index(10), victims.index(30))
@@ -352,7 +353,8 @@ def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end
         history = [*lease.tokens.tolist(), *range(2000 + 50 * step, 2020 + 50 * step)]
     kept = checkpoints(cache)
     order = []
-    while (chosen := cache.tree.checkpoints.pop()) is not None:
+    while cache.tree.checkpoints.peek() is not None:
+        chosen = cache.tree.checkpoints.pop()
         order.append(chosen.position)
         cache.tree.drop(chosen)
     assert order[-1] == max(kept)

@@ -82,7 +82,7 @@ def test_memory_of_evictions_is_bounded() -> None:
     for _ in range(3000):
         run(cache, rng.integers(0, 10**6, 1500).astype(np.int32))
     everywhere = [*cache.tree.roots.values(), *nodes(cache)]
-    kept = sum(len(evicted.tokens) for node in everywhere for evicted in node.evicted.values())
+    kept = sum(len(part) for node in everywhere for run in node.evicted.values() for part in run.parts)
     assert kept == cache.tree.evicted.tokens <= 2 * 1024**2
     assert len(cache.tree.roots) == 1
 

@@ -218,36 +218,36 @@ class KVCache:
         hit, node = match.length, match.node
         while node is not None and hit <= node.start and not node.is_root:
             node = node.parent  # the cap moved the position to an ancestor's end
-        shared_blocks = hit // size
-        path_table = block_table(node, hit, size) if node is not None and hit else NO_BLOCKS
-        shared = path_table[:shared_blocks]
-        replaced = replaced_blocks(node, shared, size) if node is not None and hit else []
-        if node is not None and replaced and hit < node.end:
-            # The node will be split at the hit: blocks that only its lower half needs are not pinned.
-            replaced = [b for b in replaced if b != int(node.blocks[-1])]
-            if hit % size:
-                replaced = list(dict.fromkeys([*replaced, int(path_table[-1])]))
-        owned = np.concatenate((shared, np.array(replaced, np.int32))) if replaced else shared
         attached, resumed_from = (node, match.checkpoint) if hit else (None, None)
+        path_table, replaced = NO_BLOCKS, []
+        if attached is not None:
+            path_table = block_table(attached, hit, size)
+            replaced = replaced_blocks(attached, path_table, size)
+        owned = np.concatenate((path_table, np.array(replaced, np.int32))) if replaced else path_table
+        shared = path_table
+        if hit % size:  # the last block of the path will be replaced by a copy
+            shared = path_table[:-1]
+            replaced.append(int(path_table[-1]))
         tails = match.tails or self._no_tails
         rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
         to_load = [0] * len(pools.tails) if reach is None else self._tail_rows_to_load(reach)
-        rows[1 : 1 + len(to_load)] = (
-            max(a, b + headroom_blocks) for a, b in zip(rows[1:], to_load, strict=False)
-        )
-        kept = self._cached_rows_of(owned, tails, resumed_from)
-        if reach is None and not pools.can_have(rows, kept) and (replaced or kept[1:]):
-            # Without pinning the path its replaced tails can go; without copying, so can the shared tail. What can
-            # be resumed at one position only is given up.
-            if pools.resume_anywhere:
-                hit = shared_blocks * size
-            else:
-                hit, shared, tails, resumed_from = 0, NO_BLOCKS, self._no_tails, None
-            attached, replaced, owned = None, [], shared
-            rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
+        for i, loaded in enumerate(to_load, 1):
+            rows[i] = max(rows[i], loaded + headroom_blocks)
+        # What the hit would use is counted exactly only where it matters.
+        if not pools.can_have(rows, self._most_rows_of(owned, tails, resumed_from)):
             kept = self._cached_rows_of(owned, tails, resumed_from)
-        if not pools.can_have(rows, kept):
-            return Deferred(pools.cost(rows), pools.available_bytes - pools.cost(kept))
+            if reach is None and not pools.can_have(rows, kept) and (replaced or kept[1:]):
+                # Without pinning the path its replaced tails can go; without copying, so can the shared tail. What
+                # can be resumed at one position only is given up.
+                if pools.resume_anywhere:
+                    hit -= hit % size
+                else:
+                    hit, shared, tails, resumed_from = 0, NO_BLOCKS, self._no_tails, None
+                attached, replaced, owned = None, [], shared
+                rows = self._rows_to_admit(match.tokens, hit, tails, headroom_blocks)
+                kept = self._cached_rows_of(owned, tails, resumed_from)
+            if not pools.can_have(rows, kept):
+                return Deferred(pools.cost(rows), pools.available_bytes - pools.cost(kept))
 
         # Nothing can fail from here on. The hit is pinned before room is made for the rest.
         pool.use(owned)
@@ -260,13 +260,8 @@ class KVCache:
         elif self.reuse and hit == 0:
             self.tree.attach(lease, self.tree.root_of(match.namespace))
         fresh_blocks = self.blocks_for(len(match.tokens)) - hit // size
-        self.tree.make_room(
-            [
-                fresh_blocks,
-                *(n + (source is not None) for n, source in zip(to_load, lease.sources, strict=True)),
-                *(() if pools.states is None else (1,)),
-            ]
-        )
+        fresh = [n + (source is not None) for n, source in zip(to_load, lease.sources, strict=True)]
+        self.tree.make_room([fresh_blocks, *fresh, *(() if pools.states is None else (1,))])
         plan = self._first_plan(lease, path_table, fresh_blocks)
         self._plan_cuts(lease, match, boundaries)
         if reach is not None:
@@ -345,6 +340,13 @@ class KVCache:
         if self.pools.states is not None:
             rows.append(1)
         return rows
+
+    def _most_rows_of(
+        self, owned: BlockIds, tails: Sequence[TailBlocks], checkpoint: Checkpoint | None
+    ) -> Rows:
+        """As `_cached_rows_of`, if nobody uses any of them: at least as many, for less."""
+        kept = [len(owned), *(len(tail.ids) for tail in tails)]
+        return kept if self.pools.states is None else [*kept, int(checkpoint is not None)]
 
     def _cached_rows_of(
         self, owned: BlockIds, tails: Sequence[TailBlocks], checkpoint: Checkpoint | None

@@ -132,10 +132,8 @@ class EvictionQueue(Generic[N]):
                 return wanted, rank
         return None
 
-    def pop(self) -> N | None:
-        """What to evict from next, taken out of the queue."""
-        if self.peek() is None:
-            return None
+    def pop(self) -> N:
+        """What `peek` has just told the rank of, taken out of the queue."""
         node = heapq.heappop(self._heap)[3]
         self.drop(node)
         return node

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rootstock.cache.lease import Match
-from rootstock.cache.radix import common_prefix
 
 Cap = Literal[
     "cache_off",
@@ -73,7 +72,7 @@ def explain_match(match: Match, reuse: bool) -> Explanation:
         else:
             alternatives = tuple(node.children)[:MAX_ALTERNATIVES]
             remembered = node.evicted.get(int(tokens[found]))
-            evicted = 0 if remembered is None else common_prefix(remembered.tokens, tokens[found:])
+            evicted = 0 if remembered is None else remembered.agreed(tokens[found:])
     cap: Cap
     if not reuse:
         cap = "cache_off"

@@ -150,6 +150,10 @@ class Pools:
             wanted <= pool.pool.total_blocks for pool, wanted in zip(self.every, rows, strict=True)
         )
 
+    def missing_bytes(self, rows: Rows) -> int:
+        """What these rows cost beyond what is free; where one pool's rows are all paid for, none."""
+        return 0 if self.resume_anywhere else max(0, self.cost(rows) - self.free_bytes)
+
     def can_have(self, rows: Rows, kept: Rows | None = None) -> bool:
         """Whether so many rows can be had by eviction, while `kept` of the cached ones must stay (or, if negative,
         so many more than the cached ones can go)."""

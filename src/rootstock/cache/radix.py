@@ -148,6 +148,15 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return first if differs[first] else length
 
 
+def kept_part(tokens: Tokens) -> Tokens:
+    """A part of a node's tokens, to be kept: the view itself if it keeps at most as much again alive, else a copy.
+
+    Cutting a long edge short then costs nothing, and what all edges take is at most twice their tokens.
+    """
+    whole = tokens.base
+    return tokens if whole is None or 2 * tokens.nbytes >= whole.nbytes else tokens.copy()
+
+
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     """The deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
@@ -179,7 +188,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     upper = Node(
         node.parent,
         node.start,
-        node.tokens[:cut].copy(),
+        kept_part(node.tokens[:cut]),
         node.blocks[:upper_blocks].copy(),
         [references[:upper_blocks].copy() for references in node.tails],
         node.last_used,
@@ -196,7 +205,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     node.parent.children[int(node.tokens[0])] = upper
     node.parent = upper
     node.start = position
-    node.tokens = node.tokens[cut:].copy()
+    node.tokens = kept_part(node.tokens[cut:])
     node.blocks = node.blocks[position // block_size - first :].copy()
     node.tails = [references[position // block_size - first :].copy() for references in node.tails]
     if position % block_size:
@@ -230,19 +239,19 @@ def tail_blocks(node: Node, position: int, family: int, pool: BlockPool, block_s
 
 
 def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
-    """Blocks of the path's nodes that `table` does not contain: partial tails that a deeper block replaces.
+    """Blocks of the ancestors of `node` that `table`, which leads along the path into it, does not contain: tails
+    filled in part that a deeper block replaces.
 
     Whoever pins the path owns these as well: they cannot be evicted before the nodes below them.
     """
     found: dict[int, None] = {}
-    for step in node.path():
-        first = step.start // block_size
-        # Only a node's last block can be partial, so only that one can be replaced.
-        if len(step.blocks):
-            index = first + len(step.blocks) - 1
+    step = node.parent
+    while step is not None:
+        if step.end % block_size:
             block = int(step.blocks[-1])
-            if index >= len(table) or int(table[index]) != block:
+            if int(table[step.end // block_size]) != block:
                 found[block] = None
+        step = step.parent
     return list(found)
 
 

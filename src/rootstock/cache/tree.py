@@ -12,13 +12,13 @@ import numpy as np
 
 from rootstock.cache.blocks import NO_BLOCKS, BlockPool, References
 from rootstock.cache.checkpoints import Checkpoint, CheckpointKind
-from rootstock.cache.evicted import EvictedRuns, joined
+from rootstock.cache.evicted import EvictedRuns
 from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, MostValuableLast, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.plan import NO_BLOCK, BlockIds, Tokens
 from rootstock.cache.pools import Pools, Rows
-from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, split, walk
+from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend, kept_part, split, walk
 from rootstock.cache.spill import Spill
 from rootstock.cache.stats import Counters
 
@@ -156,6 +156,8 @@ class PrefixTree:
 
     def _learn(self, idle_s: float) -> None:
         """Something that nobody was using is used again."""
+        if self.pools.resume_anywhere:  # then all is worth the same, and patience has no say
+            return
         if isinstance(self._policy, MostValuableLast) and self._policy.reused(idle_s):
             self.queue.renew()
             self.checkpoints.renew()
@@ -231,20 +233,23 @@ class PrefixTree:
         own = lease.table[first : first + whole]
         theirs = node.blocks[:whole]
         differs = own != theirs
-        if differs.any():
-            duplicates = own[differs].copy()
-            self.pool.use(theirs[differs])
-            own[:] = theirs  # a view of the lease's table
-            if int(theirs[0]) in lease.replaced:  # the other half of a split block was the parent's tail
+        if np.count_nonzero(differs):
+            duplicates, gained = own[differs], theirs[differs]
+            if int(theirs[0]) in lease.replaced:
+                # The other half of a split block: used already, as the parent's tail. Now the table has it.
                 lease.replaced.remove(int(theirs[0]))
-                self.pool.unuse(theirs[:1])
+                gained = gained[1:]
+            if len(gained):
+                self.pool.use(gained)
+            own[:] = theirs  # a view of the lease's table
             assert node.parent is not None
             above = self._ancestors_inside_block(node.parent, node.start)
             if differs[0] and any(int(n.blocks[-1]) == int(duplicates[0]) for n in above):
                 # Our block is the tail of a node that we pin, so it stays ours beside the table.
                 lease.replaced.append(int(duplicates[0]))
                 duplicates = duplicates[1:]
-            self.pool.unuse(duplicates)
+            if len(duplicates):
+                self.pool.unuse(duplicates)
             self.counters.duplicate_blocks += len(duplicates)
         if whole < len(node.blocks):
             tail = int(node.blocks[-1])
@@ -468,27 +473,24 @@ class PrefixTree:
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """One step towards `rows` free rows: the tail of a leaf or a checkpoint, whichever ranks lower."""
         full = self.pools.full
-        bytes_missing = self.pools.cost(rows) - self.pools.free_bytes
-        blocks_missing = rows[0] - full.pool.free_blocks
-        leaf, checkpoint = self.queue.peek(), self.checkpoints.peek()
-        if blocks_missing > 0:  # only leaves give blocks, and nothing else is short of a row in the same way
-            checkpoint = None
-        elif (
-            bytes_missing <= 0 or not full.row_bytes
-        ):  # rows of another pool, or bytes that leaves do not have
-            leaf = None
-        ranks = [rank for rank in (leaf, checkpoint) if rank is not None]
-        if not ranks or (below is not None and min(ranks) >= below):
+        missing_bytes = self.pools.missing_bytes(rows)
+        missing_blocks = rows[0] - full.pool.free_blocks
+        leaf = checkpoint = None
+        if missing_blocks > 0 or (missing_bytes and full.row_bytes):
+            leaf = self.queue.peek()
+        if missing_blocks <= 0:  # else only leaves will do, and they give the rest as well
+            checkpoint = self.checkpoints.peek()
+        by_leaf = leaf is not None and (checkpoint is None or leaf <= checkpoint)
+        rank = leaf if by_leaf else checkpoint
+        if rank is None or (below is not None and rank >= below):
             return False
         self.version += 1
-        if leaf is not None and leaf == min(ranks):
+        if by_leaf:
             node = self.queue.pop()
-            assert node is not None
-            by_bytes = -(-bytes_missing // full.row_bytes) if full.row_bytes else 0
-            self._trim(node, max(1, blocks_missing, by_bytes))
+            by_bytes = -(-missing_bytes // full.row_bytes) if full.row_bytes else 0
+            self._trim(node, max(1, missing_blocks, by_bytes))
         else:
             chosen = self.checkpoints.pop()
-            assert chosen is not None
             if self.spill is not None:
                 self.spill.checkpoint(chosen)
             self.drop(chosen)
@@ -498,10 +500,10 @@ class PrefixTree:
     def clear(self) -> None:
         """Drops everything that no lease pins, and every memory of evictions."""
         self.version += 1
-        while (checkpoint := self.checkpoints.pop()) is not None:
-            self.drop(checkpoint)
-        while (leaf := self.queue.pop()) is not None:
-            self._remove(leaf)
+        while self.checkpoints.peek() is not None:
+            self.drop(self.checkpoints.pop())
+        while self.queue.peek() is not None:
+            self._remove(self.queue.pop())
         for root in list(self.roots.values()):
             for node in (root, *walk(root)):
                 self.evicted.forget_below(node)
@@ -526,7 +528,7 @@ class PrefixTree:
             self._drop_checkpoints(leaf, end)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.tails = [references[:kept].copy() for references in leaf.tails]
-            leaf.tokens = leaf.tokens[: end - leaf.start].copy()
+            leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
             leaf.end = end
             self.pool.unhold(gone)
@@ -571,6 +573,8 @@ class PrefixTree:
 
     def _drop_checkpoints(self, node: Node, after: int) -> None:
         """Those of the node that lie behind position `after`."""
+        if not node.checkpoints:
+            return
         for position in [p for p in node.checkpoints if p > after]:
             self.drop(node.checkpoints[position])
             self.counters.checkpoints_evicted += 1
@@ -581,9 +585,7 @@ class PrefixTree:
 
     def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
         """`tokens`, the tail of `leaf`, are not cached below `node` any more; what was below the leaf follows."""
-        run = joined(tokens, self.evicted.longest_below(leaf))
-        self.evicted.forget_below(leaf)
-        for forgotten in self.evicted.remember(node, run):
+        for forgotten in self.evicted.remember(node, tokens, self.evicted.take_below(leaf)):
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
