@@ -36,11 +36,16 @@ class Answerer:
         """`make_call` renders and tokenises, and runs on another thread. Raises, before anything was sent, what
         it and the engine refuse; and ClientGone."""
         route = request.url.path
+        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics)
+
+        def begin() -> Call:
+            call = make_call()
+            generation.submit(call.requests)
+            return call
+
         try:
-            call = await run_in_threadpool(make_call)
-            generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics, call.requests)
             try:
-                await generation.submit()
+                call = await run_in_threadpool(begin)  # one way to another thread and back, not two
                 if call.stream:
                     return EventStream(generation, partial(self._stream, call, generation, route))
                 generation.watch(request.receive)

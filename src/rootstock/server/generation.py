@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from fastapi.concurrency import run_in_threadpool
-
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Aborted,
@@ -105,21 +103,23 @@ class Mailbox:
 class Generation:
     """The requests that one HTTP request became, in the engine. Leaving the block aborts what has not ended.
 
-    async with Generation(engine, bridge, metrics, requests) as generation:
-        await generation.submit()
+    async with Generation(engine, bridge, metrics) as generation:
+        await run_in_threadpool(generation.submit, requests)
         generation.watch(receive)
         while events := await generation.next(): …
     """
 
-    def __init__(self, engine: Engine, bridge: Bridge, metrics: Metrics, requests: Sequence[Request]) -> None:
-        self.requests = tuple(requests)
+    def __init__(self, engine: Engine, bridge: Bridge, metrics: Metrics) -> None:
+        self.requests: tuple[Request, ...] = ()
         self._engine = engine
         self._bridge = bridge
-        self._timing = metrics.timing(len(self.requests))
+        self._metrics = metrics
+        self._timing = metrics.timing(0)
         self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
         self._error: RootstockError | None = None  # to be raised after what happened before it was told
         self._watcher: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Generation:
         return self
@@ -130,21 +130,29 @@ class Generation:
         self.close()
 
     def close(self) -> None:
+        self._closed = True  # before the requests are looked at: another thread may be submitting them
         if self._watcher is not None:
             self._watcher.cancel()
-        for index in self._open:
-            self._engine.abort(self.requests[index].id)
-        self._open.clear()
+        self._abort_open()
 
-    async def submit(self) -> None:
-        """All requests or none. Raises what `Engine.submit` raises."""
-        # Off the loop: a sampler with penalties looks at the whole prompt, and the engine may hold its lock.
-        await run_in_threadpool(self._submit)
+    def submit(self, requests: Sequence[Request]) -> None:
+        """All requests or none, once. Raises what `Engine.submit` raises.
 
-    def _submit(self) -> None:
+        Not for the loop's thread: a sampler with penalties looks at the whole prompt, and the engine may hold its
+        lock.
+        """
+        self.requests = tuple(requests)
+        self._timing = self._metrics.timing(len(self.requests))
         for index, request in enumerate(self.requests):
             self._engine.submit(request, self._sink(index))
             self._open.add(index)
+        if self._closed:  # whoever asked was cancelled meanwhile
+            self._abort_open()
+
+    def _abort_open(self) -> None:
+        for index in tuple(self._open):
+            self._engine.abort(self.requests[index].id)
+        self._open.clear()
 
     def _sink(self, index: int) -> Callable[[Event], None]:
         send, mailbox = self._bridge.send, self._mailbox

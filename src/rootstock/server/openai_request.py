@@ -201,14 +201,15 @@ def prompts_of(prompt: Any, codec: TextCodec) -> list[Prompt]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _prompt_of(prompt: str | list[int], codec: TextCodec) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text_tokens(codec, prompt), prompt)
-    if not 0 <= min(prompt) <= max(prompt) < 2**31:
-        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+    least, largest = min(prompt), max(prompt)
+    if not 0 <= least <= largest < 2**31:
+        wrong = least if least < 0 else largest
         raise InvalidParameter("prompt", wrong, "token ids of the model's vocabulary")
     return Prompt(np.array(prompt, dtype=np.int32), None)
 
