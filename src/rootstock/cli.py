@@ -23,6 +23,7 @@ from rootstock.config import (
     ServerConfig,
     TierConfig,
     parse_bytes,
+    parse_draft_tokens,
     parse_seconds,
 )
 from rootstock.engine.assemble import Assembly, build_engine
@@ -167,6 +168,13 @@ def serve(
     context_limit: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together, below the model's own limit.")
     ] = None,
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="Guess ahead what was seen before, and verify it in the same forward: auto, off, or how many tokens "
+            "at most."
+        ),
+    ] = "off",
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a Jinja chat template, instead of the model's own.")
     ] = None,
@@ -200,6 +208,7 @@ def serve(
         max_queue,
         context_limit,
         itl_target_s=None if itl_target is None else parse_seconds(itl_target, "--itl-target"),
+        draft_tokens=parse_draft_tokens(speculate),
     )
     tier_config = TierConfig(
         disk_dir,

@@ -37,6 +37,17 @@ def parse_seconds(text: str, option: str) -> float:
     return float(found[1]) * (0.001 if found[2] == "ms" else 1.0)
 
 
+def parse_draft_tokens(text: str) -> int | None:
+    """Of `--speculate`: "auto", "off", or a number."""
+    if text == "auto":
+        return None
+    if text == "off":
+        return 0
+    if not re.fullmatch(r"[0-9]{1,4}", text):
+        raise InvalidOption("--speculate", text, "auto, off, or how many tokens at most")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     block_size: int = 32  # tokens
@@ -87,6 +98,7 @@ class EngineConfig:
     itl_target_s: float | None = (
         None  # how long a step with decodes may take: fewer tokens of prompts go into it
     )
+    draft_tokens: int | None = 0  # guessed ahead and verified at once for a request; None: as many as pay
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -96,6 +108,7 @@ class EngineConfig:
             ("--chunk-tokens", self.chunk_tokens, 1),
             ("--max-queue", self.max_queue, 1),
             ("--context-limit", self.context_limit, 2),
+            ("--speculate", self.draft_tokens, 0),
         ):
             if value is not None and value < least:
                 raise InvalidOption(option, value, f"at least {least}")

@@ -14,6 +14,7 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.below import open_below, stored_index
+from rootstock.engine.drafting import Drafter
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Aborted,
@@ -52,6 +53,7 @@ class Bench:
         weights: str = "fake",
         tier: TierConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
@@ -71,6 +73,8 @@ class Bench:
             fault=record,
         )
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
+        if drafter is not None:
+            config.setdefault("draft_tokens", 16)
         tier, engine = tier or TierConfig(), EngineConfig(**config)
         self.cache = KVCache(
             families,
@@ -82,7 +86,7 @@ class Bench:
         )
         self.runtime.allocate(self.cache.rows, block_size)
         tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock)
-        self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering)
+        self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering, drafter=drafter)
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
         client = Client(tokens, max_tokens, **request)

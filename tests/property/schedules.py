@@ -8,7 +8,9 @@ would have been given alone, and at the end every row of every pool is accounted
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +19,7 @@ from property.simulated_tier import Failing, SimulatedTier, SimulatedTiering
 from rootstock.cache import KVCache
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
+from rootstock.cache.lease import Lease
 from rootstock.cache.plan import Tokens
 from rootstock.cache.stored import StoredIndex
 from rootstock.config import EngineConfig
@@ -34,6 +37,7 @@ from rootstock.engine.request import (
     TokenEvent,
 )
 from rootstock.engine.sampling import Sampler
+from rootstock.engine.sequence import Sequence
 from rootstock.errors import RootstockError, StepFailed
 from rootstock.runtime.base import Batch
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, chunked, window
@@ -66,6 +70,8 @@ class Outcome:
     checkpoints_evicted: int = 0
     checkpoints_skipped: int = 0
     returned_rows: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -107,9 +113,12 @@ EVERYTHING: tuple[Family, ...] = (FULL, window(5), window(24), chunked(8), STATE
 
 
 def run_schedule(
-    seed: int, check_every_step: bool = True, families: tuple[Family, ...] | None = None
+    seed: int,
+    check_every_step: bool = True,
+    families: tuple[Family, ...] | None = None,
+    drafts: bool = False,
 ) -> Outcome:
-    """`families` None: the seed chooses them."""
+    """`families` None: the seed chooses them. With `drafts` decodes verify guesses, right ones and wrong ones."""
     rng = np.random.default_rng(seed)
     fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
 
@@ -119,12 +128,15 @@ def run_schedule(
 
     families = families or _families(rng)
     outcome: Outcome = Outcome()
-    _live(rng, seed, families, fault, outcome, [], check_every_step)
+    _live(rng, seed, families, fault, outcome, [], check_every_step, drafts=drafts)
     return outcome
 
 
 def run_tiered_schedule(
-    seed: int, check_every_step: bool = True, families: tuple[Family, ...] | None = None
+    seed: int,
+    check_every_step: bool = True,
+    families: tuple[Family, ...] | None = None,
+    drafts: bool = False,
 ) -> TierOutcome:
     """The same with a tier below that refuses, loses and damages things, through restarts and crashes. Requests of a
     later life go on from those of an earlier one."""
@@ -150,7 +162,7 @@ def run_tiered_schedule(
     for _ in range(int(rng.integers(1, 4))):
         outcome.lives += 1
         clients = _live(
-            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size
+            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size, drafts
         )
     outcome.stored += failing.stored
     outcome.refused_stores += failing.refused
@@ -169,6 +181,7 @@ def _live(
     tier: SimulatedTier | None = None,
     failing: Failing | None = None,
     block_size: int | None = None,
+    drafts: bool = False,
 ) -> list[Client]:
     """One engine from its start to its end; returns all clients up to now."""
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
@@ -197,9 +210,21 @@ def _live(
         max_queue=int(rng.integers(4, 20)),
         context_limit=max(2, blocks * block_size),  # also for models that could go on for ever
         seed=seed,
+        draft_tokens=None if drafts else 0,
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
-    engine = Engine(runtime, cache, config, tiering=tiering, verify_hits=verify_hits)
+    clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays
+    guesses = Guesses(seed, runtime)
+    engine = Engine(
+        runtime,
+        cache,
+        config,
+        clock=clock,
+        tiering=tiering,
+        verify_hits=verify_hits,
+        drafter=guesses if seed % 4 < 3 else None,
+    )
+    guesses.limit = engine.context_limit
     clients: list[Client] = []
     to_come = int(rng.integers(3, 16))
     while to_come or engine._scheduler.has_work:
@@ -237,6 +262,9 @@ def _live(
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
+    counters = engine.stats().counters
+    outcome.draft_tokens += counters.draft_tokens
+    outcome.accepted_draft_tokens += counters.accepted_draft_tokens
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -268,6 +296,48 @@ def _live(
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     return [*before, *clients]
+
+
+class Guesses:
+    """Drafts that are right, wrong, or right up to somewhere, also beyond the end of the answer; the same for the
+    same seed."""
+
+    def __init__(self, seed: int, runtime: FakeRuntime) -> None:
+        self.limit = 0  # of a request's tokens: set when the engine is there
+        self._runtime = runtime
+        self._rng = np.random.default_rng([seed, 2])
+        self._answers: dict[RequestId, list[int]] = {}
+
+    def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
+        drafts = []
+        for sequence in sequences:
+            draft = self._draft(sequence)[:room]
+            room -= len(draft)
+            drafts.append(draft)
+        return drafts
+
+    def _draft(self, sequence: Sequence) -> Tokens:
+        kind, most = self._rng.random(), int(self._rng.integers(0, 14))
+        draft = self._rng.integers(0, VOCAB, most).astype(np.int32)
+        if kind < 0.3:
+            return draft
+        request = sequence.request
+        if request.id not in self._answers:
+            self._answers[request.id] = answer_alone(request, self._runtime, self.limit)[0]
+        right = self._answers[request.id][len(sequence.generated) :][:most]
+        if kind < 0.65:
+            right = right[: int(self._rng.integers(0, most + 1))]
+        draft[: len(right)] = right
+        return draft
+
+    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
+        pass
+
+    def ended(self, sequence: Sequence, lease: Lease) -> None:
+        assert len(lease.tokens) == len(sequence.request.tokens) + max(0, len(sequence.generated) - 1)
+
+    def forget(self) -> None:
+        pass
 
 
 def _families(rng: np.random.Generator) -> tuple[Family, ...]:

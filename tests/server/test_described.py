@@ -53,6 +53,8 @@ def test_a_description_names_the_rung_its_reason_and_every_family() -> None:
     )  # fmt: skip
     numbers = numbers_of(description, 16)
     assert numbers["rung"] == "one sequence per forward"
+    assert (numbers["speculation"], numbers["speculation_reason"]) == ("prompt lookup", "")
+    assert numbers_of(description, 16, "not asked for")["speculation_reason"] == "not asked for"
     assert numbers["families"] == [
         {"name": "full", "layers": 1, "bytes_per_token": 100},
         {"name": "state", "layers": 2, "bytes_per_state": 5000},

@@ -36,6 +36,20 @@ def test_a_chat_is_answered_with_what_the_model_says(served: Any) -> None:
     assert usage["total_tokens"] == len(prompt) + 12
 
 
+def test_drafts_are_told_in_the_usage_and_the_metrics_and_change_no_answer(serve: Any) -> None:
+    with serve(EngineConfig(draft_tokens=4)) as served:
+        fields = {**GREEDY, "max_tokens": 40, "ignore_eos": True}
+        answers = [served.chat("again", **fields).json() for _ in range(30)]
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+        details = [answer["usage"]["completion_tokens_details"] for answer in answers]
+        assert all(answer["usage"]["completion_tokens"] == 40 for answer in answers)
+        drafted = sum(sum(of_one.values()) for of_one in details)
+        assert served.metric("rootstock_draft_tokens_total") == drafted
+        accepted = sum(of_one["accepted_prediction_tokens"] for of_one in details)
+        assert served.metric("rootstock_accepted_draft_tokens_total") == accepted
+        assert served.client.get("/v1/models").json()["data"][0]["speculation"] == "prompt lookup"
+
+
 def test_a_stream_begins_with_the_role_ends_with_a_reason_and_adds_up_to_the_whole_answer(
     served: Any,
 ) -> None:

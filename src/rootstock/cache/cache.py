@@ -44,7 +44,7 @@ from rootstock.cache.plan import (
     Tokens,
 )
 from rootstock.cache.pools import Pools, Rows
-from rootstock.cache.radix import block_table, replaced_blocks
+from rootstock.cache.radix import NO_TOKENS, block_table, continuation, replaced_blocks
 from rootstock.cache.resume import needed_tail, resume_point
 from rootstock.cache.spill import Spill
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
@@ -181,6 +181,16 @@ class KVCache:
         if self.stored is None:
             return None
         return self.stored.reach(match.tokens, match.namespace, match.length, match.found, match.limit)
+
+    def following(self, lease: Lease, last: int, most: int) -> Tokens:
+        """What came once after all that this lease has, and the token `last`: at most `most` tokens, a guess at what
+        comes now. Changes nothing."""
+        if lease.tip is None or not lease.tip.children:
+            return NO_TOKENS
+        unpublished = np.empty(lease.known - lease.published + 1, np.int32)
+        unpublished[:-1] = lease.tokens[lease.published :]
+        unpublished[-1] = last
+        return continuation(lease.tip, unpublished, most)
 
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
         """Why a request with these tokens hits what it hits, and what stopped it there. Changes nothing."""
@@ -440,10 +450,11 @@ class KVCache:
             lease.cuts.setdefault(position, CheckpointKind.DIVERGENCE)
             lease.waited_for.add(position)
 
-    def extend(self, lease: Lease, new_tokens: int) -> Extended | Deferred:
+    def extend(self, lease: Lease, new_tokens: int, headroom_blocks: int = 0) -> Extended | Deferred:
         """Reserves what the next `new_tokens` positions need, before the forward that computes them.
 
-        Blocks behind the windows are released first, for good, also if the answer is Deferred.
+        If blocks must be had for them, `headroom_blocks` of every family must remain available afterwards. Blocks
+        behind the windows are released first, for good, also if the answer is Deferred.
         """
         if lease._tails:
             self._release_behind(lease)
@@ -453,6 +464,11 @@ class KVCache:
             return _EXTENDED
         pools = self.pools
         rows = [*missing, *(() if pools.states is None else (0,))]
+        if headroom_blocks:
+            spare = [headroom_blocks] * len(missing)
+            wanted = [*(a + b for a, b in zip(missing, spare, strict=True)), *rows[len(missing) :]]
+            if not pools.can_have(wanted):
+                return Deferred(pools.cost(wanted), pools.available_bytes)
         if not pools.can_have(rows):
             # Without its path's pins, the replaced tails that only this lease uses can be evicted, too.
             gained = pools.full.pool.used_once_among(np.array(lease.replaced, np.int32))

@@ -174,6 +174,27 @@ def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     return node, position
 
 
+def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
+    """What follows `tokens`, which follow the end of `node`, in the tree: up to `most` tokens of the branch that was
+    used last; empty if nothing does."""
+    passed = 0
+    while passed < len(tokens):
+        child = node.children.get(int(tokens[passed]))
+        if child is None:
+            return NO_TOKENS
+        agreed = common_prefix(child.tokens, tokens[passed:])
+        passed += agreed
+        if agreed < len(child.tokens):
+            return child.tokens[agreed : agreed + most] if passed == len(tokens) else NO_TOKENS
+        node = child
+    parts: list[Tokens] = []
+    while most > 0 and node.children:
+        node = max(node.children.values(), key=lambda child: child.last_used)
+        parts.append(node.tokens[:most])
+        most -= len(parts[-1])
+    return np.concatenate(parts) if parts else NO_TOKENS
+
+
 def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     """Cuts an edge at a position inside it; returns the new upper half.
 

@@ -25,6 +25,7 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
+from rootstock.engine.drafting import Drafter, PromptLookup, why_not
 from rootstock.engine.pacing import Pacing, Share
 from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
@@ -81,6 +82,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         tiering: Tiering | None = None,
         verify_hits: float = 0.0,
+        drafter: Drafter | None = None,
     ) -> None:
         self._tiering = tiering
         self._stalled = False  # nothing can run before a load has ended
@@ -92,8 +94,13 @@ class Engine:
         reach = (lambda sequence, match: None) if tiering is None else tiering.worth_loading
         target_s = self._config.itl_target_s
         self._pacing = None if target_s is None else Pacing(target_s)
+        # None: there may be some.
+        self.why_no_drafts = why_not(runtime.description, self._config.draft_tokens)
+        self._drafter: Drafter | None = None
+        if self.why_no_drafts is None:
+            self._drafter = drafter or PromptLookup(cache, self._config.draft_tokens)
         self._scheduler = Scheduler(
-            cache, self._config.max_batch, self._config.chunk_tokens, reach, self._pacing
+            cache, self._config.max_batch, self._config.chunk_tokens, reach, self._pacing, self._drafter
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended
@@ -297,6 +304,8 @@ class Engine:
         def clear() -> Cleared:
             before = self._cache.pools.owned_bytes
             blocks = self._cache.clear()
+            if self._drafter is not None:
+                self._drafter.forget()
             later = self._tiering is not None and not self._tiering.clear()
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
@@ -496,12 +505,15 @@ class Engine:
         row = 0
         for item in work:
             rows = self._rows_wanted(item)
-            self._take(item, logits[row : row + rows])
+            if item.drafts:
+                self._take_verified(item, logits[row : row + rows])
+            else:
+                self._take(item, logits[row : row + rows])
             row += rows
         self._apply(self._cache.make_way())
         if self._tiering is not None:
             self._tiering.follow()
-        if self._pacing is not None:
+        if self._pacing is not None and not any(item.drafts for item in work):
             self._pacing.observe(shares, self._clock() - began)
 
     def _apply(self, plan: Plan) -> None:
@@ -531,7 +543,11 @@ class Engine:
         logits = self._runtime.forward(batch)
         took = self._clock() - began
         self._counters.forward_s += took
-        if self._tiering is not None:
+        if all(isinstance(item.sequence.state, Decoding) for item in work):
+            if self._drafter is not None:
+                drafts = sum(item.drafts for item in work)
+                self._drafter.observe(len(work), drafts, sum(s.past for s in batch.segments), took)
+        elif self._tiering is not None:
             self._tiering.observe(batch.segments, took)
         self._counters.steps += 1
         self._counters.computed_tokens += batch.new_tokens
@@ -541,7 +557,26 @@ class Engine:
     def _rows_wanted(item: Work) -> int:
         if not item.sequence.prompt_scored:
             return len(item.tokens)
-        return 1 if item.completes_prompt and item.sequence.max_tokens > 0 else 0
+        return 1 + item.drafts if item.completes_prompt and item.sequence.max_tokens > 0 else 0
+
+    def _take_verified(self, item: Work, logits: Logits) -> None:
+        """Row by row, as if each had been a step of its own, for as long as what is sampled is what was drafted.
+
+        What lies in the pools beyond the last row that was taken is void: the next step writes over it.
+        """
+        sequence, lease, accepted = item.sequence, item.lease, 0
+        sequence.draft_tokens += item.drafts
+        self._counters.draft_tokens += item.drafts
+        self._take(Work(sequence, lease, item.tokens[:1]), logits[:1])
+        for row in range(1, 1 + item.drafts):
+            # A sequence that has ended has no lease.
+            if sequence.lease is not lease or sequence.generated[-1] != item.tokens[row]:
+                break
+            accepted += 1
+            sequence.accepted_draft_tokens += 1
+            self._counters.accepted_draft_tokens += 1
+            self._take(Work(sequence, lease, item.tokens[row : row + 1]), logits[row : row + 1])
+        sequence.acceptance.verified(item.drafts, accepted, cut_short=sequence.lease is not lease)
 
     def _take(self, item: Work, logits: Logits) -> None:
         """One sequence's share of a forward's result: score, sample, publish, keep its state, tell.

@@ -31,6 +31,8 @@ class StepCounters:
     sampled_tokens: int = 0
     forward_s: float = 0.0
     failed_steps: int = 0
+    draft_tokens: int = 0  # guessed ahead and verified, also among computed_tokens
+    accepted_draft_tokens: int = 0  # forwards that were saved
 
 
 @dataclass(frozen=True, slots=True)

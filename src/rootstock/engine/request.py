@@ -77,6 +77,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was found rather than computed, at first admission
     completion_tokens: int
+    draft_tokens: int = 0  # guessed ahead and verified
+    accepted_draft_tokens: int = 0  # of those, forwards that were saved: completion tokens like any other
     queued_s: float = 0.0  # submission → first admission
     ttft_s: float = 0.0  # submission → first token
     total_s: float = 0.0

@@ -1,7 +1,8 @@
 """What the next forward computes: who decodes, who prefills how much, who is admitted, who must make room.
 
 Order of a step: running decodes, one token each; running prefills, first come first served, within the token
-budget; then admissions from the queue. Nothing here touches a tensor or a clock.
+budget; then admissions from the queue; then drafts for the decodes, of what is left. Nothing here touches a tensor or
+a clock.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.stored import Reach
+from rootstock.engine.drafting import Drafter
 from rootstock.engine.pacing import Pace, Share
 from rootstock.engine.sequence import (
     Decoding,
@@ -35,11 +37,13 @@ WANTING_REQUESTS = 16  # how many of the queue's first requests protect what the
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence's share of a step: these tokens, which follow what its lease has computed."""
+    """One sequence's share of a step: these tokens, which follow what its lease has computed. The last `drafts` of
+    them are guesses."""
 
     sequence: Sequence
     lease: Lease
     tokens: Tokens  # [new]
+    drafts: int = 0
 
     @property
     def completes_prompt(self) -> bool:
@@ -49,7 +53,7 @@ class Work:
 
 class Scheduler:
     """Owns the queue and the running set. `reach` says what is worth loading for a match from a tier below, `pace`
-    how much prefill a step with decodes may carry."""
+    how much prefill a step with decodes may carry; without a `drafter` every decode is one token."""
 
     def __init__(
         self,
@@ -58,8 +62,10 @@ class Scheduler:
         chunk_tokens: int,
         reach: Callable[[Sequence, Match], Reach | None] = lambda sequence, match: None,
         pace: Pace | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._cache = cache
+        self._drafter = drafter
         self._reach = reach
         self._to_load: list[Sequence] = []
         self.loading = (
@@ -139,6 +145,8 @@ class Scheduler:
     def complete(self, sequence: Sequence, lease: Lease) -> None:
         """A running sequence has all its tokens."""
         self._running.remove(sequence)
+        if self._drafter is not None:
+            self._drafter.ended(sequence, lease)
         self._cache.finish(lease)
         sequence.state = Waiting()
 
@@ -168,7 +176,7 @@ class Scheduler:
                 budget -= self._prefill(sequence, sequence.state.lease, budget, work)
         work = [w for w in work if w.sequence.lease is w.lease]
         self._admit(work, budget)
-        return [_cut(w) for w in work], self._given_up
+        return self._with_drafts([_cut(w) for w in work]), self._given_up
 
     def _decodes(self) -> list[Work]:
         work: list[Work] = []
@@ -178,6 +186,45 @@ class Scheduler:
                 work.append(Work(sequence, sequence.state.lease, np.array(sequence.generated[-1:], np.int32)))
         # … or one further down a sequence whose work is planned already.
         return [w for w in work if w.sequence.lease is w.lease]
+
+    def _with_drafts(self, work: list[Work]) -> list[Work]:
+        """Decodes get drafts of what is left of the step's tokens, and of blocks that nobody misses."""
+        room = self._chunk_tokens - sum(len(w.tokens) for w in work)
+        decodes = [w for w in work if isinstance(w.sequence.state, Decoding)]
+        if self._drafter is None or room <= 0 or not decodes:
+            return work
+        if self._pace is not None and len(decodes) < len(work):
+            return work  # the step is as long as it may be
+        found = self._drafter.drafts([w.sequence for w in decodes], [w.lease for w in decodes], room)
+        drafts = {w.lease.id: draft for w, draft in zip(decodes, found, strict=True) if len(draft)}
+        for i, item in enumerate(work):
+            if item.lease.id in drafts:
+                work[i] = self._with_draft(item, drafts[item.lease.id][:room])
+                room -= work[i].drafts
+        return work
+
+    def _with_draft(self, work: Work, draft: Tokens) -> Work:
+        lease = work.lease
+        most = min(len(draft), work.sequence.tokens_left - 1)  # the last token is not computed
+        if lease.next_cut is not None:
+            most = min(most, lease.next_cut - lease.computed - 1)
+        most = self._reserve_draft(lease, most)
+        if most <= 0:
+            return work
+        return Work(work.sequence, lease, np.concatenate((work.tokens, draft[:most])), most)
+
+    def _reserve_draft(self, lease: Lease, most: int) -> int:
+        """How many tokens of a draft have blocks. New ones are taken only if nobody waits for blocks, and if all that
+        run find theirs for as long as these are ahead of time."""
+        size = self._cache.block_size
+        headroom = len(self._running) * (most // size + 1)
+        if most > 0 and not self._waiting and not self._deferred(lease, 1 + most, headroom):
+            return most
+        most = min(most, lease.table_blocks * size - lease.computed - 1)
+        return 0 if most <= 0 or self._deferred(lease, 1 + most, headroom) else most
+
+    def _deferred(self, lease: Lease, tokens: int, headroom: int) -> bool:
+        return isinstance(self._cache.extend(lease, tokens, headroom), Deferred)
 
     def _reserve(self, sequence: Sequence, lease: Lease, tokens: int) -> bool:
         """Blocks for the next tokens; others are preempted if need be, the least-progressed first."""

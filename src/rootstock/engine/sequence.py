@@ -12,6 +12,8 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
 from rootstock.cache.tree import Want
+from rootstock.engine.draft_cost import Acceptance
+from rootstock.engine.ngrams import TokenHistory
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, Sink, TokenLogprob, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.text import TextStream
@@ -74,11 +76,15 @@ class Sequence:
     """Owned by the engine's thread."""
 
     __slots__ = (
+        "acceptance",
+        "accepted_draft_tokens",
         "admitted_at",
         "arrival",
         "cached_tokens",
+        "draft_tokens",
         "first_token_at",
         "generated",
+        "history",
         "load_choice",
         "max_tokens",
         "may_load",
@@ -125,6 +131,10 @@ class Sequence:
         self.want: Want | None = None
         self.load_choice: LoadChoice | None = None  # what was last decided about loading
         self.may_load = True  # from a tier: not again when that took too long
+        self.acceptance = Acceptance()  # of drafts
+        self.draft_tokens = 0  # verified
+        self.accepted_draft_tokens = 0
+        self.history: TokenHistory | None = None  # its own tokens, if drafts were looked for
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -142,6 +152,11 @@ class Sequence:
         return np.concatenate((self.request.tokens, np.array(self.generated, np.int32)))
 
     @property
+    def tokens_left(self) -> int:
+        """That it may still generate."""
+        return self.max_tokens - len(self.generated)
+
+    @property
     def lease(self) -> Lease | None:
         """Of a sequence that takes part in steps. While it is loading, the load owns the lease."""
         match self.state:
@@ -155,6 +170,8 @@ class Sequence:
             prompt_tokens=len(self.request.tokens),
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=len(self.generated),
+            draft_tokens=self.draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
             queued_s=(self.admitted_at if self.admitted_at is not None else now) - self.submitted_at,
             ttft_s=(self.first_token_at if self.first_token_at is not None else now) - self.submitted_at,
             total_s=now - self.submitted_at,

@@ -62,7 +62,9 @@ def create_app(
     install_error_handlers(app)
     app.include_router(_generation_routes(model, Answerer(engine, metrics)))
     app.include_router(_cache_routes(engine, model))
-    app.include_router(_state_routes(engine, model, metrics, numbers_of(description, block_size)))
+    app.include_router(
+        _state_routes(engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts))
+    )
     return app
 
 

@@ -29,7 +29,9 @@ def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
     return total
 
 
-def numbers_of(description: ModelDescription, block_size: int) -> dict[str, Any]:
+def numbers_of(
+    description: ModelDescription, block_size: int, why_no_drafts: str | None = None
+) -> dict[str, Any]:
     return {
         "architecture": description.architecture,
         "parameters": description.parameters,
@@ -38,6 +40,8 @@ def numbers_of(description: ModelDescription, block_size: int) -> dict[str, Any]
         "kv_dtype": description.kv_dtype,
         "rung": description.rung,
         "rung_reason": description.rung_reason,
+        "speculation": "off" if why_no_drafts is not None else "prompt lookup",
+        "speculation_reason": why_no_drafts or "",
         "families": [_numbers_of_family(family) for family in description.families],
         "bytes_per_token": bytes_per_token(description.families),
         "bytes_per_checkpoint": bytes_per_checkpoint(description.families, block_size),

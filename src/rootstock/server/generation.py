@@ -214,4 +214,6 @@ def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:
         prompt_tokens=sum(choices[0].usage.prompt_tokens for choices in prompts),
         cached_tokens=sum(min(end.usage.cached_tokens for end in choices) for choices in prompts),
         completion_tokens=sum(end.usage.completion_tokens for end in ends),
+        draft_tokens=sum(end.usage.draft_tokens for end in ends),
+        accepted_draft_tokens=sum(end.usage.accepted_draft_tokens for end in ends),
     )

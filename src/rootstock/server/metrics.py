@@ -158,6 +158,14 @@ class _EngineCollector(Collector):
         events.add_metric(["evicted"], stats.cache.checkpoints_evicted)
         events.add_metric(["skipped"], stats.cache.checkpoints_skipped)
         yield events
+        drafted = CounterMetricFamily("rootstock_draft_tokens", "Tokens guessed ahead and verified")
+        drafted.add_metric([], stats.counters.draft_tokens)
+        yield drafted
+        accepted = CounterMetricFamily(
+            "rootstock_accepted_draft_tokens", "Of those, the ones that were right"
+        )
+        accepted.add_metric([], stats.counters.accepted_draft_tokens)
+        yield accepted
         yield _counted(
             "rootstock_hits_verified",
             "Hits that were computed anew, by what came of it",

@@ -199,6 +199,11 @@ def usage_body(usage: Usage) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        # OpenAI's names for what a client predicts; here it is the server that does. Those rejected cost no token.
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.draft_tokens - usage.accepted_draft_tokens,
+        },
     }
 
 

@@ -1,0 +1,117 @@
+"""When a draft pays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rootstock.engine.draft_cost import Acceptance, DraftCost, Floats, could_pay, worth_verifying
+
+
+def chances(probability: float, length: int = 8) -> Floats:
+    return probability ** np.arange(1, length + 1)
+
+
+def learnt(cost_of_a_row: float, sequences: int = 1, drafts: int = 4) -> DraftCost:
+    cost = DraftCost()
+    for _ in range(20):
+        cost.observe(sequences, 0, 500, 1.0)
+        cost.observe(sequences, drafts, 500, 1.0 + drafts * cost_of_a_row)
+    return cost
+
+
+def test_a_sequence_whose_drafts_are_right_is_believed_and_one_whose_are_wrong_is_not() -> None:
+    right, wrong = Acceptance(), Acceptance()
+    for _ in range(10):
+        right.verified(4, 4)
+        wrong.verified(4, 0)
+    assert right.probability(0.5) > 0.95
+    assert wrong.probability(0.5) < 0.15
+
+
+def test_after_misses_in_a_row_drafts_are_left_out_ever_longer_and_tried_again() -> None:
+    acceptance = Acceptance()
+    tries = 0
+    for _ in range(300):
+        if not acceptance.pauses:
+            tries += 1
+            acceptance.verified(3, 0)
+    assert 5 <= tries <= 12
+    while acceptance.pauses:
+        pass
+    acceptance.verified(3, 1)  # one that is right ends it
+    acceptance.verified(3, 0)
+    assert not acceptance.pauses
+
+
+def test_a_draft_that_the_end_of_the_answer_cut_short_was_not_wrong() -> None:
+    cut, wrong = Acceptance(), Acceptance()
+    cut.verified(8, 3, cut_short=True)
+    wrong.verified(8, 3)
+    assert cut.probability(0.5) > wrong.probability(0.5)
+
+
+def test_drafts_are_as_long_as_they_are_likely() -> None:
+    free, dear = np.full(16, 0.05), 0.2 * np.arange(1, 17)
+    assert worth_verifying(1, [chances(0.9)], free) == [8]
+    likely, unlikely = (worth_verifying(1, [chances(p)], dear)[0] for p in (0.9, 0.4))
+    assert 1 <= unlikely < likely < 8
+    assert worth_verifying(1, [chances(0.01)], dear) == [0]
+
+
+def test_of_several_drafts_the_likelier_tokens_are_verified() -> None:
+    longer = 0.1 * np.arange(1, 17)
+    first, second = worth_verifying(4, [chances(0.95), chances(0.5)], longer)
+    assert first > second
+    assert worth_verifying(4, [chances(0.95), chances(0.95)], np.zeros(5)) in (
+        [3, 2],
+        [2, 3],
+    )  # room for five
+    assert worth_verifying(2, [np.empty(0), chances(0.9)], longer)[0] == 0
+    assert worth_verifying(2, [np.empty(0), np.empty(0)], longer) == [0, 0]
+
+
+def test_what_verifying_costs_is_learnt_by_comparing_with_steps_without_drafts() -> None:
+    longer = learnt(0.2).longer(1, 500, 4)
+    assert longer is not None
+    assert abs(longer[-1] - 0.8) < 0.01
+    cheap = learnt(0.001).longer(1, 500, 4)
+    assert cheap is not None
+    assert cheap[-1] < 0.01
+
+
+def test_without_anything_alike_to_compare_with_a_step_is_made_without_drafts() -> None:
+    cost = learnt(0.01)
+    assert cost.longer(1, 500, 4) is not None
+    assert cost.longer(2, 500, 4) is None  # another batch
+    assert cost.longer(1, 5_000, 4) is None  # so much more to attend to
+    for _ in range(100):
+        cost.observe(1, 4, 500, 1.0)
+    assert cost.longer(1, 500, 4) is None  # too long ago
+
+
+def test_drafts_that_cost_too_much_are_left_out_and_tried_again_some_time() -> None:
+    cost = learnt(1.0)
+    tried = 0
+    for _ in range(1000):
+        cost.observe(1, 0, 500, 1.0)
+        longer = cost.longer(1, 500, 4)
+        assert longer is not None
+        if drafts := worth_verifying(1, [chances(0.3, 4)], longer)[0]:
+            tried += 1
+            cost.observe(1, drafts, 500, 1.0 + drafts)
+        else:
+            cost.hope(1)
+    assert 1 <= tried <= 20
+
+
+def test_where_even_right_drafts_cannot_pay_nothing_is_looked_up() -> None:
+    assert could_pay(1, np.full(4, 0.5))
+    assert not could_pay(32, np.arange(1, 5) / 8)
+
+
+def test_a_step_that_hiccups_changes_little() -> None:
+    cost = learnt(0.05)
+    cost.observe(1, 4, 500, 50.0)
+    longer = cost.longer(1, 500, 4)
+    assert longer is not None
+    assert longer[-1] < 0.6

@@ -1,0 +1,342 @@
+"""Drafts: they change how many forwards an answer takes, and nothing about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.helpers import Bench, Client
+from rootstock.cache.families import Family
+from rootstock.cache.lease import Admitted, Lease
+from rootstock.cache.plan import Tokens
+from rootstock.config import EngineConfig, parse_draft_tokens
+from rootstock.engine.drafting import PromptLookup, why_not
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import SamplingParams, StopParams, TokenEvent
+from rootstock.engine.sequence import Sequence as Running
+from rootstock.engine.text import ByteTextCodec
+from rootstock.errors import InvalidOption
+from rootstock.runtime.fake import FULL, STATE, FakeRuntime, chunked, window
+
+Draft = Callable[[list[int]], Sequence[int]]  # from what was generated
+
+
+class Scripted:
+    """Drafts that a test makes of what a sequence has generated."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.rooms: list[int] = []
+
+    def drafts(self, sequences: Sequence[Running], leases: Sequence[Lease], room: int) -> list[Tokens]:
+        self.rooms.append(room)
+        return [np.array(self._draft(sequence.generated)[:room], np.int32) for sequence in sequences]
+
+    def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
+        pass
+
+    def ended(self, sequence: Running, lease: Lease) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+def numbers(seed: int, count: int, vocab_size: int = 97) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+    return found
+
+
+def rightly(answer: list[int], most: int = 5) -> Scripted:
+    return Scripted(lambda generated: answer[len(generated) :][:most])
+
+
+def steps(bench: Bench) -> int:
+    return bench.engine.stats().counters.steps
+
+
+def test_right_drafts_save_forwards_and_wrong_ones_change_nothing() -> None:
+    prompt = numbers(1, 20)
+    alone = Bench().alone(prompt, 24)
+    right = Bench(drafter=rightly(alone))
+    wrong = Bench(drafter=Scripted(lambda generated: [(alone[len(generated)] + 1) % 97] * 5))
+    for bench in (right, wrong):
+        client = bench.ask(prompt, max_tokens=24)
+        bench.run()
+        assert client.tokens == alone
+    assert (steps(right), steps(wrong)) == (1 + 4, 24)  # 1 + 6 + 6 + 6 + 5
+    counters = right.engine.stats().counters
+    assert (counters.draft_tokens, counters.accepted_draft_tokens) == (19, 19)
+    assert wrong.engine.stats().counters.accepted_draft_tokens == 0
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalised": {
+        "temperature": 1.0,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+    },
+    "greedy, penalised": {"temperature": 0.0, "frequency_penalty": 2.0},
+    "biased": {"temperature": 1.0, "logit_bias": {5: 100.0, 6: 100.0, 7: 100.0}},
+    "scored": {"temperature": 1.0, "top_logprobs": 3},
+}
+
+
+@pytest.mark.behaviour(48)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("families", [(FULL,), (FULL, window(6), chunked(8))])
+def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
+    setting: str, families: tuple[Family, ...]
+) -> None:
+    """Every position is sampled as ever, from the same random numbers: the answers are equal, not only alike."""
+    prompt = numbers(2, 15)
+    sampling = SamplingParams(seed=11, **SETTINGS[setting])
+    stop = StopParams(max_tokens=30, min_tokens=12, stop_tokens=(5, 17))
+    plain = Bench(families=families)
+    expected = plain.ask(prompt, sampling=sampling, stop=stop)
+    plain.run()
+    answer = [*expected.tokens, 5, 5, 5]
+    rng = np.random.default_rng(0)
+
+    def partly_right(generated: list[int]) -> list[int]:
+        draft = answer[len(generated) :][:7]
+        if draft and rng.random() < 0.6:
+            draft[int(rng.integers(len(draft)))] = int(rng.integers(97))
+        return draft
+
+    bench = Bench(families=families, drafter=Scripted(partly_right))
+    client = bench.ask(prompt, sampling=sampling, stop=stop)
+    bench.run()
+    given = [event for event in client.events if isinstance(event, TokenEvent)]
+    assert given == [
+        replace(event, id=client.request.id) for event in expected.events if isinstance(event, TokenEvent)
+    ]
+    assert (client.finished.reason, client.finished.stopped_by) == (
+        expected.finished.reason,
+        expected.finished.stopped_by,
+    )
+    assert bench.engine.stats().counters.accepted_draft_tokens > 0
+
+
+@pytest.mark.behaviour(49)
+def test_a_stop_string_within_an_accepted_run_ends_it_there() -> None:
+    prompt = numbers(1, 10, 256)
+    bench = Bench(vocab_size=256, codec=ByteTextCodec())
+    alone = bench.alone(prompt, 12)
+    text = bytes(alone).decode("utf-8", errors="replace")
+    stop = StopParams(max_tokens=12, stop_strings=(text[5:7],))
+    plain = bench.ask(prompt, stop=stop)
+    bench.run()
+    drafted = Bench(vocab_size=256, codec=ByteTextCodec(), drafter=rightly(alone, 11))
+    client = drafted.ask(prompt, stop=stop)
+    drafted.run()
+    assert steps(drafted) == 2
+    assert (client.tokens, client.text) == (plain.tokens, plain.text)
+    assert client.finished.usage.completion_tokens == len(plain.tokens)
+    # What was accepted and computed behind the stop is not kept.
+    assert drafted.cache.stats().cached_tokens == bench.cache.stats().cached_tokens
+    assert drafted.cache.pool.live_blocks == 0
+
+
+def test_a_stop_token_within_an_accepted_run_ends_it_there() -> None:
+    prompt = numbers(3, 10)
+    alone = Bench().alone(prompt, 12)
+    bench = Bench(drafter=rightly(alone, 11))
+    client = bench.ask(prompt, stop=StopParams(max_tokens=12, stop_tokens=(alone[6],)))
+    bench.run()
+    first = alone.index(alone[6])
+    assert client.tokens == alone[:first]
+    assert client.finished.stopped_by == alone[6]
+    assert client.finished.usage.completion_tokens == first + 1
+    assert bench.cache.stats().cached_tokens == 10 + first
+    usage = client.finished.usage
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (10, first - 1)
+
+
+def test_a_draft_never_reaches_beyond_the_last_token() -> None:
+    prompt = numbers(4, 10)
+    alone = Bench().alone(prompt, 30)
+    bench = Bench(drafter=rightly(alone, 16))
+    client = bench.ask(prompt, max_tokens=5)
+    bench.run()
+    assert client.tokens == alone[:5]
+    assert client.finished.usage.draft_tokens == 3
+    assert bench.cache.stats().cached_tokens == 10 + 4
+
+
+def test_drafts_take_what_the_steps_tokens_leave() -> None:
+    drafter = Scripted(lambda generated: [1] * 8)
+    bench = Bench(chunk_tokens=6, drafter=drafter)
+    bench.ask(numbers(5, 3), max_tokens=20)
+    bench.run(1)
+    bench.ask(numbers(6, 40), max_tokens=2)
+    bench.run()
+    assert all(batch.new_tokens <= 6 for batch in bench.batches)
+    assert any(len(batch.segments) == 1 and batch.new_tokens == 6 for batch in bench.batches)
+    mixed = [batch for batch in bench.batches if len(batch.segments) == 2 and batch.segments[1].past < 35]
+    assert mixed
+    assert all(len(batch.segments[0].tokens) == 1 for batch in mixed), "a draft held up a prefill"
+
+
+def test_drafts_take_no_block_that_anybody_may_miss() -> None:
+    def preemptions(drafter: Scripted | None) -> tuple[int, list[list[int]]]:
+        bench = Bench(blocks=24, block_size=4, drafter=drafter)
+        clients = [bench.ask(numbers(seed, 9), max_tokens=14) for seed in range(4)]
+        bench.run()
+        return bench.cache.counters.preemptions, [client.tokens for client in clients]
+
+    wrong = Scripted(lambda generated: [1] * 12)
+    assert preemptions(wrong) == preemptions(None)
+    assert preemptions(None)[0] == 0, "the pool is exactly large enough"
+
+
+def test_no_new_blocks_go_to_drafts_while_a_request_waits_for_blocks() -> None:
+    bench = Bench(blocks=8, block_size=4, max_batch=2, drafter=Scripted(lambda generated: [1] * 12))
+    bench.ask(numbers(1, 4), max_tokens=12)
+    bench.run(1)
+    bench.ask(numbers(2, 26), max_tokens=2)  # not before the first one has ended
+    bench.run(1)
+    waiting = bench.batches[-1].segments[0]
+    assert waiting.past + len(waiting.tokens) <= 8, "it took a third block"
+    bench.run()
+
+
+def test_rejected_positions_are_void_for_everybody() -> None:
+    """Another request goes on right behind what was accepted, inside the block in which a draft was rejected."""
+    prompt = numbers(7, 9)
+    alone = Bench().alone(prompt, 6)
+    bench = Bench(block_size=16, drafter=Scripted(lambda generated: [*alone[len(generated) :][:2], 1, 1, 1]))
+    first = bench.ask(prompt, max_tokens=6)
+    bench.run(2)
+    bench.engine.abort(first.request.id)
+    bench.run()
+    longer = [*prompt, *first.tokens, *numbers(8, 6)]
+    second = bench.ask(longer, max_tokens=4)
+    bench.run()
+    assert second.finished.usage.cached_tokens == len(prompt) + len(first.tokens) - 1
+    assert second.tokens == bench.alone(longer, 4)
+
+
+# ------------------------------------------------------------------------------------------ prompt lookup
+
+
+def lookup(**options: Any) -> Bench:
+    """With a clock by which every forward takes as long, so that any draft pays."""
+    ticks = iter(range(10**9))
+    return Bench(clock=lambda: float(next(ticks)), draft_tokens=8, **options)
+
+
+def asked(bench: Bench, prompt: Sequence[int], max_tokens: int = 24, **request: Any) -> Client:
+    client = bench.ask(prompt, max_tokens=max_tokens, **request)
+    bench.run()
+    return client
+
+
+def test_what_the_tree_has_behind_the_same_prefix_is_drafted() -> None:
+    bench = lookup()
+    prompt = numbers(9, 20)
+    first, again = asked(bench, prompt), asked(bench, prompt)
+    assert again.tokens == first.tokens == bench.alone(prompt, 24)
+    usage = again.finished.usage
+    assert usage.accepted_draft_tokens == usage.draft_tokens >= 18
+
+
+def test_another_tenants_text_is_never_drafted() -> None:
+    bench = lookup()
+    prompt = numbers(9, 20)
+    asked(bench, prompt, salt="one")
+    other = asked(bench, prompt, salt="another")
+    assert other.finished.usage.draft_tokens == 0
+    same = asked(bench, prompt, salt="one")
+    assert same.finished.usage.accepted_draft_tokens > 0
+
+
+def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
+    bench = lookup()
+    prompt = numbers(9, 20)
+    for last in (2, 3, 2):
+        asked(bench, [*prompt, 1, last], max_tokens=1)
+        match = bench.cache.match(np.array(prompt, np.int32), bench.engine._namespace(""))
+        admitted = bench.cache.admit(match)
+        assert isinstance(admitted, Admitted)
+        assert bench.cache.following(admitted.lease, 1, 8).tolist() == [last]
+        assert bench.cache.following(admitted.lease, 4, 8).tolist() == []
+        bench.cache.abort(admitted.lease)
+
+
+def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
+    """The oracle never repeats itself, so bias makes it: only one token may be chosen."""
+    bench = lookup()
+    only = SamplingParams(temperature=0.0, logit_bias={7: 100.0})
+    client = asked(bench, numbers(1, 5), max_tokens=60, sampling=only)
+    assert client.tokens == [7] * 60
+    assert client.finished.usage.accepted_draft_tokens > 30
+
+
+def test_what_recent_requests_of_the_namespace_computed_is_drafted_elsewhere() -> None:
+    bench = lookup()
+    phrase = numbers(2, 40)
+    drafter = bench.engine._drafter
+    assert isinstance(drafter, PromptLookup)
+    asked(bench, [*numbers(3, 10), *phrase], max_tokens=1)
+    client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
+    bench.run(1)
+    (running,) = bench.engine._scheduler.sequences()
+    running.generated[-1:] = phrase[10:11]
+    assert running.lease is not None
+    found, agreement = drafter._look_up(running, running.lease, 6)
+    assert found.tolist() == phrase[11:17]
+    assert agreement >= 11
+    bench.engine.abort(client.request.id)
+    bench.run()
+
+
+def test_a_cache_that_is_cleared_leaves_nothing_to_draft_from() -> None:
+    bench = lookup()
+    prompt = numbers(9, 20)
+    asked(bench, prompt)
+    bench.engine.clear_cache()
+    assert asked(bench, prompt).finished.usage.draft_tokens == 0
+
+
+def test_wrong_drafts_are_soon_left_out() -> None:
+    bench = lookup(vocab_size=3)  # every n-gram was seen before, and says nothing of what comes next
+    sampling = SamplingParams(temperature=1.0, seed=1)
+    client = asked(bench, numbers(1, 50, 3), max_tokens=300, sampling=sampling)
+    usage = client.finished.usage
+    assert 0 < usage.draft_tokens < 300
+    plain = Bench(vocab_size=3)
+    assert asked(plain, numbers(1, 50, 3), max_tokens=300, sampling=sampling).tokens == client.tokens
+
+
+def test_a_model_with_a_state_or_one_that_runs_one_sequence_per_forward_has_no_drafts() -> None:
+    with_state = FakeRuntime(families=(FULL, STATE)).description
+    alone = replace(FakeRuntime().description, rung="one sequence per forward")
+    assert "state" in str(why_not(with_state, None))
+    assert "one sequence" in str(why_not(alone, None))
+    assert why_not(FakeRuntime().description, None) is None
+    assert why_not(FakeRuntime().description, 0) == "not asked for"
+    bench = Bench(families=(FULL, STATE), drafter=Scripted(lambda generated: [1] * 8))
+    assert asked(bench, numbers(1, 10)).tokens == bench.alone(numbers(1, 10), 24)
+    assert bench.engine.stats().counters.draft_tokens == 0
+    assert isinstance(bench.engine, Engine)
+    assert bench.engine.why_no_drafts is not None
+
+
+def test_the_option_is_auto_off_or_a_number() -> None:
+    assert [parse_draft_tokens(text) for text in ("auto", "off", "0", "12")] == [None, 0, 0, 12]
+    for text in ("", "some", "-3", "1.5", "99999"):
+        with pytest.raises(InvalidOption, match="--speculate"):
+            parse_draft_tokens(text)
+
+
+def test_a_negative_number_of_drafts_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="--speculate"):
+        EngineConfig(draft_tokens=-1)
