@@ -156,16 +156,16 @@ def attention_error(runtime: TorchRuntime) -> float:
     sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9, 5))]
     steps = mixed_steps([len(s) for s in sequences], seed=3)
     sliced = Tuning(slice_bytes=1 << 10, chunk_slice_bytes=2 << 10, share_from=1)
-    given: dict[str, Attention | None] = {"paged": pool.paged, "gather": pool.gather}
+    given: dict[str, Attention | None] = {"paged": pool.kernels.paged, "gather": pool.kernels.gather}
     for kernels in (given, given | {"paged": PagedAttention(size, 64, sliced)}):
         compared = {name: Compared(kernel, size) for name, kernel in kernels.items() if kernel is not None}
         for name, kernel in compared.items():
-            setattr(pool, name, kernel)
+            setattr(pool.kernels, name, kernel)
         packed_logits(runtime, sequences, steps)
         cached(runtime)
         errors += [error for kernel in compared.values() for error in kernel.errors]
     for name, kernel in given.items():
-        setattr(pool, name, kernel)
+        setattr(pool.kernels, name, kernel)
     return max(errors)
 
 

@@ -121,6 +121,12 @@ def serve(
             help="Record decodes and replay them, on a CUDA device. Compared with plain decodes at the start.",
         ),
     ] = _MODEL.cuda_graphs,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="Of decodes on a CPU: numba is compiled, torch is not; auto: numba where it can be imported."
+        ),
+    ] = _MODEL.attention,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
     cache: Annotated[
         bool,
@@ -198,6 +204,7 @@ def serve(
         state_dtype,
         quantize,
         cuda_graphs=cuda_graphs,
+        attention=attention,
     )
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
@@ -402,6 +409,7 @@ class LoadProgress:
         "download": "Fetching the model",
         "load": "Loading the weights",
         "hash": "Hashing the weights",
+        "compile": "Compiling attention for this CPU, once",
         "check": "Checking the paged forward against the model's own",
         "pack": "Packing the weights",
     }

@@ -14,6 +14,7 @@ _UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 10
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
+ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
 COMPRESSIONS = ("none", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -125,6 +126,7 @@ class ModelConfig:
     state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
     quantize: str = "none"  # bits of the weights of linear layers; the rest of the model stays as it is
     cuda_graphs: bool = False  # for decodes; off until they have run on a device
+    attention: str = "auto"  # of decodes on a CPU; auto: compiled by Numba where that can be imported
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -135,6 +137,8 @@ class ModelConfig:
             raise InvalidOption("--state-dtype", self.state_dtype, " | ".join(STATE_DTYPES))
         if self.quantize not in QUANTIZATIONS:
             raise InvalidOption("--quantize", self.quantize, " | ".join(QUANTIZATIONS))
+        if self.attention not in ATTENTIONS:
+            raise InvalidOption("--attention", self.attention, " | ".join(ATTENTIONS))
 
 
 @dataclass(frozen=True, slots=True)

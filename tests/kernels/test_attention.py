@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels import reference, torch_gather
+from rootstock.kernels.numba_attention import NumbaAttention
 from rootstock.kernels.scores import Attention
 from rootstock.kernels.spans import EVERYTHING
 from rootstock.kernels.torch_gather import GatherAttention
@@ -53,6 +55,55 @@ def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning
 def test_gathered_attention_equals_the_reference(batch: RaggedBatch, most_scores: int) -> None:
     kernel = GatherAttention(batch.block_size, torch.device("cpu"), most_scores)
     assert_equals_reference(run(kernel, batch), batch)
+
+
+def numba_attention(batch: RaggedBatch, few_rows: int = 8, serial_bytes: int = 0) -> NumbaAttention:
+    beside = GatherAttention(batch.block_size, torch.device("cpu"))
+    return NumbaAttention(batch.block_size, beside, few_rows=few_rows, serial_bytes=serial_bytes)
+
+
+@given(ragged_batches(), st.sampled_from([1, 8, 20]), st.sampled_from([0, 1 << 30]))
+@settings(max_examples=200)
+def test_compiled_attention_equals_the_reference(
+    batch: RaggedBatch, few_rows: int, serial_bytes: int
+) -> None:
+    assert_equals_reference(run(numba_attention(batch, few_rows, serial_bytes), batch), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_attention_over_several_items_of_work(dtype: torch.dtype) -> None:
+    """Chunks of 128, 256 and 512 positions, tiles of 64, blocks that end within and without them."""
+    for block_size in (1, 7, 16, 64):
+        for family in (EVERYTHING, SlidingWindow(1, 1, 300), ChunkedAttention(1, 1, 1000)):
+            lengths = [(700, 1), (129, 3), (2100, 1), (60, 30), (9000, 2)]
+            batch = make_batch(
+                lengths, block_size=block_size, head_dim=40, dtype=dtype, sinks=True, family=family
+            )
+            assert_equals_reference(run(numba_attention(batch), batch), batch)
+
+
+def test_compiled_attention_of_a_row_is_the_same_whatever_is_beside_it() -> None:
+    batch = make_batch([(300, 1), (2500, 1), (64, 1), (900, 1)])
+    out = run(numba_attention(batch), batch)
+    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+    for span in batch.spans:
+        alone = numba_attention(batch, serial_bytes=1 << 30).prepare([replace(span, row=0)])
+        rows = slice(span.row, span.row + 1)
+        own = alone(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
+        assert torch.equal(own, out[rows])
+
+
+def test_queries_of_compiled_attention_may_lie_in_any_order() -> None:
+    batch = make_batch([(300, 1), (70, 4)])
+    strided = batch.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(
+        run(numba_attention(batch), replace(batch, query=strided)), run(numba_attention(batch), batch)
+    )
+
+
+def test_pools_that_no_loops_are_compiled_for_go_beside() -> None:
+    batch = make_batch([(30, 1), (7, 4)], dtype=torch.float16)
+    assert_equals_reference(run(numba_attention(batch), batch), batch)
 
 
 @pytest.mark.parametrize("window", [1, 30, 300])

@@ -13,9 +13,10 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, families, make_batch, tunings
 from rootstock.cache.families import SlidingWindow
 from rootstock.kernels import reference
+from rootstock.kernels.numba_attention import NumbaAttention
 from rootstock.kernels.scores import Attention
 from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_latent import LatentAttention, _LatentStep, gather_latents
+from rootstock.kernels.torch_latent import LatentAttention, _LatentStep, gather_latents, paged_latents
 from rootstock.kernels.torch_paged import Tuning
 
 CPU = torch.device("cpu")
@@ -79,6 +80,15 @@ def test_attention_over_latents_equals_attention_over_what_they_expand_to(
     assert_equals_expanded(LatentAttention(batch.block_size, CPU, 1, tuning), batch, up, 1e-5)
 
 
+@given(latent_batches(), st.sampled_from([1, 8]))
+@settings(max_examples=60)
+def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], few_rows: int) -> None:
+    batch, up = batch_and_up
+    beside = paged_latents(batch.block_size, 1, None)
+    kernel = NumbaAttention(batch.block_size, beside, latents=True, few_rows=few_rows, serial_bytes=0)
+    assert_equals_expanded(kernel, batch, up, 1e-5)
+
+
 @given(latent_batches(), st.sampled_from([100, 1 << 24]))
 @settings(max_examples=50)
 def test_gathered_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], most_scores: int) -> None:
@@ -93,4 +103,9 @@ def test_latents_in_bfloat16_err_by_roundings(window: int | None) -> None:
     family = {} if window is None else {"family": SlidingWindow(1, 1, window)}
     batch = make_batch(lengths, kv_heads=1, head_dim=64, value_dim=16, dtype=torch.bfloat16, **family)
     batch, up = latents(batch, nope=32, value_dim=32)
-    assert_equals_expanded(LatentAttention(batch.block_size, CPU), batch, up, 4e-2)
+    beside = paged_latents(batch.block_size, 160, None)
+    for kernel in (
+        LatentAttention(batch.block_size, CPU),
+        NumbaAttention(batch.block_size, beside, latents=True),
+    ):
+        assert_equals_expanded(kernel, batch, up, 4e-2)

@@ -44,6 +44,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), "llama")
 
 
+@pytest.fixture(autouse=True)
+def without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistakes are made in what attends when nothing is compiled; see test_torch_compiled.py for the rest."""
+    monkeypatch.setenv("ROOTSTOCK_TEST_ATTENTION", "torch")
+
+
 def assert_refused(directory: Path, dtype: str) -> None:
     with pytest.raises(SelfCheckFailed) as refusal:
         load(directory, dtype)

@@ -73,7 +73,7 @@ def refuse(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 @pytest.fixture(params=["from tensors", "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_model, "compiled_for", lambda device: "triton")
+    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
     if request.param == "from tensors":
         monkeypatch.setitem(
             sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=FromTensors)
@@ -136,7 +136,7 @@ def test_replayed_decodes_equal_plain_ones(
 def test_what_cannot_be_recorded_is_run_plainly_and_said_once(
     tmp_path: Path, capture: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_model, "compiled_for", lambda device: "triton")
+    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
     monkeypatch.setitem(
         sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=FromTensors)
     )

@@ -102,7 +102,7 @@ def test_progress_goes_through_every_stage_to_its_end(llama: Path) -> None:
     seen: dict[str, list[float]] = {}
     config = ModelConfig(str(llama), dtype="float32", device="cpu")
     load_model(config, lambda stage, done: seen.setdefault(stage, []).append(done))
-    assert list(seen) == ["load", "hash", "check", "pack"]
+    assert list(seen) == ["load", "hash", "compile", "check", "pack"]
     for reported in seen.values():
         assert reported == sorted(reported)
         assert reported[-1] == 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,12 @@ SLOTS = 40  # of recurrent states
 
 def load(directory: Path, dtype: str = "float32", quantize: str = "none") -> TorchRuntime:
     """By the real loader, on one thread: these models are too small to share."""
-    return load_model(ModelConfig(str(directory), dtype=dtype, device="cpu", threads=1, quantize=quantize))
+    attention = os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto")
+    return load_model(
+        ModelConfig(
+            str(directory), dtype=dtype, device="cpu", threads=1, quantize=quantize, attention=attention
+        )
+    )
 
 
 class Dense:

@@ -19,8 +19,7 @@ from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.stored import Reach
 from rootstock.engine.drafting import Drafter
-from rootstock.engine.estimates import Share
-from rootstock.engine.pacing import Pace
+from rootstock.engine.pacing import Pace, Share
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
@@ -50,10 +49,6 @@ class Work:
     def completes_prompt(self) -> bool:
         """After this forward every known token is computed, and the next one can be sampled."""
         return self.lease.computed + len(self.tokens) >= self.lease.known
-
-    @property
-    def share(self) -> Share:
-        return Share(self.lease.computed, len(self.tokens), isinstance(self.sequence.state, Decoding))
 
 
 class Scheduler:
@@ -290,10 +285,12 @@ class Scheduler:
         """What is left of `budget` for a prompt that is computed up to `past`, so that decodes need not wait long."""
         if self._pace is None:
             return budget
-        step = [item.share for item in work]
-        if not any(share.decodes for share in step):
+        step: list[Share] = [(item.lease.computed, len(item.tokens)) for item in work]
+        prefills = [not isinstance(item.sequence.state, Decoding) for item in work]
+        if all(prefills):
             return budget
-        return self._pace.prefill_tokens(step, past, budget)
+        prefilled = sum(new for (_, new), is_prefill in zip(step, prefills, strict=True) if is_prefill)
+        return self._pace.prefill_tokens(step, prefilled, past, budget)
 
     def _admit(self, work: list[Work], budget: int) -> None:
         for sequence in list(self._waiting):

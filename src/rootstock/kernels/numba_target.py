@@ -34,7 +34,17 @@ import numpy as np  # noqa: E402
 from numba.core import types  # noqa: E402
 from numba.extending import intrinsic, overload  # noqa: E402
 
-__all__ = ["compiled", "compiled_parallel", "exp", "narrow", "nb", "prefetch", "widen"]
+__all__ = [
+    "compiled",
+    "compiled_parallel",
+    "exp",
+    "fetch_add",
+    "narrow",
+    "nb",
+    "pointer_to",
+    "prefetch",
+    "widen",
+]
 
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 
@@ -174,3 +184,24 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typing: Any, address: Any) -> Any:
+    """int64 → what `carray` makes an array of."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(typing: Any, array: Any, index: Any, amount: Any) -> Any:
+    """array[index] += amount by one thread at a time → what was there before. array [n] int64"""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, given[0]).data
+        return builder.atomic_rmw("add", builder.gep(data, [given[1]]), given[2], "acq_rel")
+
+    return types.int64(array, types.int64, types.int64), generate

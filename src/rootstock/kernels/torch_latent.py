@@ -64,9 +64,11 @@ class LatentAttention:
         device: torch.device,
         position_bytes: int = (512 + 64) * 2,  # most models' rank and rope, in bfloat16
         tuning: Tuning | None = None,
+        attention: Attention | None = None,
     ) -> None:
-        self._attention: Attention = (
-            PagedAttention(block_size, position_bytes, tuning, _LatentScratch().stage)
+        """`attention`: with a single KV head whose keys are latents and rotary keys, and whose values are latents."""
+        self._attention: Attention = attention or (
+            paged_latents(block_size, position_bytes, tuning)
             if device.type == "cpu"
             else GatherAttention(block_size, device, gather=gather_latents)
         )
@@ -74,6 +76,11 @@ class LatentAttention:
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> LatentStepAttention:
         """Everything about a step that does not depend on the layer: see `Attention.prepare`."""
         return _LatentStep(self._attention.prepare(spans, family))
+
+
+def paged_latents(block_size: int, position_bytes: int, tuning: Tuning | None) -> PagedAttention:
+    """For CPUs: slices in which latents and rotary keys lie side by side."""
+    return PagedAttention(block_size, position_bytes, tuning, _LatentScratch().stage)
 
 
 class _LatentStep:

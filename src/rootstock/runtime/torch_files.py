@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from rootstock.errors import ModelPathNotFound, ModelUnsupported, ModelWeightsMissing
 
 Progress = Callable[[str, float], None]
-"""Called with a stage ("download", "hash", "load", "check", "pack") and how much of it is done, from 0 to 1."""
+"""Called with a stage ("download", "hash", "load", "compile", "check", "pack") and its share that is done, 0 to 1."""
 
 _HASH_CHUNK_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"

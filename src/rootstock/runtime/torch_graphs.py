@@ -197,9 +197,9 @@ class _DecodeGraph:
         once = torch.ones_like(self._rows)
         records = torch.stack([self._rows, self._rows, positions, once, self._rows], 1).to(torch.int32)
         rows = self._rows.to(torch.int32)
-        assert self._pool.triton is not None
+        assert self._pool.kernels.triton is not None
         steps = [
-            self._pool.triton.decodes(tables, records, rows, self._longest, family)
+            self._pool.kernels.triton.decodes(tables, records, rows, self._longest, family)
             for tables, family in zip(self._tables, self._pool.families, strict=True)
         ]
         cache = _StaticCache(self._pool, list(slots), steps, positions - self._rows)

@@ -22,11 +22,11 @@ from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import ModelDescription, Rung, Runtime
 from rootstock.runtime.torch_check import Disagreement, self_check, use_attention
 from rootstock.runtime.torch_hooks import LayerUnsupported
+from rootstock.runtime.torch_kernels import Compiled
 from rootstock.runtime.torch_layout import Layout, sequential_layout
 from rootstock.runtime.torch_masks import IMPLEMENTATION
 from rootstock.runtime.torch_memory import OutOfMemory
 from rootstock.runtime.torch_mixers import refuse_forgetful_mixers
-from rootstock.runtime.torch_pool import Compiled
 from rootstock.runtime.torch_probe import probe_packed, undo_parts
 from rootstock.runtime.torch_standins import NOTHING_FUSED, Fusion, undo_fusion
 from rootstock.runtime.torch_survey import Surveyed
@@ -81,7 +81,7 @@ def climb(
             failures.append(failure)
             refused = rung if kernel is not None else refused
             continue
-        if refused == rung:
+        if refused == rung and kernel is None:
             _log.warning(
                 "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
             )
@@ -99,7 +99,10 @@ def _tries(rungs: Sequence[Rung], compiled: Compiled | None) -> Iterator[tuple[R
     """(rung, kernel, whether with the fused forms of the model's parts), from best to last resort."""
     for rung in rungs:
         if rung != "one sequence per forward":
-            if compiled is not None:
+            if compiled == "triton":
+                yield rung, compiled, False
+            elif compiled == "numba":  # what is fused is for CPUs, and so is this
+                yield rung, compiled, True
                 yield rung, compiled, False
             yield rung, None, True
         yield rung, None, False

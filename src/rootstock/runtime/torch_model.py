@@ -34,10 +34,11 @@ from rootstock.runtime.torch_files import (
 )
 from rootstock.runtime.torch_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
+from rootstock.runtime.torch_kernels import compile_for, compiled_for
 from rootstock.runtime.torch_ladder import Served, climb
 from rootstock.runtime.torch_layout import Layout
 from rootstock.runtime.torch_packing import Packing, pack_linears
-from rootstock.runtime.torch_pool import TorchPool, compiled_for, formats_of
+from rootstock.runtime.torch_pool import TorchPool, formats_of
 from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
@@ -79,6 +80,11 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
     except LayerUnsupported as refusal:
         raise ModelUnsupported(name, str(refusal)) from refusal
     limit, regime = context_limit(text_config(model))
+    compiled = compiled_for(device, config.attention)
+    if compiled == "numba":
+        report("compile", 0.0)
+        compile_for({dtype})
+        report("compile", 1.0)
 
     def describe(layout: Layout) -> ModelDescription:
         return ModelDescription(
@@ -105,7 +111,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         describe,
         lambda served, tuning: TorchRuntime(model, served, tuning),
         lambda done: report("check", done),
-        compiled_for(device),
+        compiled,
     )
     report("pack", 0.0)
     projections = served.fusion.projections
@@ -121,6 +127,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         if linear is not None:
             projection.use(linear)
     _tell_what_was_not_rounded(packing, config.quantize)
+    if served.compiled == "numba":
+        compile_for(served.layout.dtypes)  # a layer may keep another than the model's
     stored = _with_stored_states(served, _STATE_DTYPES[config.state_dtype])
     return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,28 +12,17 @@ from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_latent import LatentAttention
-from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import BufferFormat
+from rootstock.runtime.torch_kernels import Compiled, Kernel, Kernels, kernel_of
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
-
-if TYPE_CHECKING:
-    from rootstock.kernels.triton_paged import TritonAttention
-
-_log = logging.getLogger(__name__)
-
-_TRITON_CAPABILITY = (8, 0)  # before it Triton has no matrix units, and the kernel spills its registers
 
 Kind = Literal[
     "plain",  # K and V reach attention as they were given to the cache
     "latent",  # of all heads together (MLA): attended with absorbed weights
     "alone",  # its module is run one sequence at a time, on dense K and V
 ]
-
-Kernel = Literal["paged", "gather", "latent", "triton"]  # which attends a layer
-Compiled = Literal["triton"]  # kernels that are compiled for the device, and may fail to
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +107,12 @@ class TorchPool:
         blocks = [
             n for n, family in zip(rows, families, strict=True) if not isinstance(family, RecurrentState)
         ]
-        self.gather = GatherAttention(block_size, device)
-        self.paged: PagedAttention | None = None
-        self.latent: LatentAttention | None = None
-        self.triton: TritonAttention | None = None
-        kernels = [_kernel(shape, device, compiled) for shape in layers]
-        # The widest layer tells how many positions make a slice.
-        if "paged" in kernels:
-            position_bytes = max(shape.kv_heads * shape.key_dim * shape.dtype.itemsize for shape in layers)
-            self.paged = PagedAttention(block_size, position_bytes, tuning)
-        if "latent" in kernels:
-            position_bytes = max(
-                shape.bytes_per_token
-                for shape, kernel in zip(layers, kernels, strict=True)
-                if kernel == "latent"
-            )
-            self.latent = LatentAttention(block_size, device, position_bytes, tuning)
-        if "triton" in kernels:
-            from rootstock.kernels.triton_paged import TritonAttention  # not everybody has Triton
-
-            self.triton = TritonAttention(block_size, device, (tuning or Tuning()).split_positions)
+        self.kernels = Kernels(layers, block_size, device, tuning, compiled)
         self.layers = {
-            shape.index: LayerMemory(shape, kernel, blocks[shape.family] * block_size, device)
-            for shape, kernel in zip(layers, kernels, strict=True)
+            shape.index: LayerMemory(
+                shape, kernel_of(shape, device, compiled), blocks[shape.family] * block_size, device
+            )
+            for shape in layers
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
         self.states = StatePool(states, slots[0], device) if slots else None
@@ -261,28 +231,3 @@ def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:
         if layer.family == family
         for shape, dtype in layer.tensors
     ]
-
-
-def compiled_for(device: torch.device) -> Compiled | None:
-    """The compiled kernel that fits a device. Where one would and cannot be had, the log says so."""
-    if device.type != "cuda":
-        return None
-    missing = None
-    if torch.cuda.get_device_capability(device) < _TRITON_CAPABILITY:
-        missing = "{}.{} is the least compute capability that it is made for".format(*_TRITON_CAPABILITY)
-    elif importlib.util.find_spec("triton") is None:
-        missing = "triton is not installed"
-    if missing is None:
-        return "triton"
-    _log.warning("Attention gathers each context instead of reading it in place: %s", missing)
-    return None
-
-
-def _kernel(shape: LayerShape, device: torch.device, compiled: Compiled | None) -> Kernel:
-    if shape.kind == "latent":
-        return "latent"
-    if shape.kind == "plain" and compiled is not None:
-        return compiled
-    # What torch's flash attention for CPUs can do.
-    fits_flash = shape.key_dim == shape.value_dim and not shape.softcap and device.type == "cpu"
-    return "paged" if shape.kind == "plain" and fits_flash else "gather"

@@ -16,9 +16,10 @@ from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch_latent import LatentStepAttention
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch_hooks import expansion, mark
+from rootstock.runtime.torch_kernels import Kernel
 from rootstock.runtime.torch_masks import MaskPattern
 from rootstock.runtime.torch_parts import Part
-from rootstock.runtime.torch_pool import Kernel, LayerMemory, TorchPool
+from rootstock.runtime.torch_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch_standins import FusedStep
 from rootstock.runtime.torch_states import StateCache
 
@@ -117,7 +118,7 @@ class PackedCache(FusedStep):
         alike = memory.kernel, memory.family
         prepared = self._attention.get(alike)
         if prepared is None:
-            kernel = getattr(self._pool, memory.kernel)
+            kernel = getattr(self._pool.kernels, memory.kernel)
             prepared = kernel.prepare(self._spans[memory.family], self._pool.families[memory.family])
             self._attention[alike] = prepared
         return prepared

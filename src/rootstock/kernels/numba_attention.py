@@ -1,0 +1,286 @@
+"""Attention on CPUs whose decodes run compiled, in place through the block table; prefill goes another way.
+
+What is compiled is in `numba_decode.py`. Here a step is laid out for it once, for all layers of a family: which
+positions of which sequence make an item of work, which rows read it, and where the partial results lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rootstock.cache.families import TokenFamily
+from rootstock.kernels.numba_decode import JOB, compile_work
+from rootstock.kernels.scores import Attention, Scores, StepAttention
+from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.kernels.torch_threads import run_on_threads
+
+_log = logging.getLogger(__name__)
+
+Numbers = NDArray[np.int64]
+
+# As what Numba sees the elements of a pool.
+_SEEN_AS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float32: np.dtype(np.float32),
+}
+
+FEW_ROWS = 8  # new positions up to which a span is attended here
+SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
+
+
+def has_loops_for(dtype: torch.dtype) -> bool:
+    """Whether there are loops for pools of this dtype at all."""
+    return dtype in _SEEN_AS
+
+
+@cache
+def loops_for(dtype: torch.dtype) -> Any:
+    """The loops for pools of this dtype: compiled, or loaded from disk, at the first call in a process."""
+    try:
+        return compile_work(_SEEN_AS[dtype])
+    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
+        _log.warning("Attention is compiled at each start, as there is no place to keep it: %s", refusal)
+        return compile_work(_SEEN_AS[dtype], on_disk=False)
+
+
+class NumbaAttention:
+    """For pools in bfloat16 and float32 on a CPU. `beside` attends the chunks, and pools of other dtypes.
+
+    `latents`: keys [slots, 1, rank] are the values too, and values [slots, 1, rope] the keys' other part; a step
+    returns [tokens, q_heads, rank].
+    It keeps scratch memory from step to step, so one thread uses it.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        beside: Attention,
+        *,
+        latents: bool = False,
+        few_rows: int = FEW_ROWS,
+        serial_bytes: int = SERIAL_BYTES,
+    ) -> None:
+        self._block_size = block_size
+        self._beside = beside
+        self._few_rows = few_rows
+        self._runner = _Runner(block_size, latents, serial_bytes)
+
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        few = [span for span in spans if span.new <= self._few_rows]
+        chunks = [span for span in spans if span.new > self._few_rows]
+        beside = _prepare_beside(self._beside, chunks, family) if chunks else None
+        layout = _lay_out(few, family, self._block_size) if few else None
+
+        def all_beside() -> StepAttention:
+            return self._beside.prepare(spans, family)
+
+        return _NumbaStep(self._runner, layout, beside, cache(all_beside))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The work of a step, as `numba_decode.JOB` describes its arrays."""
+
+    tables: NDArray[np.int32]
+    items: Numbers  # [items, 5]
+    rows: Numbers  # [rows, 5]
+    partial_rows: Numbers  # [partials]
+    order: Numbers  # [partials]
+    counters: Numbers  # [1 + rows] as they are before a call
+    most_readers: int
+    positions: int  # that are read
+
+
+def _chunk_of(ends: Numbers) -> Numbers:
+    """How many positions make an item, from a sequence's length alone: so batch mates do not change its sums.
+
+    Short enough that two threads share a short context; so long that partial results are a hundredth of what is read.
+    """
+    return np.where(ends <= 2048, 128, np.where(ends <= 8192, 256, 512))
+
+
+def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int) -> _Layout:
+    new = np.array([span.new for span in spans])
+    ends = np.array([span.end for span in spans])
+    firsts = np.array([family.tail_start(span.past) for span in spans])
+    lengths = np.array([len(span.blocks) for span in spans])
+    table_starts = np.cumsum(lengths) - lengths
+    # Items: each span's positions, cut at the multiples of its chunk.
+    chunk = _chunk_of(ends)
+    lowest = firsts // chunk
+    counts = (ends - 1) // chunk - lowest + 1
+    owner = np.repeat(np.arange(len(spans)), counts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + lowest[owner]
+    readers = new[owner]
+    partial_ends = np.cumsum(readers)
+    items = np.empty((len(owner), 5), np.int64)
+    items[:, 0] = table_starts[owner]
+    items[:, 1] = np.maximum(number * chunk[owner], firsts[owner])
+    items[:, 2] = np.minimum((number + 1) * chunk[owner], ends[owner])
+    items[:, 3] = partial_ends - readers
+    items[:, 4] = partial_ends
+    # Rows: each reads all items of its span.
+    total = int(new.sum())
+    row_starts = np.cumsum(new) - new
+    rows = np.empty((total, 5), np.int64)
+    if total == len(spans):
+        rows[:, 0] = [span.row for span in spans]
+        rows[:, 1] = firsts
+        rows[:, 2] = ends
+        of_rows = counts
+        partial_rows = owner
+        order = np.arange(len(owner))
+    else:
+        places = [(span.row + i, span.past + i) for span in spans for i in range(span.new)]
+        rows[:, 0] = [row for row, _ in places]
+        rows[:, 1] = [family.tail_start(position) for _, position in places]
+        rows[:, 2] = [position + 1 for _, position in places]
+        of_rows = np.repeat(counts, new)
+        within = np.arange(int(partial_ends[-1])) - np.repeat(items[:, 3], readers)
+        partial_rows = np.repeat(row_starts[owner], readers) + within
+        order = np.argsort(partial_rows, kind="stable")
+    rows[:, 4] = np.cumsum(of_rows)
+    rows[:, 3] = rows[:, 4] - of_rows
+    counters = np.concatenate([[0], of_rows])
+    tables = np.concatenate([span.blocks for span in spans]).astype(np.int32, copy=False)
+    return _Layout(
+        tables,
+        items,
+        rows,
+        partial_rows,
+        order,
+        counters,
+        int(new.max()),
+        int((items[:, 2] - items[:, 1]).sum()),
+    )
+
+
+class _Runner:
+    """Fills in jobs and has them run. Owns the memory of partial results."""
+
+    def __init__(self, block_size: int, latents: bool, serial_bytes: int) -> None:
+        self._latents = latents
+        self._serial_bytes = serial_bytes
+        self._partials = np.empty(0, np.float32)
+        self._counters = np.empty(0, np.int64)
+        self._job = np.zeros(1, JOB)
+        self._job["block_size"] = block_size
+        self._job["are_latents"] = latents
+
+    def attend(
+        self, layout: _Layout, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, out: Tensor
+    ) -> None:
+        """Writes the layout's rows of out [tokens, q_heads, value_dim]; query [tokens, q_heads, key_dim]."""
+        _, q_heads, key_dim = query.shape
+        value_dim = out.shape[2]
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert query.dtype == out.dtype
+        sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
+        partials = len(layout.partial_rows) * q_heads
+        if len(self._partials) < partials * (value_dim + 2):
+            self._partials = np.empty(partials * (value_dim + 2), np.float32)
+        if len(self._counters) < len(layout.counters):
+            self._counters = np.empty(len(layout.counters), np.int64)
+        self._counters[: len(layout.counters)] = layout.counters
+        memory = self._partials.ctypes.data
+        job = self._job[0]
+        job["query"] = query.data_ptr()
+        job["query_row"] = query.stride(0)
+        job["query_head"] = query.stride(1)
+        job["query_is_bfloat16"] = query.dtype == torch.bfloat16
+        job["out"] = out.data_ptr()
+        job["keys"] = keys.data_ptr()
+        job["values"] = values.data_ptr()
+        job["q_heads"] = q_heads
+        job["kv_heads"] = keys.shape[1]
+        job["key_dim"] = key_dim
+        job["value_dim"] = value_dim
+        job["sinks"] = 0 if sinks is None else sinks.data_ptr()
+        job["scale"] = scores.scale
+        job["softcap"] = scores.softcap or 0
+        job["tables"] = layout.tables.ctypes.data
+        job["items"] = layout.items.ctypes.data
+        job["item_count"] = len(layout.items)
+        job["rows"] = layout.rows.ctypes.data
+        job["partial_rows"] = layout.partial_rows.ctypes.data
+        job["order"] = layout.order.ctypes.data
+        job["most_readers"] = layout.most_readers
+        job["largest"] = memory
+        job["total"] = memory + 4 * partials
+        job["weighted"] = memory + 8 * partials
+        job["counters"] = self._counters.ctypes.data
+        read = layout.positions * keys.shape[1] * (key_dim + value_dim) * keys.element_size()
+        threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
+        run_on_threads(loops_for(keys.dtype).address, self._job.ctypes.data, threads)
+
+
+class _NumbaStep:
+    def __init__(
+        self, runner: _Runner, layout: _Layout | None, beside: _Beside | None, all_beside: Any
+    ) -> None:
+        self._runner = runner
+        self._layout = layout
+        self._beside = beside
+        self._all_beside = all_beside
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> Tensor:
+        if self._layout is None or not has_loops_for(keys.dtype) or not has_loops_for(query.dtype):
+            attended: Tensor = self._all_beside()(query, key, value, keys, values, scores)
+            return attended
+        tokens, q_heads, _ = query.shape
+        value_dim = keys.shape[2] if self._runner._latents else values.shape[2]
+        out = torch.empty(tokens, q_heads, value_dim, dtype=query.dtype)
+        self._runner.attend(self._layout, query, keys, values, scores, out)
+        if self._beside is not None:
+            self._beside.attend(query, key, value, keys, values, scores, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The spans that are attended another way, as a step of their own."""
+
+    rows: slice | Tensor  # of the whole step
+    step: StepAttention
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scores: Scores,
+        out: Tensor,
+    ) -> None:
+        """Writes its rows of out [tokens, q_heads, value_dim]."""
+        rows = self.rows
+        attended = self.step(query[rows], key[rows], value[rows], keys, values, scores)
+        out[rows] = attended[..., : out.shape[2]]
+
+
+def _prepare_beside(attention: Attention, spans: Sequence[Span], family: TokenFamily) -> _Beside:
+    row, moved = 0, []
+    for span in spans:
+        moved.append(Span(row, span.new, span.past, span.blocks))
+        row += span.new
+    adjoin = all(before.row + before.new == after.row for before, after in pairwise(spans))
+    rows: slice | Tensor = slice(spans[0].row, spans[0].row + row)
+    if not adjoin:
+        rows = torch.from_numpy(np.concatenate([np.arange(s.row, s.row + s.new) for s in spans]))
+    return _Beside(rows, attention.prepare(moved, family))

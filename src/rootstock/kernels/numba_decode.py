@@ -1,0 +1,418 @@
+"""Attention of few rows over long contexts, read in place through the block table: the compiled loops.
+
+Memory is what it costs, so K and V are read once, in order, widened to float32 in registers, and prefetched. A
+context is cut into chunks which threads claim one after the other; each gives the largest score, the sum of weights
+and the weighted sum of values (flash-decoding), and whoever ends a row's last chunk merges them in the chunks' order.
+So a row's result depends neither on threads nor on what else is in the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, prefetch, widen
+
+TILE = 64  # positions whose scores are weighed together
+AHEAD = 8  # rows of a pool that are prefetched before they are needed
+NOTHING = np.float32(-1e30)  # the largest score of a row that sees nothing
+
+JOB = np.dtype(
+    [
+        ("query", "i8"),  # address of [rows, q_heads, key_dim], the rows and heads so many elements apart
+        ("query_row", "i8"),
+        ("query_head", "i8"),
+        ("query_is_bfloat16", "i8"),  # else float32
+        ("out", "i8"),  # address of [rows, q_heads, value_dim], contiguous, of the same dtype
+        ("keys", "i8"),  # address of [slots, kv_heads, key_dim]; of latents [slots, 1, value_dim]
+        (
+            "values",
+            "i8",
+        ),  # address of [slots, kv_heads, value_dim]; of latents the rotary keys, [slots, 1, rope]
+        ("are_latents", "i8"),
+        ("q_heads", "i8"),
+        ("kv_heads", "i8"),
+        ("key_dim", "i8"),
+        ("value_dim", "i8"),
+        ("block_size", "i8"),
+        ("sinks", "i8"),  # address of [q_heads] float32, or 0
+        ("scale", "f4"),
+        ("softcap", "f4"),  # or 0
+        ("tables", "i8"),  # address of int32: block tables, one after the other
+        ("items", "i8"),  # address of [items, 5] int64: see ITEM
+        ("item_count", "i8"),
+        ("rows", "i8"),  # address of [rows, 5] int64: see ROW
+        ("partial_rows", "i8"),  # address of [partials] int64: the index in `rows` of each partial result
+        ("order", "i8"),  # address of [partials] int64: partial results, row by row
+        ("most_readers", "i8"),  # of one item
+        ("largest", "i8"),  # address of [partials, q_heads] float32
+        ("total", "i8"),  # likewise
+        ("weighted", "i8"),  # address of [partials, q_heads, value_dim] float32
+        ("counters", "i8"),  # address of [1 + rows] int64: the next item, and of each row how many are left
+    ]
+)
+ITEM = ("table", "first", "end", "first_partial", "end_partial")  # columns of `items`
+ROW = ("row", "first", "end", "first_order", "end_order")  # columns of `rows`
+
+
+@compiled
+def _prefetch_rows(block: Any, next_block: Any, offset: Any, head: Any) -> None:
+    """Four rows of one head, which are needed soon: in this block or in the next."""
+    size = block.shape[0]
+    line = 64 // block.itemsize
+    source = block
+    if offset + 4 > size:
+        source = next_block
+        offset = max(offset - size, 0)
+    for j in range(4):
+        row = source[offset + j, head]
+        for d in range(0, row.shape[0], line):
+            prefetch(row, d)
+
+
+@compiled
+def _score_block(
+    query: Any, start: Any, block: Any, next_block: Any, offset: Any, n: Any, scores: Any, at: Any
+) -> None:
+    """scores[h, at + i] += query[h, start: start + dim] · block[offset + i, kv head of h], for i < n
+
+    query [q_heads, key_dim], block [block_size, kv_heads, dim], scores [q_heads, TILE]
+    """
+    q_heads = query.shape[0]
+    _, kv_heads, dim = block.shape
+    group = q_heads // kv_heads
+    i = 0
+    while i + 4 <= n:
+        t = offset + i
+        for kv_head in range(kv_heads):
+            _prefetch_rows(block, next_block, t + AHEAD, kv_head)
+            k0 = block[t, kv_head]
+            k1 = block[t + 1, kv_head]
+            k2 = block[t + 2, kv_head]
+            k3 = block[t + 3, kv_head]
+            h = kv_head * group
+            while h + 2 <= (kv_head + 1) * group:
+                q = query[h][start : start + dim]
+                r = query[h + 1][start : start + dim]
+                q0 = q1 = q2 = q3 = np.float32(0)
+                r0 = r1 = r2 = r3 = np.float32(0)
+                for d in range(dim):
+                    a = q[d]
+                    b = r[d]
+                    k = widen(k0[d])
+                    q0 += a * k
+                    r0 += b * k
+                    k = widen(k1[d])
+                    q1 += a * k
+                    r1 += b * k
+                    k = widen(k2[d])
+                    q2 += a * k
+                    r2 += b * k
+                    k = widen(k3[d])
+                    q3 += a * k
+                    r3 += b * k
+                row = scores[h]
+                row[at + i] += q0
+                row[at + i + 1] += q1
+                row[at + i + 2] += q2
+                row[at + i + 3] += q3
+                row = scores[h + 1]
+                row[at + i] += r0
+                row[at + i + 1] += r1
+                row[at + i + 2] += r2
+                row[at + i + 3] += r3
+                h += 2
+            if h < (kv_head + 1) * group:
+                q = query[h][start : start + dim]
+                q0 = q1 = q2 = q3 = np.float32(0)
+                for d in range(dim):
+                    a = q[d]
+                    q0 += a * widen(k0[d])
+                    q1 += a * widen(k1[d])
+                    q2 += a * widen(k2[d])
+                    q3 += a * widen(k3[d])
+                row = scores[h]
+                row[at + i] += q0
+                row[at + i + 1] += q1
+                row[at + i + 2] += q2
+                row[at + i + 3] += q3
+        i += 4
+    while i < n:
+        for kv_head in range(kv_heads):
+            k0 = block[offset + i, kv_head]
+            for h in range(kv_head * group, (kv_head + 1) * group):
+                q = query[h][start : start + dim]
+                q0 = np.float32(0)
+                for d in range(dim):
+                    q0 += q[d] * widen(k0[d])
+                scores[h, at + i] += q0
+        i += 1
+
+
+@compiled
+def _weigh_block(
+    scores: Any, at: Any, block: Any, next_block: Any, offset: Any, n: Any, weighted: Any
+) -> None:
+    """weighted[h] += Σ scores[h, at + i] · block[offset + i, kv head of h], over i < n
+
+    scores [q_heads, TILE] are weights by now, block [block_size, kv_heads, dim], weighted [q_heads, dim]
+    """
+    q_heads, dim = weighted.shape
+    kv_heads = block.shape[1]
+    group = q_heads // kv_heads
+    i = 0
+    while i + 4 <= n:
+        t = offset + i
+        for kv_head in range(kv_heads):
+            _prefetch_rows(block, next_block, t + AHEAD, kv_head)
+            v0 = block[t, kv_head]
+            v1 = block[t + 1, kv_head]
+            v2 = block[t + 2, kv_head]
+            v3 = block[t + 3, kv_head]
+            h = kv_head * group
+            while h + 2 <= (kv_head + 1) * group:
+                out, other = weighted[h], weighted[h + 1]
+                row = scores[h]
+                a0, a1, a2, a3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
+                row = scores[h + 1]
+                b0, b1, b2, b3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
+                for d in range(dim):
+                    w0 = widen(v0[d])
+                    w1 = widen(v1[d])
+                    w2 = widen(v2[d])
+                    w3 = widen(v3[d])
+                    out[d] += a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
+                    other[d] += b0 * w0 + b1 * w1 + b2 * w2 + b3 * w3
+                h += 2
+            if h < (kv_head + 1) * group:
+                out = weighted[h]
+                row = scores[h]
+                a0, a1, a2, a3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
+                for d in range(dim):
+                    out[d] += a0 * widen(v0[d]) + a1 * widen(v1[d]) + a2 * widen(v2[d]) + a3 * widen(v3[d])
+        i += 4
+    while i < n:
+        for kv_head in range(kv_heads):
+            v0 = block[offset + i, kv_head]
+            for h in range(kv_head * group, (kv_head + 1) * group):
+                out = weighted[h]
+                a0 = scores[h, at + i]
+                for d in range(dim):
+                    out[d] += a0 * widen(v0[d])
+        i += 1
+
+
+@compiled
+def _weights_of(scores: Any, n: Any, softcap: Any, largest: Any, total: Any, weighted: Any) -> None:
+    """Scores become weights relative to the largest score so far, to which all that was summed before is brought.
+
+    scores [q_heads, TILE], of which n; largest and total [q_heads], weighted [q_heads, value_dim]
+    """
+    for h in range(scores.shape[0]):
+        row = scores[h]
+        if softcap > 0:
+            for i in range(n):
+                e = exp(np.float32(-2) * abs(row[i]) / softcap)
+                tanh = (np.float32(1) - e) / (np.float32(1) + e)
+                row[i] = softcap * (tanh if row[i] > 0 else -tanh)
+        top = largest[h]
+        for i in range(n):
+            top = max(top, row[i])
+        s = np.float32(0)
+        for i in range(n):
+            weight = exp(row[i] - top)
+            row[i] = weight
+            s += weight
+        if top != largest[h]:
+            shrink = exp(largest[h] - top)
+            out = weighted[h]
+            for d in range(out.shape[0]):
+                out[d] *= shrink
+            total[h] *= shrink
+            largest[h] = top
+        total[h] += s
+
+
+@compiled
+def _attend_tile(
+    query: Any,
+    keys: Any,
+    values: Any,
+    are_latents: Any,
+    table: Any,
+    first: Any,
+    n: Any,
+    softcap: Any,
+    scores: Any,
+    largest: Any,
+    total: Any,
+    weighted: Any,
+) -> None:
+    """One row over the positions first … first + n - 1 of one sequence, n ≤ TILE; adds to largest, total, weighted.
+
+    query [q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [q_heads, TILE] scratch
+    """
+    size = keys.shape[1]
+    begin, last = first // size, (first + n - 1) // size
+    for h in range(scores.shape[0]):
+        for i in range(n):
+            scores[h, i] = np.float32(0)
+    rank = np.int64(weighted.shape[1])
+    beginning = np.int64(0)  # typed, for a literal 0 would have the loops compiled once more
+    at = beginning
+    for index in range(begin, last + 1):
+        offset = (first + at) % size
+        count = min(n - at, size - offset)
+        block = table[index]
+        following = table[index + 1] if index < last else table[begin]
+        if are_latents:
+            # What comes after the last keys are values: keys again, and in the cache.
+            _score_block(query, beginning, keys[block], keys[following], offset, count, scores, at)
+            _score_block(query, rank, values[block], values[following], offset, count, scores, at)
+        else:
+            after = keys[following] if index < last else values[following]
+            _score_block(query, beginning, keys[block], after, offset, count, scores, at)
+        at += count
+    _weights_of(scores, n, softcap, largest, total, weighted)
+    weighed = keys if are_latents else values
+    at = beginning
+    for index in range(begin, last + 1):
+        offset = (first + at) % size
+        count = min(n - at, size - offset)
+        following = table[index + 1] if index < last else table[index]
+        _weigh_block(scores, at, weighed[table[index]], weighed[following], offset, count, weighted)
+        at += count
+
+
+@compiled
+def _read_query(job: Any, row: Any, query: Any) -> None:
+    """A row of the step → query [q_heads, key_dim] float32, times the scale"""
+    for h in range(job.q_heads):
+        start = row * job.query_row + h * job.query_head
+        to = query[h]
+        if job.query_is_bfloat16:
+            half = nb.carray(pointer_to(job.query + 2 * start), (job.key_dim,), np.uint16)
+            for d in range(job.key_dim):
+                to[d] = widen(half[d]) * job.scale
+        else:
+            full = nb.carray(pointer_to(job.query + 4 * start), (job.key_dim,), np.float32)
+            for d in range(job.key_dim):
+                to[d] = full[d] * job.scale
+
+
+@compiled
+def _merge(job: Any, row: Any, partials: Any, largest: Any, total: Any, weighted: Any) -> None:
+    """Writes a row of the step from its partial results, in their order."""
+    scratch = np.empty(job.value_dim, np.float32)
+    for h in range(job.q_heads):
+        top = NOTHING
+        for p in partials:
+            top = max(top, largest[p, h])
+        s = np.float32(0)
+        if job.sinks != 0:
+            sink = nb.carray(pointer_to(job.sinks), (job.q_heads,), np.float32)[h]
+            top = max(top, sink)
+            s = exp(sink - top)
+        for d in range(job.value_dim):
+            scratch[d] = np.float32(0)
+        for p in partials:
+            weight = exp(largest[p, h] - top)
+            s += weight * total[p, h]
+            part = weighted[p, h]
+            for d in range(job.value_dim):
+                scratch[d] += weight * part[d]
+        share = np.float32(1) / s
+        start = (row * job.q_heads + h) * job.value_dim
+        if job.query_is_bfloat16:
+            half = nb.carray(pointer_to(job.out + 2 * start), (job.value_dim,), np.uint16)
+            for d in range(job.value_dim):
+                half[d] = narrow(scratch[d] * share, half)
+        else:
+            full = nb.carray(pointer_to(job.out + 4 * start), (job.value_dim,), np.float32)
+            for d in range(job.value_dim):
+                full[d] = scratch[d] * share
+
+
+@compiled
+def _work(job: Any, keys: Any, values: Any) -> None:
+    """One thread's share: items, as long as there are any."""
+    items = nb.carray(pointer_to(job.items), (job.item_count, 5), np.int64)
+    rows = nb.carray(pointer_to(job.rows), (1, 5), np.int64)
+    partial_rows = nb.carray(pointer_to(job.partial_rows), (1,), np.int64)
+    counters = nb.carray(pointer_to(job.counters), (1,), np.int64)
+    largest = nb.carray(pointer_to(job.largest), (1, job.q_heads), np.float32)
+    total = nb.carray(pointer_to(job.total), (1, job.q_heads), np.float32)
+    weighted = nb.carray(pointer_to(job.weighted), (1, job.q_heads, job.value_dim), np.float32)
+    scores = np.empty((job.q_heads, TILE), np.float32)
+    queries = np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32)
+    while True:
+        number = fetch_add(counters, 0, 1)
+        if number >= job.item_count:
+            return
+        item = items[number]
+        table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
+        begin = item[3]
+        readers = item[4] - begin
+        for reader in range(readers):
+            p = begin + reader
+            _read_query(job, rows[partial_rows[p], 0], queries[reader])
+            largest[p, :] = NOTHING
+            total[p, :] = np.float32(0)
+            weighted[p, :, :] = np.float32(0)
+        for tile in range(item[1], item[2], TILE):
+            tile_end = min(tile + TILE, item[2])
+            for reader in range(readers):
+                p = begin + reader
+                row = rows[partial_rows[p]]
+                first, end = max(tile, row[1]), min(tile_end, row[2])
+                if first < end:
+                    _attend_tile(
+                        queries[reader],
+                        keys,
+                        values,
+                        job.are_latents,
+                        table,
+                        first,
+                        end - first,
+                        job.softcap,
+                        scores,
+                        largest[p],
+                        total[p],
+                        weighted[p],
+                    )
+        for p in range(begin, item[4]):
+            row_number = partial_rows[p]
+            if fetch_add(counters, 1 + row_number, -1) == 1:
+                row = rows[row_number]
+                order = nb.carray(pointer_to(job.order + 8 * row[3]), (row[4] - row[3],), np.int64)
+                _merge(job, row[0], order, largest, total, weighted)
+
+
+@compiled
+def _work_on(job: Any, dtype: Any) -> None:
+    key_dim = job.value_dim if job.are_latents else job.key_dim
+    value_dim = job.key_dim - job.value_dim if job.are_latents else job.value_dim
+    keys = nb.carray(pointer_to(job.keys), (1, job.block_size, job.kv_heads, key_dim), dtype)
+    values = nb.carray(pointer_to(job.values), (1, job.block_size, job.kv_heads, value_dim), dtype)
+    _work(job, keys, values)
+
+
+_SIGNATURE = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
+
+
+def _work_bfloat16(jobs: Any) -> None:
+    _work_on(nb.carray(jobs, (1,))[0], np.uint16)
+
+
+def _work_float32(jobs: Any) -> None:
+    _work_on(nb.carray(jobs, (1,))[0], np.float32)
+
+
+def compile_work(dtype: np.dtype[Any], *, on_disk: bool = True) -> Any:
+    """A C function void (JOB *) for pools of this dtype: uint16, which stands for bfloat16, or float32.
+
+    It takes seconds, unless it is on disk. Raises RuntimeError if there is no directory to keep it in.
+    """
+    work = _work_bfloat16 if dtype == np.uint16 else _work_float32
+    return nb.cfunc(_SIGNATURE, cache=on_disk)(work)

@@ -1,0 +1,112 @@
+"""Who attends: chosen once, compiled before the first request, and said when it cannot be."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba.core.event import install_recorder
+
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption
+from rootstock.kernels import numba_attention
+from rootstock.kernels.numba_attention import NumbaAttention, loops_for
+from rootstock.runtime import torch_kernels
+from rootstock.runtime.torch_kernels import compiled_for
+from rootstock.runtime.torch_model import load_model
+from twins.checkpoints import VOCAB, save
+from twins.driving import BLOCK_SIZE, BLOCKS, ByHand, mixed_steps, random_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ordinary = builtins.__import__
+
+    def refusing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(("numba", "rootstock.kernels.numba_attention")):
+            raise ImportError("No module named 'numba'")
+        return ordinary(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    torch_kernels._numba_missing.cache_clear()
+    yield
+    torch_kernels._numba_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_without_numba_attention_runs_on_torch_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert compiled_for(CPU) is None
+        assert compiled_for(CPU) is None
+    (record,) = caplog.records
+    assert "Numba cannot be imported (No module named 'numba')" in record.getMessage()
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_who_asks_for_numba_and_has_none_is_told(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    with pytest.raises(InvalidOption, match="Numba cannot be imported"):
+        load_model(ModelConfig(str(tmp_path), device="cpu", attention="numba"))
+
+
+def test_numba_is_for_cpus_unless_it_is_not_wanted() -> None:
+    assert compiled_for(CPU) == compiled_for(CPU, "numba") == "numba"
+    assert compiled_for(CPU, "torch") is None
+    assert compiled_for(torch.device("mps")) is None
+    with pytest.raises(InvalidOption, match="--attention"):
+        ModelConfig("any", attention="fast")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_once_a_model_is_loaded(model_type: str, dtype: str, tmp_path: Path) -> None:
+    save(tmp_path, model_type)
+    runtime = load_model(ModelConfig(str(tmp_path), dtype=dtype, device="cpu", threads=1))
+    runtime.allocate([BLOCKS] * len(runtime.description.families), BLOCK_SIZE)
+    sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9))]
+    with install_recorder("numba:compile") as recorded:
+        hand = ByHand(runtime)
+        running = [hand.start(tokens) for tokens in sequences]
+        for step in mixed_steps([len(tokens) for tokens in sequences], 3, 13):
+            hand.step({running[i]: new for i, new in step.items()})
+    assert not recorded.buffer
+
+
+def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def refusing(dtype: np.dtype[Any], *, on_disk: bool = True) -> str:
+        asked.append(on_disk)
+        if on_disk:
+            raise RuntimeError("cannot cache function: no locator available")
+        return "compiled"
+
+    monkeypatch.setattr(numba_attention, "compile_work", refusing)
+    loops_for.cache_clear()
+    try:
+        assert loops_for(torch.float32) == "compiled"
+    finally:
+        loops_for.cache_clear()
+    assert asked == [True, False]
+    assert "compiled at each start" in caplog.text
+
+
+def test_the_torch_way_can_be_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    for asked, compiled in (("torch", False), ("numba", True)):
+        runtime = load_model(
+            ModelConfig(str(tmp_path), dtype="float32", device="cpu", threads=1, attention=asked)
+        )
+        runtime.allocate((BLOCKS,), BLOCK_SIZE)
+        assert runtime._pool is not None
+        assert isinstance(runtime._pool.kernels.paged, NumbaAttention) is compiled
