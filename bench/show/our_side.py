@@ -36,8 +36,11 @@ class Ours:
         gib: float,
         engine: EngineConfig | None = None,
         threads: int | None = None,
+        **options: str,
     ) -> None:
-        self.runtime = load_model(ModelConfig(str(path), device="cpu", dtype=dtype, threads=threads))
+        """`options`: further fields of ModelConfig"""
+        config_of_model = ModelConfig(str(path), device="cpu", dtype=dtype, threads=threads, **options)  # type: ignore[arg-type]
+        self.runtime = load_model(config_of_model)
         self.parameters = self.runtime.description.parameters
         config = CacheConfig()
         self.block_size = config.block_size
