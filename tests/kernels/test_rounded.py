@@ -85,6 +85,7 @@ def test_few_and_many_rows_and_any_shape_of_them_give_the_same_product(
     for first, end in ((0, 1), (1, 4), (0, FEW_ROWS), (0, FEW_ROWS + 1), (0, 2 * FEW_ROWS)):
         product = linear(x[first:end])
         assert product.dtype == dtype
+        assert product.is_contiguous()
         assert relative(product.double() - expected[first:end], expected) <= 8 * eps
     assert torch.equal(linear(x[:8].view(2, 4, inputs)), linear(x[:8]).view(2, 4, outputs))
     assert linear(x[0]).shape == (outputs,)

@@ -25,7 +25,7 @@ _ROWS_HINT = 512
 
 
 class Linear(Protocol):
-    """x […, in_features] → x · weightᵀ + bias […, out_features]"""
+    """x […, in_features] → x · weightᵀ + bias […, out_features], contiguous"""
 
     in_features: int
     out_features: int

@@ -132,7 +132,7 @@ class Int4:
         rows = x.reshape(-1, self.in_features).contiguous()
         if 0 < len(rows) <= FEW_ROWS:
             product = torch._weight_int4pack_mm_for_cpu(rows, self._packed, self._group, self._scales)
-            product = product[:, : self.out_features]
+            product = product[:, : self.out_features].contiguous()
         else:
             product = rows.new_empty(len(rows), self.out_features)
             tile = max(LANES, _TILE // self.in_features // LANES * LANES)
