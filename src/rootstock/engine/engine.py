@@ -26,7 +26,7 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
 from rootstock.engine.drafting import Drafter, PromptLookup, why_not
-from rootstock.engine.pacing import Pacing, Share
+from rootstock.engine.pacing import Pacing
 from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
     Aborted,
@@ -491,7 +491,7 @@ class Engine:
             return
         self._stalled = False
         self._events_are_told()  # of those that ended before this forward
-        shares: list[Share] = [(item.lease.computed, len(item.tokens)) for item in work]
+        shares = [item.share for item in work] if self._pacing is not None else []
         try:
             logits = self._forward(work)
         except Exception as error:

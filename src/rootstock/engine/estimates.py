@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,14 @@ class PrefillSpeed:
         return _rate(tokens, self.seconds(depth, depth + tokens, chunk_tokens=tokens))
 
 
+class Share(NamedTuple):
+    """One sequence's in a step."""
+
+    past: int  # positions computed before
+    new: int  # tokens computed in it
+    decodes: bool  # rather than computing its prompt
+
+
 class StepSpeed:
     """Seconds of a step = c + a·prefilled + b·attended by these + d·decodes + e·attended by these.
 
@@ -76,24 +85,29 @@ class StepSpeed:
         """Seconds per token of a prompt, and per position that it attends to."""
         return self._fit.price(1), self._fit.price(2)
 
-    def observe(self, segments: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One step. Each segment is (past, new): positions past … past+new-1; one with a single token decodes."""
-        counts = self._counts(segments)
+    def observe(self, step: Sequence[Share], seconds: float) -> None:
+        """One step took so long."""
+        counts = self._counts(step)
         if counts[1] or counts[3]:
             self._fit.observe(counts, seconds, alone=1 if counts[1] else 3)
 
-    def seconds(self, segments: Sequence[tuple[int, int]]) -> float:
+    def seconds(self, step: Sequence[Share]) -> float:
         """Of a step. Something must have been observed."""
-        seconds = self._fit.predict(self._counts(segments))
+        seconds = self._fit.predict(self._counts(step))
         assert seconds is not None
         return seconds
 
     @staticmethod
-    def _counts(segments: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
-        prefills = [(past, new) for past, new in segments if new > 1]
-        decodes = [past for past, new in segments if new == 1]
-        attended = sum(_positions(past, past + new) for past, new in prefills)
-        return 1, sum(new for _, new in prefills), attended, len(decodes), sum(decodes)
+    def _counts(step: Sequence[Share]) -> tuple[int, int, int, int, int]:
+        prefills = [share for share in step if not share.decodes]
+        decodes = [share for share in step if share.decodes]
+        return (
+            1,
+            sum(share.new for share in prefills),
+            sum(_positions(share.past, share.past + share.new) for share in prefills),
+            sum(share.new for share in decodes),
+            sum(share.past for share in decodes),
+        )
 
 
 class LoadSpeed:

@@ -11,19 +11,17 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from rootstock.engine.estimates import StepSpeed
+from rootstock.engine.estimates import Share, StepSpeed
 
 LEAST_TOKENS = 16  # of a prompt in every step, whatever the target: nobody who prefills starves
 _AIM = 0.9  # of the target: half of all steps take longer than foreseen
 _DECODES_OBSERVED = 8  # one of so many steps without prefill is observed: they are all alike
 
-Share = tuple[int, int]  # one sequence's in a step: positions computed before, tokens computed in it
-
 
 class Pace(Protocol):
-    def prefill_tokens(self, step: Sequence[Share], prefilled: int, past: int, most: int) -> int:
+    def prefill_tokens(self, step: Sequence[Share], past: int, most: int) -> int:
         """How many of at most `most` tokens of a prompt that is computed up to position `past` may be added to
-        `step`, which holds `prefilled` tokens of other prompts and somebody who decodes."""
+        `step`, in which somebody decodes."""
         ...
 
 
@@ -37,15 +35,16 @@ class Pacing:
 
     def observe(self, step: Sequence[Share], seconds: float) -> None:
         """A whole step took so long, from its plan to its events."""
-        if all(new == 1 for _, new in step):
+        if all(share.decodes for share in step):
             self._decode_steps += 1
             if self._decode_steps % _DECODES_OBSERVED:
                 return
         self._speed.observe(step, seconds)
 
-    def prefill_tokens(self, step: Sequence[Share], prefilled: int, past: int, most: int) -> int:
+    def prefill_tokens(self, step: Sequence[Share], past: int, most: int) -> int:
         if not self._speed.observed:
             return most
+        prefilled = sum(share.new for share in step if not share.decodes)
         floor = min(most, max(0, LEAST_TOKENS - prefilled))
         left_s = _AIM * self._target_s - self._speed.seconds(step)
         return max(floor, min(most, self._within(left_s, past)))

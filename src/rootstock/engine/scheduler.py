@@ -19,7 +19,8 @@ from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.stored import Reach
 from rootstock.engine.drafting import Drafter
-from rootstock.engine.pacing import Pace, Share
+from rootstock.engine.estimates import Share
+from rootstock.engine.pacing import Pace
 from rootstock.engine.sequence import (
     Decoding,
     Ended,
@@ -49,6 +50,10 @@ class Work:
     def completes_prompt(self) -> bool:
         """After this forward every known token is computed, and the next one can be sampled."""
         return self.lease.computed + len(self.tokens) >= self.lease.known
+
+    @property
+    def share(self) -> Share:
+        return Share(self.lease.computed, len(self.tokens), isinstance(self.sequence.state, Decoding))
 
 
 class Scheduler:
@@ -285,12 +290,10 @@ class Scheduler:
         """What is left of `budget` for a prompt that is computed up to `past`, so that decodes need not wait long."""
         if self._pace is None:
             return budget
-        step: list[Share] = [(item.lease.computed, len(item.tokens)) for item in work]
-        prefills = [not isinstance(item.sequence.state, Decoding) for item in work]
-        if all(prefills):
+        step = [item.share for item in work]
+        if not any(share.decodes for share in step):
             return budget
-        prefilled = sum(new for (_, new), is_prefill in zip(step, prefills, strict=True) if is_prefill)
-        return self._pace.prefill_tokens(step, prefilled, past, budget)
+        return self._pace.prefill_tokens(step, past, budget)
 
     def _admit(self, work: list[Work], budget: int) -> None:
         for sequence in list(self._waiting):
