@@ -5,8 +5,8 @@
 - bfloat16 on a CPU: oneDNN multiplies with weights in blocks of its own. From a plain weight `F.linear` reaches 40 to
   50 % of the memory's bandwidth at one row, from a packed one 70 to 85 %: 0.54 to 0.73 of its time at 1 to 32 rows,
   0.7 to 0.9 at 128, 0.85 to 1.0 at 512 and 2,048. Packed with few rows in mind (oneDNN's hint) it loses up to a third
-  at 513 rows, packed with many nothing at one, so many are named. Weights of few outputs (640) lose at 400 to 600
-  rows in any layout.
+  at 513 rows, packed with many nothing at one, so many are named. Weights of few outputs (640) take 1.2 to 1.5 at 400
+  to 600 rows then, and 0.8 to 1.1 (1.25 at 513) if one row is named, which costs them a tenth at one row: they get that.
 - float32: oneDNN's and MKL's packed weights win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9): left to
   `F.linear`, as is every other dtype and device. Weights of several layers lie in one tensor then.
 
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-_ROWS_HINT = 512
+_ROWS_HINT, _FEW_OUTPUTS = 512, 1024
 
 
 class Linear(Protocol):
@@ -93,7 +93,8 @@ class Prepacked:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        rows = 1 if self.out_features < _FEW_OUTPUTS else _ROWS_HINT
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
         self._bias = None if bias is None else bias.detach()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
