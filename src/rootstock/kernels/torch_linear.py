@@ -6,7 +6,8 @@
   50 % of the memory's bandwidth at one row, from a packed one 70 to 85 %: 0.54 to 0.73 of its time at 1 to 32 rows,
   0.7 to 0.9 at 128, 0.85 to 1.0 at 512 and 2,048. Packed with few rows in mind (oneDNN's hint) it loses up to a third
   at 513 rows, packed with many nothing at one, so many are named. Weights of few outputs (640) take 1.2 to 1.5 at 400
-  to 600 rows then, and 0.8 to 1.1 (1.25 at 513) if one row is named, which costs them a tenth at one row: they get that.
+  to 600 rows then, and 0.8 to 1.1 (1.25 at 513) if one row is named, which costs them a tenth at one row: they get
+  that.
 - float32: oneDNN's and MKL's packed weights win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9): left to
   `F.linear`, as is every other dtype and device. Weights of several layers lie in one tensor then.
 
