@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name for it)
 from torch import Tensor
 
-from rootstock.kernels import numba_rows
-from rootstock.kernels.numba_rows import PARALLEL_FROM, Rows, bits_of
+from rootstock.kernels.numba_rows import PARALLEL_FROM, RowLoops
 
-EPS = np.float32(1e-6)
+EPS = 1e-6
 # Of a result, relative to the largest of its row: one rounding, and the sums' in float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 DTYPES = list(TOLERANCE)
@@ -33,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 def norm(rows: Tensor, weight: Tensor) -> Tensor:
     exact = rows.double()
-    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + float(EPS)) * weight.double()
+    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +40,7 @@ def norm(rows: Tensor, weight: Tensor) -> Tensor:
 def test_a_norm_is_exact_up_to_one_rounding(dtype: torch.dtype, count: int, scale: float) -> None:
     rows, weight = random(count, 72, dtype=dtype, scale=scale), random(72, dtype=torch.float32)
     out = torch.empty_like(rows)
-    numba_rows.rms_norm(bits_of(rows), weight.numpy(), EPS, bits_of(out))
+    RowLoops(rows.dtype).rms_norm(rows, weight, EPS, out)
     assert_near(out, norm(rows, weight))
 
 
@@ -53,10 +51,10 @@ def test_a_residual_is_added_as_torch_adds_it_and_its_rounded_sum_is_normalised(
 ) -> None:
     rows, more = random(count, 72, dtype=dtype), random(count, 72, dtype=dtype).flip(0)
     weight, total, out = random(72, dtype=torch.float32), torch.empty_like(rows), torch.empty_like(rows)
-    numba_rows.add_rms_norm(bits_of(rows), bits_of(more), weight.numpy(), EPS, bits_of(total), bits_of(out))
+    RowLoops(dtype).add_rms_norm(rows, more, weight, EPS, total, out)
     assert torch.equal(total, rows + more)
     assert_near(out, norm(rows + more, weight))
-    numba_rows.add(bits_of(rows), bits_of(more), bits_of(rows))
+    RowLoops(dtype).add(rows, more, rows)
     assert torch.equal(rows, total)
 
 
@@ -66,8 +64,8 @@ def test_a_residual_is_added_as_torch_adds_it_and_its_rounded_sum_is_normalised(
 @pytest.mark.parametrize(
     ("ours", "activation"),
     [
-        (numba_rows.silu_and_mul, F.silu),
-        (numba_rows.gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
+        (RowLoops.silu_and_mul, F.silu),
+        (RowLoops.gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
     ],
     ids=["silu", "gelu"],
 )
@@ -75,11 +73,11 @@ def test_a_gate_is_its_activation_times_up(
     dtype: torch.dtype,
     count: int,
     scale: float,
-    ours: Callable[[Rows, Rows], None],
+    ours: Callable[[RowLoops, Tensor, Tensor], None],
     activation: Callable[[Tensor], Tensor],
 ) -> None:
     gate_up, out = random(count, 2 * 36, dtype=dtype, scale=scale), torch.empty(count, 36, dtype=dtype)
-    ours(bits_of(gate_up), bits_of(out))
+    ours(RowLoops(dtype), gate_up, out)
     gate, up = gate_up.double().chunk(2, -1)
     assert_near(out, activation(gate) * up)
 
@@ -103,28 +101,27 @@ def test_queries_and_keys_are_normalised_and_rotated_and_values_left_alone(
     rows = random(count, q_heads + 2 * kv_heads, dim, dtype=dtype)
     before = rows.clone()
     cos, sin = (random(count, rotary_dim, dtype=dtype), random(count, rotary_dim, dtype=dtype).flip(0))
-    weights = [random(dim, dtype=torch.float32) + shift if normed else torch.empty(0) for shift in (0, 1)]
+    weights = [random(dim, dtype=torch.float32) + shift if normed else None for shift in (0, 1)]
     query, key = torch.empty(count, q_heads, dim, dtype=dtype), torch.empty(count, kv_heads, dim, dtype=dtype)
-    numba_rows.rotate(
-        bits_of(rows),
-        weights[0].numpy(),
-        weights[1].numpy(),
+    RowLoops(dtype).rotate(
+        rows,
+        weights[0],
+        weights[1],
         EPS,
-        bits_of(cos),
-        bits_of(sin),
-        bits_of(query),
-        bits_of(key),
+        (cos, sin) if rotary_dim else None,
+        query,
+        key,
     )
     heads = before[:, :q_heads], before[:, q_heads : q_heads + kv_heads]
     for ours, given, weight in zip((query, key), heads, weights, strict=True):
-        assert_near(ours, rotated(norm(given, weight) if normed else given.double(), cos, sin))
+        assert_near(ours, rotated(given.double() if weight is None else norm(given, weight), cos, sin))
     assert torch.equal(rows, before)
 
 
 def test_a_rows_result_does_not_depend_on_how_many_there_are() -> None:
     rows, weight = random(40, 64, dtype=torch.bfloat16), random(64, dtype=torch.float32)
     together, alone = torch.empty_like(rows), torch.empty_like(rows)
-    numba_rows.rms_norm(bits_of(rows), weight.numpy(), EPS, bits_of(together))
+    RowLoops(rows.dtype).rms_norm(rows, weight, EPS, together)
     for row in range(len(rows)):
-        numba_rows.rms_norm(bits_of(rows[row : row + 1]), weight.numpy(), EPS, bits_of(alone[row : row + 1]))
+        RowLoops(rows.dtype).rms_norm(rows[row : row + 1], weight, EPS, alone[row : row + 1])
     assert torch.equal(together, alone)

@@ -22,6 +22,7 @@ from rootstock.runtime.torch_ladder import use_attention
 from rootstock.runtime.torch_masks import IMPLEMENTATION
 from rootstock.runtime.torch_probe import probe_packed
 from rootstock.runtime.torch_standins import NOTHING_FUSED, Fusion, is_fused, undo_fusion
+from rootstock.runtime.torch_step import PackedCache
 from rootstock.runtime.torch_survey import survey
 from twins.architectures import VOCAB
 from twins.checkpoints import save
@@ -155,6 +156,21 @@ def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_witho
     runtime = load(save(tmp_path, "llama"))
     assert runtime.description.rung == "packed"
     assert "logit" in runtime.description.rung_reason
+    assert not any(is_fused(module) for module in runtime._model.modules())
+
+
+def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PackedCache.memory_of
+
+    def neighbours(self: PackedCache, index: int, dtype: torch.dtype) -> Any:
+        memory = right(self, index, dtype)
+        return None if memory is None else (*memory[:2], (memory[2] + 1) % 8)
+
+    monkeypatch.setattr(PackedCache, "memory_of", neighbours)
+    runtime = load(save(tmp_path, "llama"))
+    assert runtime.description.rung == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 

@@ -5,28 +5,60 @@ gate of an MLP: a handful of operations each in torch, every one of which reads 
 microseconds to start, which at few rows is most of the time. Here a row stays in registers in float32 from its first
 value to its last, and is rounded once.
 
-Rows are NumPy arrays: float32, or bfloat16 as uint16 (`bits_of`). Few rows are done by the calling thread, since to
-start a second one costs more than they do; what a row's result is does not depend on that, nor on other rows.
+All of them are one C function for each dtype, which takes a job: what to do with which memory. Few rows are done by
+the calling thread, since to wake a second one costs more than they do; more of them by torch's threads, which claim
+some at a time. A row's result depends neither on that nor on other rows.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rootstock.kernels.numba_target import compiled, compiled_parallel, exp, narrow, nb, widen
+from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, widen
+from rootstock.kernels.torch_threads import run_on_threads
 
-Rows = NDArray[Any]  # float32, or bfloat16 as uint16
+_log = logging.getLogger(__name__)
 
 PARALLEL_FROM = 16  # rows
+_AT_ONCE = 4  # rows that a thread claims
+
+_NORM, _ADD, _ADD_NORM, _SILU, _GELU, _ROTATE = range(6)
+
+JOB = np.dtype(
+    [
+        ("operation", "i8"),
+        ("rows", "i8"),
+        ("width", "i8"),  # of a row of `out`; of a head, where there are heads
+        ("claimed", "i8"),  # address of an int64: rows that threads have begun
+        ("given", "i8"),  # addresses from here on
+        ("more", "i8"),
+        ("total", "i8"),
+        ("out", "i8"),
+        ("weight", "i8"),  # [width] float32, or 0
+        ("key_weight", "i8"),
+        ("cos", "i8"),
+        ("sin", "i8"),
+        ("key", "i8"),
+        ("slots", "i8"),  # [rows] int64 of `pool_keys` and `pool_values`, or 0
+        ("pool_keys", "i8"),
+        ("pool_values", "i8"),
+        ("q_heads", "i8"),
+        ("kv_heads", "i8"),
+        ("rotary_dim", "i8"),
+        ("eps", "f4"),
+    ]
+)
 
 
-def bits_of(rows: Tensor) -> Rows:
-    """The tensor's own memory: [...] float32 as it is, bfloat16 as uint16."""
+def bits_of(rows: Tensor) -> Any:
+    """The tensor's own memory as compiled code takes it: [...] float32 as it is, bfloat16 as uint16."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.uint16).numpy()
     assert rows.dtype == torch.float32
@@ -37,7 +69,7 @@ def bits_of(rows: Tensor) -> Rows:
 
 
 @compiled
-def _norm_row(row: Rows, weight: Rows, eps: np.float32, out: Rows) -> None:
+def _norm_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
     total = np.float32(0)
     for i in range(row.shape[0]):
         value = widen(row[i])
@@ -48,13 +80,13 @@ def _norm_row(row: Rows, weight: Rows, eps: np.float32, out: Rows) -> None:
 
 
 @compiled
-def _add_row(row: Rows, more: Rows, out: Rows) -> None:
+def _add_row(row: Any, more: Any, out: Any) -> None:
     for i in range(row.shape[0]):
         out[i] = narrow(widen(row[i]) + widen(more[i]), out)
 
 
 @compiled
-def _silu_row(gate_up: Rows, out: Rows) -> None:
+def _silu_row(gate_up: Any, out: Any) -> None:
     width = out.shape[0]
     for i in range(width):
         gate = widen(gate_up[i])
@@ -65,7 +97,7 @@ def _silu_row(gate_up: Rows, out: Rows) -> None:
 
 
 @compiled
-def _gelu_row(gate_up: Rows, out: Rows) -> None:
+def _gelu_row(gate_up: Any, out: Any) -> None:
     """tanh's approximation of the Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415)"""
     width = out.shape[0]
     for i in range(width):
@@ -78,11 +110,11 @@ def _gelu_row(gate_up: Rows, out: Rows) -> None:
 
 
 @compiled
-def _rotate_head(head: Rows, weight: Rows, eps: np.float32, cos: Rows, sin: Rows, out: Rows) -> None:
+def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, sin: Any, out: Any) -> None:
     """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half)."""
     dim = head.shape[0]
     half = cos.shape[0] // 2
-    if weight.shape[0]:
+    if has_weight:
         total = np.float32(0)
         for i in range(dim):
             value = widen(head[i])
@@ -95,180 +127,215 @@ def _rotate_head(head: Rows, weight: Rows, eps: np.float32, cos: Rows, sin: Rows
             out[i + half] = narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), out)
         for i in range(2 * half, dim):
             out[i] = narrow(widen(head[i]) * scale * weight[i], out)
-        return
-    for i in range(half):
-        a = widen(head[i])
-        b = widen(head[i + half])
-        out[i] = narrow(a * widen(cos[i]) - b * widen(sin[i]), out)
-        out[i + half] = narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), out)
-    for i in range(2 * half, dim):
-        out[i] = head[i]
-
-
-@compiled
-def _rotate_row(
-    row: Rows,
-    query_weight: Rows,
-    key_weight: Rows,
-    eps: np.float32,
-    cos: Rows,
-    sin: Rows,
-    query: Rows,
-    key: Rows,
-) -> None:
-    q_heads = query.shape[0]
-    for head in range(q_heads):
-        _rotate_head(row[head], query_weight, eps, cos, sin, query[head])
-    for head in range(key.shape[0]):
-        _rotate_head(row[q_heads + head], key_weight, eps, cos, sin, key[head])
+    else:
+        for i in range(half):
+            a = widen(head[i])
+            b = widen(head[i + half])
+            out[i] = narrow(a * widen(cos[i]) - b * widen(sin[i]), out)
+            out[i + half] = narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), out)
+        for i in range(2 * half, dim):
+            out[i] = head[i]
 
 
 # ---- all rows
 
 
 @compiled
-def _norms(rows: Rows, weight: Rows, eps: np.float32, out: Rows) -> None:
-    for r in range(rows.shape[0]):
-        _norm_row(rows[r], weight, eps, out[r])
-
-
-@compiled_parallel
-def _norms_parallel(rows: Rows, weight: Rows, eps: np.float32, out: Rows) -> None:
-    for r in nb.prange(rows.shape[0]):
-        _norm_row(rows[r], weight, eps, out[r])
-
-
-@compiled
-def _sums(rows: Rows, more: Rows, out: Rows) -> None:
-    for r in range(rows.shape[0]):
-        _add_row(rows[r], more[r], out[r])
-
-
-@compiled_parallel
-def _sums_parallel(rows: Rows, more: Rows, out: Rows) -> None:
-    for r in nb.prange(rows.shape[0]):
-        _add_row(rows[r], more[r], out[r])
-
-
-@compiled
-def _sum_norms(rows: Rows, more: Rows, weight: Rows, eps: np.float32, total: Rows, out: Rows) -> None:
-    for r in range(rows.shape[0]):
-        _add_row(rows[r], more[r], total[r])
-        _norm_row(total[r], weight, eps, out[r])
-
-
-@compiled_parallel
-def _sum_norms_parallel(
-    rows: Rows, more: Rows, weight: Rows, eps: np.float32, total: Rows, out: Rows
-) -> None:
-    for r in nb.prange(rows.shape[0]):
-        _add_row(rows[r], more[r], total[r])
-        _norm_row(total[r], weight, eps, out[r])
+def _rotate_rows(job: Any, first: Any, end: Any, element: Any) -> None:
+    heads, q_heads, kv_heads, dim = job.q_heads + 2 * job.kv_heads, job.q_heads, job.kv_heads, job.width
+    given = nb.carray(pointer_to(job.given), (job.rows, heads, dim), element)
+    query = nb.carray(pointer_to(job.out), (job.rows, q_heads, dim), element)
+    key = nb.carray(pointer_to(job.key), (job.rows, kv_heads, dim), element)
+    cos = nb.carray(pointer_to(job.cos), (job.rows, job.rotary_dim), element)
+    sin = nb.carray(pointer_to(job.sin), (job.rows, job.rotary_dim), element)
+    weight = nb.carray(pointer_to(job.weight), (dim,), np.float32)
+    key_weight = nb.carray(pointer_to(job.key_weight), (dim,), np.float32)
+    slots = nb.carray(pointer_to(job.slots), (job.rows,), np.int64)
+    pool_keys = nb.carray(pointer_to(job.pool_keys), (1, kv_heads, dim), element)
+    pool_values = nb.carray(pointer_to(job.pool_values), (1, kv_heads, dim), element)
+    for r in range(first, end):
+        for h in range(q_heads):
+            _rotate_head(given[r, h], weight, job.weight != 0, job.eps, cos[r], sin[r], query[r, h])
+        for h in range(kv_heads):
+            head = given[r, q_heads + h]
+            _rotate_head(head, key_weight, job.key_weight != 0, job.eps, cos[r], sin[r], key[r, h])
+        if job.slots != 0:
+            slot = slots[r]
+            for h in range(kv_heads):
+                rotated, value = key[r, h], given[r, q_heads + kv_heads + h]
+                kept_key, kept_value = pool_keys[slot, h], pool_values[slot, h]
+                for i in range(dim):
+                    kept_key[i] = rotated[i]
+                    kept_value[i] = value[i]
 
 
 @compiled
-def _silus(gate_up: Rows, out: Rows) -> None:
-    for r in range(out.shape[0]):
-        _silu_row(gate_up[r], out[r])
-
-
-@compiled_parallel
-def _silus_parallel(gate_up: Rows, out: Rows) -> None:
-    for r in nb.prange(out.shape[0]):
-        _silu_row(gate_up[r], out[r])
+def _plain_rows(job: Any, first: Any, end: Any, element: Any) -> None:
+    width = job.width
+    of_gates = 2 if job.operation == _SILU or job.operation == _GELU else 1
+    given = nb.carray(pointer_to(job.given), (job.rows, of_gates * width), element)
+    more = nb.carray(pointer_to(job.more), (job.rows, width), element)
+    total = nb.carray(pointer_to(job.total), (job.rows, width), element)
+    out = nb.carray(pointer_to(job.out), (job.rows, width), element)
+    weight = nb.carray(pointer_to(job.weight), (width,), np.float32)
+    for r in range(first, end):
+        if job.operation == _NORM:
+            _norm_row(given[r], weight, job.eps, out[r])
+        elif job.operation == _ADD:
+            _add_row(given[r], more[r], out[r])
+        elif job.operation == _ADD_NORM:
+            _add_row(given[r], more[r], total[r])
+            _norm_row(total[r], weight, job.eps, out[r])
+        elif job.operation == _SILU:
+            _silu_row(given[r], out[r])
+        else:
+            _gelu_row(given[r], out[r])
 
 
 @compiled
-def _gelus(gate_up: Rows, out: Rows) -> None:
-    for r in range(out.shape[0]):
-        _gelu_row(gate_up[r], out[r])
+def _work(job: Any, element: Any) -> None:
+    """One thread's share: some rows, as long as there are any."""
+    claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
+    while True:
+        first = fetch_add(claimed, 0, _AT_ONCE)
+        if first >= job.rows:
+            return
+        end = min(first + _AT_ONCE, job.rows)
+        if job.operation == _ROTATE:
+            _rotate_rows(job, first, end, element)
+        else:
+            _plain_rows(job, first, end, element)
 
 
-@compiled_parallel
-def _gelus_parallel(gate_up: Rows, out: Rows) -> None:
-    for r in nb.prange(out.shape[0]):
-        _gelu_row(gate_up[r], out[r])
+def _work_bfloat16(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.uint16)
 
 
-@compiled
-def _rotations(
-    rows: Rows,
-    query_weight: Rows,
-    key_weight: Rows,
-    eps: np.float32,
-    cos: Rows,
-    sin: Rows,
-    query: Rows,
-    key: Rows,
-) -> None:
-    for r in range(rows.shape[0]):
-        _rotate_row(rows[r], query_weight, key_weight, eps, cos[r], sin[r], query[r], key[r])
+def _work_float32(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.float32)
 
 
-@compiled_parallel
-def _rotations_parallel(
-    rows: Rows,
-    query_weight: Rows,
-    key_weight: Rows,
-    eps: np.float32,
-    cos: Rows,
-    sin: Rows,
-    query: Rows,
-    key: Rows,
-) -> None:
-    for r in nb.prange(rows.shape[0]):
-        _rotate_row(rows[r], query_weight, key_weight, eps, cos[r], sin[r], query[r], key[r])
+_FUNCTIONS: dict[torch.dtype, Callable[[Any], None]] = {
+    torch.bfloat16: _work_bfloat16,
+    torch.float32: _work_float32,
+}
+
+DTYPES = tuple(_FUNCTIONS)
+
+
+@cache
+def _compiled_for(dtype: torch.dtype) -> int:
+    """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
+    signature = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
+    try:
+        function = nb.cfunc(signature, cache=True)(_FUNCTIONS[dtype])
+    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
+        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
+        function = nb.cfunc(signature)(_FUNCTIONS[dtype])
+    _kept.append(function)
+    return int(function.address)
+
+
+_kept: list[Any] = []  # compiled functions live as long as somebody has them
 
 
 # ---- what others call
 
 
-def rms_norm(rows: Rows, weight: Rows, eps: np.float32, out: Rows) -> None:
-    """out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467)
+class RowLoops:
+    """The loops for rows of one dtype, float32 or bfloat16, on a CPU. They are compiled when this is made.
 
-    rows, out  [rows, width] of one dtype
-    weight     [width] float32
+    All tensors are contiguous and of that dtype, but for weights, which are float32. For one thread at a time.
     """
-    (_norms if len(rows) < PARALLEL_FROM else _norms_parallel)(rows, weight, eps, out)
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._function = _compiled_for(dtype)
+        self._claimed = np.zeros(1, np.int64)
+        self._jobs = np.zeros(1, JOB)
+        self._job = self._jobs[0]
+        self._job["claimed"] = self._claimed.ctypes.data
+        self._address = self._jobs.ctypes.data
 
-def add(rows: Rows, more: Rows, out: Rows) -> None:
-    """out = rows + more, [rows, width] of one dtype each; `out` may be one of the others"""
-    (_sums if len(rows) < PARALLEL_FROM else _sums_parallel)(rows, more, out)
+    def rms_norm(self, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467)
 
+        rows, out [rows, width], which may be the same; weight [width] float32
+        """
+        job = self._job
+        job["weight"], job["eps"] = weight.data_ptr(), eps
+        self._run(_NORM, rows, out)
 
-def add_rms_norm(rows: Rows, more: Rows, weight: Rows, eps: np.float32, total: Rows, out: Rows) -> None:
-    """total = rows + more, rounded; out = its `rms_norm`. Shapes as there; `total` may be `rows`."""
-    (_sum_norms if len(rows) < PARALLEL_FROM else _sum_norms_parallel)(rows, more, weight, eps, total, out)
+    def add(self, rows: Tensor, more: Tensor, out: Tensor) -> None:
+        """out = rows + more, [rows, width] each; `out` may be one of the others"""
+        self._job["more"] = self._address_of(more)
+        self._run(_ADD, rows, out)
 
+    def add_rms_norm(
+        self, rows: Tensor, more: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
+    ) -> None:
+        """total = rows + more, rounded; out = its `rms_norm`. Shapes as there; `total` may be `rows`."""
+        job = self._job
+        job["more"], job["total"] = self._address_of(more), self._address_of(total)
+        job["weight"], job["eps"] = weight.data_ptr(), eps
+        self._run(_ADD_NORM, rows, out)
 
-def silu_and_mul(gate_up: Rows, out: Rows) -> None:
-    """out = silu(gate) · up; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
-    (_silus if len(out) < PARALLEL_FROM else _silus_parallel)(gate_up, out)
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) · up; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        self._run(_SILU, gate_up, out)
 
+    def gelu_tanh_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) · up, by tanh; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        self._run(_GELU, gate_up, out)
 
-def gelu_tanh_and_mul(gate_up: Rows, out: Rows) -> None:
-    """out = gelu(gate) · up, by tanh; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
-    (_gelus if len(out) < PARALLEL_FROM else _gelus_parallel)(gate_up, out)
+    def rotate(
+        self,
+        rows: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        rotation: tuple[Tensor, Tensor] | None,
+        query: Tensor,
+        key: Tensor,
+        pool: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Queries and keys of all heads, each normalised if there are weights for that, and rotated by its position
+        (Su et al. 2021, arXiv 2104.09864; dimension i is paired with i + rotary_dim / 2).
 
+        rows       [rows, q_heads + 2 · kv_heads, head_dim] queries, keys, values
+        weights    [head_dim] float32 of the `rms_norm` of a head
+        rotation   cosines and sines of each row's position, [rows, rotary_dim]; further dimensions are not rotated
+        query, key [rows, q_heads, head_dim], [rows, kv_heads, head_dim], written
+        pool       keys and values [slots, kv_heads, head_dim], and slots [rows] int64 in them, to which K and V are
+                   written as well
+        """
+        job = self._job
+        job["weight"] = 0 if query_weight is None else query_weight.data_ptr()
+        job["key_weight"] = 0 if key_weight is None else key_weight.data_ptr()
+        job["eps"] = eps
+        job["q_heads"], job["kv_heads"] = query.shape[1], key.shape[1]
+        job["key"] = self._address_of(key)
+        job["rotary_dim"] = 0
+        if rotation is not None:
+            cos, sin = rotation
+            job["rotary_dim"] = cos.shape[-1]
+            job["cos"], job["sin"] = self._address_of(cos), self._address_of(sin)
+        job["slots"] = 0
+        if pool is not None:
+            keys, values, slots = pool
+            job["pool_keys"], job["pool_values"] = self._address_of(keys), self._address_of(values)
+            job["slots"] = slots.data_ptr()
+        self._run(_ROTATE, rows, query)
 
-def rotate(
-    rows: Rows,
-    query_weight: Rows,
-    key_weight: Rows,
-    eps: np.float32,
-    cos: Rows,
-    sin: Rows,
-    query: Rows,
-    key: Rows,
-) -> None:
-    """Queries and keys of all heads, each normalised if there are weights for that, and rotated by its position
-    (Su et al. 2021, arXiv 2104.09864; dimension i is paired with i + rotary_dim / 2).
+    def _run(self, operation: int, given: Tensor, out: Tensor) -> None:
+        rows = len(out)
+        job = self._job
+        job["operation"], job["rows"], job["width"] = operation, rows, out.shape[-1]
+        job["given"], job["out"] = self._address_of(given), self._address_of(out)
+        self._claimed[0] = 0
+        run_on_threads(self._function, self._address, 1 if rows < PARALLEL_FROM else torch.get_num_threads())
 
-    rows          [rows, q_heads + kv_heads + …, head_dim] queries first, then keys; what follows is not read
-    query_weight  [head_dim] float32 of the `rms_norm` of a query's head, or [0] for none; key_weight likewise
-    cos, sin      [rows, rotary_dim] of each row's position; dimensions beyond rotary_dim are not rotated
-    query, key    [rows, q_heads, head_dim], [rows, kv_heads, head_dim], written
-    """
-    work = _rotations if len(rows) < PARALLEL_FROM else _rotations_parallel
-    work(rows, query_weight, key_weight, eps, cos, sin, query, key)
+    def _address_of(self, rows: Tensor) -> int:
+        assert rows.dtype == self.dtype
+        assert rows.is_contiguous()
+        return rows.data_ptr()

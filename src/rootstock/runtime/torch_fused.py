@@ -14,65 +14,58 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rootstock.kernels import numba_rows
-from rootstock.kernels.numba_rows import Rows, bits_of
+from rootstock.kernels.numba_rows import RowLoops
 from rootstock.kernels.scores import Scores
 from rootstock.runtime.torch_hooks import HARMLESS
 from rootstock.runtime.torch_standins import Fused, FusedStep, Projection
 
-Gate = Callable[[Rows, Rows], None]  # gate and up side by side → their product, as `numba_rows.silu_and_mul`
 
+class Loops:
+    """The row-wise loops of a model's parts, and rows that live from one linear layer to the next.
 
-class Scratch:
-    """Rows that live from one linear layer to the next: shared by all parts of a model, which run in turn."""
-
-    _MOST_VIEWS = 64
+    Shared by all parts, which run in turn.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.rows = RowLoops(dtype)
         self._memory: dict[tuple[str, int], Tensor] = {}
-        self._views: dict[tuple[str, int, int], tuple[Tensor, Rows]] = {}
 
-    def rows(self, name: str, rows: int, width: int) -> tuple[Tensor, Rows]:
-        """[rows, width] as a tensor and as an array of the same memory, valid until the next call with that name."""
-        views = self._views.get((name, rows, width))
-        if views is None:
-            views = self._views[name, rows, width] = self._make(name, rows, width)
-        return views
-
-    def _make(self, name: str, rows: int, width: int) -> tuple[Tensor, Rows]:
+    def scratch(self, name: str, rows: int, width: int) -> Tensor:
+        """[rows, width], valid until the next call with that name."""
         memory = self._memory.get((name, width))
         if memory is None or len(memory) < rows:
             memory = self._memory[name, width] = torch.empty(rows, width, dtype=self.dtype)
-            self._views = {key: views for key, views in self._views.items() if key[::2] != (name, width)}
-        elif len(self._views) >= self._MOST_VIEWS:
-            self._views.clear()
-        return memory[:rows], bits_of(memory[:rows])
+        return memory[:rows]
 
 
 @dataclass(eq=False)
 class FusedNorm(Fused):
     """Root mean square normalisation over the last axis, any number of axes before it."""
 
-    weight: Rows  # [width] float32
-    eps: np.float32
-    dtype: torch.dtype
+    weight: Tensor  # [width] float32
+    eps: float
+    loops: Loops
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or hidden.dtype != self.dtype:
+        if args or kwargs or hidden.dtype != self.loops.dtype:
             given: Tensor = self.own(hidden, *args, **kwargs)
             return given
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        out = torch.empty_like(flat)
-        self.into(bits_of(flat), bits_of(out))
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        out = torch.empty_like(rows)
+        self.into(rows, out)
         return out.view(hidden.shape)
 
-    def into(self, rows: Rows, out: Rows) -> None:
-        numba_rows.rms_norm(rows, self.weight, self.eps, out)
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self.loops.rows.rms_norm(rows, self.weight, self.eps, out)
+
+
+Gate = Callable[
+    [Tensor, Tensor], None
+]  # gate and up side by side → their product, as `RowLoops.silu_and_mul`
 
 
 @dataclass(eq=False)
@@ -83,19 +76,28 @@ class FusedMLP(Fused):
     down: Projection
     gate: Gate
     width: int  # of what the gate is for
-    scratch: Scratch
+    loops: Loops
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or hidden.dtype != self.scratch.dtype:
+        if args or kwargs or hidden.dtype != self.loops.dtype:
             given: Tensor = self.own(hidden, *args, **kwargs)
             return given
         return self.rows(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 
     def rows(self, rows: Tensor) -> Tensor:
         """[rows, hidden] → so as well"""
-        gated, gated_bits = self.scratch.rows("gated", len(rows), self.width)
-        self.gate(bits_of(self.gate_up(rows)), gated_bits)
+        gated = self.loops.scratch("gated", len(rows), self.width)
+        self.gate(self.gate_up(rows), gated)
         return self.down(gated)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the rows of a layer's first projection divide."""
+
+    queries: int
+    kv: int
+    dim: int
 
 
 @dataclass(eq=False)
@@ -105,14 +107,12 @@ class FusedAttention(Fused):
     index: int  # the layer's
     inputs: Projection
     output: Projection
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    query_norm: Rows  # [head_dim] float32, or [0] for none
-    key_norm: Rows
-    eps: np.float32
+    heads: Heads
+    query_norm: Tensor | None  # [head_dim] float32
+    key_norm: Tensor | None
+    eps: float
     rotated: bool
-    scratch: Scratch
+    loops: Loops
     scores: Scores = field(default_factory=lambda: Scores(1.0))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,37 +122,28 @@ class FusedAttention(Fused):
         if not (isinstance(step, FusedStep) and known and only_harmless(kwargs)):
             return self.own(*args, **kwargs)
         assert isinstance(hidden, Tensor)
-        return self.rows(hidden[0], kwargs.get("position_embeddings"), step)[None], None
+        return self.rows(hidden[0], self.rotation(kwargs), step)[None], None
+
+    def rotation(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [tokens, rotary_dim], of what a layer was given."""
+        if not self.rotated:
+            return None
+        cos, sin = kwargs["position_embeddings"]
+        return cos[0].contiguous(), sin[0].contiguous()
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """rows [tokens, hidden], rotation: cosines and sines [1, tokens, rotary_dim] → [tokens, hidden]"""
-        tokens, dim = len(rows), self.head_dim
-        heads = self.q_heads + 2 * self.kv_heads
-        projected = self.inputs(rows).view(tokens, heads, dim)
-        query, query_bits = self.scratch.rows("query", tokens, self.q_heads * dim)
-        key, key_bits = self.scratch.rows("key", tokens, self.kv_heads * dim)
-        if self.rotated:
-            assert rotation is not None
-            cos, sin = (bits_of(part[0]) for part in rotation)
-        else:
-            cos = sin = bits_of(rows[:, :0])
-        numba_rows.rotate(
-            bits_of(projected),
-            self.query_norm,
-            self.key_norm,
-            self.eps,
-            cos,
-            sin,
-            query_bits.reshape(tokens, self.q_heads, dim),
-            key_bits.reshape(tokens, self.kv_heads, dim),
+        """[tokens, hidden] → so as well; rotation as it gives it"""
+        tokens, heads = len(rows), self.heads
+        projected = self.inputs(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
+        query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
+        key = self.loops.scratch("key", tokens, heads.kv * heads.dim)
+        query, key = query.view(tokens, heads.queries, heads.dim), key.view(tokens, heads.kv, heads.dim)
+        value = projected[:, heads.queries + heads.kv :]
+        pool = step.memory_of(self.index, projected.dtype)
+        self.loops.rows.rotate(
+            projected, self.query_norm, self.key_norm, self.eps, rotation, query, key, pool
         )
-        attended = step.attend(
-            self.index,
-            query.view(tokens, self.q_heads, dim),
-            key.view(tokens, self.kv_heads, dim),
-            projected[:, self.q_heads + self.kv_heads :],
-            self.scores,
-        )
+        attended = step.attend(self.index, query, key, value, self.scores, is_kept=pool is not None)
         return self.output(attended.reshape(tokens, -1))
 
 
@@ -174,7 +165,7 @@ class FusedLayer(Fused):
     mlp: nn.Module | FusedMLP
     norms: Norms
     gives_tuple: bool
-    scratch: Scratch
+    loops: Loops
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = kwargs.get("past_key_values")
@@ -185,24 +176,24 @@ class FusedLayer(Fused):
             or not only_harmless(kwargs)
         ):
             return self.own(hidden_states, *args, **kwargs)
-        out = self.rows(hidden_states[0], kwargs.get("position_embeddings"), step)[None]
+        rows = hidden_states[0].contiguous()
+        out = self.rows(rows, self.attention.rotation(kwargs), step)[None]
         return (out,) if self.gives_tuple else out
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """rows [tokens, hidden] → so as well, in memory of its own"""
-        normed, normed_bits = self.scratch.rows("normed", *rows.shape)
-        norms, given = self.norms, bits_of(rows)
-        norms.before_attention.into(given, normed_bits)
-        attended = bits_of(self.attention.rows(normed, rotation, step))
+        """[tokens, hidden] → so as well, in memory of its own: a model may keep what a layer gave it"""
+        norms, loops = self.norms, self.loops.rows
+        normed = self.loops.scratch("normed", *rows.shape)
+        norms.before_attention.into(rows, normed)
+        attended = self.attention.rows(normed, rotation, step)
         if norms.after_attention is not None:
             norms.after_attention.into(attended, attended)
-        total = torch.empty_like(rows)
-        total_bits, norm = bits_of(total), norms.before_mlp
-        numba_rows.add_rms_norm(given, attended, norm.weight, norm.eps, total_bits, normed_bits)
-        more = bits_of(self._mlp(normed))
+        total, norm = torch.empty_like(rows), norms.before_mlp
+        loops.add_rms_norm(rows, attended, norm.weight, norm.eps, total, normed)
+        more = self._mlp(normed)
         if norms.after_mlp is not None:
             norms.after_mlp.into(more, more)
-        numba_rows.add(total_bits, more, total_bits)
+        loops.add(total, more, total)
         return total
 
     def _mlp(self, rows: Tensor) -> Tensor:
@@ -210,7 +201,7 @@ class FusedLayer(Fused):
             return self.mlp.rows(rows)
         given = self.mlp(rows[None])
         mixed: Tensor = given[0] if isinstance(given, tuple) else given
-        return mixed.reshape(rows.shape)
+        return mixed.reshape(rows.shape).contiguous()
 
 
 def only_harmless(kwargs: dict[str, Any]) -> bool:

@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rootstock.kernels import numba_rows
-from rootstock.kernels.numba_rows import Rows
 from rootstock.kernels.scores import Scores
 from rootstock.kernels.torch_gather import attend_dense
 from rootstock.runtime.torch_fused import (
@@ -27,8 +24,9 @@ from rootstock.runtime.torch_fused import (
     FusedMLP,
     FusedNorm,
     Gate,
+    Heads,
+    Loops,
     Norms,
-    Scratch,
 )
 from rootstock.runtime.torch_hooks import LayerUnsupported, mark
 from rootstock.runtime.torch_probe import ProbeCache
@@ -38,14 +36,12 @@ from rootstock.runtime.torch_survey import Surveyed
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative root mean square
 _LARGER = 16.0  # what clips or saturates shows by then
 
-_DTYPES = tuple(_TOLERANCE)
-
 
 def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
     """Puts the fused forms of all parts that have one in their place. `probe_packed` comes first; `undo_fusion`
     undoes it. On a CPU, in float32 or bfloat16; else nothing is fused."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= set(_DTYPES):
+    if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
         return NOTHING_FUSED
     return _Fuser(model, found, context_limit, dtypes.pop()).run()
 
@@ -57,7 +53,7 @@ class _Fuser:
         last = context_limit - 1
         self._places = sorted({0, min(1, last), min(7, last), last // 2, last})
         self._dtype = dtype
-        self._scratch = Scratch(dtype)
+        self._loops = Loops(dtype)
         self._index_of = {module: index for index, module in found.attention.items()}
         self._parts: dict[str, Fused] = {}
         self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -155,8 +151,7 @@ class _Fuser:
         if weight.dim() != 1:
             return
         for shift in (0.0, 1.0):  # some keep the weight's difference from 1
-            array: Rows = (weight.float() + shift).contiguous().numpy()
-            yield FusedNorm(module.forward, array, np.float32(eps), self._dtype)
+            yield FusedNorm(module.forward, (weight.float() + shift).contiguous(), eps, self._loops)
 
     def _mlp(self, module: nn.Module) -> Iterator[Fused]:
         linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
@@ -170,10 +165,10 @@ class _Fuser:
         else:
             return
         down = linears["down_proj"]
-        gates: tuple[Gate, ...] = (numba_rows.silu_and_mul, numba_rows.gelu_tanh_and_mul)
+        gates: tuple[Gate, ...] = (self._loops.rows.silu_and_mul, self._loops.rows.gelu_tanh_and_mul)
         for gate in gates:
             yield FusedMLP(
-                module.forward, Projection(inputs), Projection([down]), gate, down.in_features, self._scratch
+                module.forward, Projection(inputs), Projection([down]), gate, down.in_features, self._loops
             )
 
     def _attention(self, module: nn.Module) -> Iterator[Fused]:
@@ -199,33 +194,30 @@ class _Fuser:
             return
         width = sum(linear.out_features for linear in inputs)
         q_heads, rest = divmod(width - 2 * kv_heads * head_dim, head_dim)
-        weights, eps = [], {np.float32(0)}
-        for name in ("q_norm", "k_norm"):
-            norm = norms.get(name)
-            form = None if norm is None else vars(norm).get("forward")
-            if norm is None:
-                weights.append(np.empty(0, np.float32))
-            elif isinstance(form, FusedNorm) and form.weight.shape == (head_dim,):
-                weights.append(form.weight)
-                eps = {form.eps} | (eps - {np.float32(0)})
-            else:
-                return
-        if rest or q_heads <= 0 or len(eps) != 1:
+        forms = {name: vars(norm).get("forward") for name, norm in norms.items()}
+        of_heads = {
+            name: form
+            for name, form in forms.items()
+            if isinstance(form, FusedNorm) and form.weight.shape == (head_dim,)
+        }
+        eps = {form.eps for form in of_heads.values()} or {0.0}
+        if rest or q_heads <= 0 or len(eps) != 1 or len(of_heads) != len(norms):
             return
+        query_norm, key_norm = (
+            of_heads[name].weight if name in of_heads else None for name in ("q_norm", "k_norm")
+        )
         for rotated in (True, False):
             yield FusedAttention(
                 module.forward,
                 index,
                 Projection(inputs),
                 Projection([linears["o_proj"]]),
-                q_heads,
-                kv_heads,
-                head_dim,
-                weights[0],
-                weights[1],
-                eps.copy().pop(),
+                Heads(q_heads, kv_heads, head_dim),
+                query_norm,
+                key_norm,
+                next(iter(eps)),
                 rotated,
-                self._scratch,
+                self._loops,
             )
 
     def _layer(self, module: nn.Module) -> Iterator[Fused]:
@@ -253,7 +245,7 @@ class _Fuser:
                         others[0],
                         Norms(*(norms[name] for name in order)),
                         gives_tuple,
-                        self._scratch,
+                        self._loops,
                     )
 
 
@@ -314,7 +306,9 @@ class _Recorder(ProbeCache, FusedStep):
         mark(key, value, _Recorded(self, layer_idx))
         return key, value
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
+    ) -> Tensor:
         q, k, v = (rows.transpose(0, 1) for rows in (query, key, value))
         return self.record(index, q, k, v, scores).transpose(0, 1)
 

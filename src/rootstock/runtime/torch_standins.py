@@ -20,8 +20,15 @@ from rootstock.runtime.torch_parts import StepCache
 class FusedStep(StepCache):
     """The cache of a packed step, for attention that was given apart into rows already."""
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Keeps K and V of layer `index`, and attends.
+    def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where K and V of layer `index` are to be written: keys and values [slots, kv_heads, …] and the rows' slots
+        [tokens] int64. None: they are not kept in this dtype as they are, and `attend` keeps them."""
+        return None
+
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
+    ) -> Tensor:
+        """Attention of layer `index`, after it has kept K and V unless somebody did.
 
         query        [tokens, q_heads, head_dim], rotated
         key, value   [tokens, kv_heads, …], the keys rotated

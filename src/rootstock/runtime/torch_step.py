@@ -57,9 +57,18 @@ class PackedCache(FusedStep):
         mark(key_states, value_states, layer)
         return key_states, value_states
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
         memory = self._pool.layers[index]
-        memory.write(self._slots[memory.family], key, value)
+        if memory.keys.dtype != dtype or memory.values.dtype != dtype:
+            return None
+        return memory.keys, memory.values, self._slots[memory.family]
+
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
+    ) -> Tensor:
+        memory = self._pool.layers[index]
+        if not is_kept:
+            memory.write(self._slots[memory.family], key, value)
         attention: Any = self._prepared(memory)  # not of latents, which nobody fuses
         attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
         return attended
