@@ -499,3 +499,45 @@ def test_copies_are_executed_before_the_forward_that_needs_them() -> None:
     bench.run()
     assert order == ["forward", "apply", "forward"]
     assert GREEDY.greedy
+
+
+def test_who_collects_events_is_called_once_when_a_step_has_told_all_of_them() -> None:
+    bench = Bench()
+    clients = [bench.ask(numbers(seed, 10), max_tokens=3) for seed in range(4)]
+    seen: list[int] = []
+
+    def count() -> None:
+        seen.append(sum(len(client.events) for client in clients))
+
+    bench.engine.call_after_events(count)
+    bench.run(steps=1)
+    assert seen[-1] == 4, "a token of each"
+    bench.run()
+    assert seen[-1] == 4 * 4, "three tokens and the end"
+    assert set(np.diff([0, *seen])) <= {0, 4, 8}, "nobody is told of half a step"
+    bench.engine.no_call_after_events(count)
+    calls = len(seen)
+    bench.ask(numbers(9, 10))
+    bench.run()
+    assert len(seen) == calls
+
+
+def test_one_who_raises_when_called_after_events_stops_nobody() -> None:
+    bench = Bench()
+
+    def bad() -> None:
+        raise ValueError("a collector's bug")
+
+    bench.engine.call_after_events(bad)
+    client = bench.ask(numbers(1, 10))
+    bench.run()
+    assert client.tokens == bench.alone(client.request.tokens, 4)
+
+
+def test_who_collects_events_learns_of_those_that_a_stop_ended() -> None:
+    bench = Bench()
+    client = bench.ask(numbers(1, 10))
+    seen: list[int] = []
+    bench.engine.call_after_events(lambda: seen.append(len(client.terminals)))
+    bench.engine.stop()
+    assert seen[-1] == 1

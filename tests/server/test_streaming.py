@@ -1,0 +1,91 @@
+"""How a stream is written, and how a step's events reach the event loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rootstock.engine.request import (
+    Event,
+    Finished,
+    Request,
+    RequestId,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from rootstock.engine.text import ByteTextCodec
+from rootstock.server.generation import Generation
+from rootstock.server.openai_answer import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
+
+HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
+ID = RequestId("r")
+
+
+def chat() -> WireFormat:
+    return ChatFormat(HEAD, ByteTextCodec())
+
+
+def completion() -> WireFormat:
+    return CompletionFormat(HEAD, ByteTextCodec(), None)
+
+
+def written(chunks: str) -> list[dict[str, Any]]:
+    events = chunks.split("\n\n")
+    assert events.pop() == ""
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("include_usage", [False, True])
+@given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=5))
+def test_chunks_around_a_text_are_those_of_its_choice(
+    make: Callable[[], WireFormat], include_usage: bool, texts: list[str]
+) -> None:
+    writer, format = ChunkWriter(make(), include_usage), make()
+    head = HEAD | {"object": format.chunk_object}
+    tail = {"usage": None} if include_usage else {}
+    events: list[TokenEvent | Finished] = [TokenEvent(ID, 1, text) for text in texts]
+    events.insert(1, TokenEvent(ID, 2, "x", TokenLogprob(2, -0.5)))
+    events.append(Finished(ID, "stop", Usage(1, 0, 2), "the rest"))
+    for event in events:
+        for index in (0, 3):
+            expected = [head | {"choices": [choice]} | tail for choice in format.choices(index, event)]
+            assert written(writer.chunks(index, event)) == expected
+
+
+class _Engine:
+    """Takes requests, and remembers what it was asked to abort."""
+
+    def __init__(self, during: Callable[[], None]) -> None:
+        self.submitted: list[RequestId] = []
+        self.aborted: list[RequestId] = []
+        self._during = during
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+        self.submitted.append(request.id)
+        self._during()
+
+    def abort(self, request: RequestId) -> None:
+        self.aborted.append(request)
+
+
+class _Nothing:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def test_requests_that_are_submitted_for_somebody_who_is_gone_are_aborted() -> None:
+    generation: Generation
+    engine = _Engine(lambda: generation.close())
+    generation = Generation(engine, _Nothing(), _Nothing())  # type: ignore[arg-type]
+    requests = [Request(RequestId(str(i)), np.array([1], np.int32)) for i in range(3)]
+    generation.submit(requests)
+    assert engine.submitted == ["0", "1", "2"]
+    assert sorted(set(engine.aborted)) == ["0", "1", "2"]
