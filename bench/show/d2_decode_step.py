@@ -2,8 +2,8 @@
 
 B sequences of 512 or 4,096 tokens, nothing shared. Ours are steps of a real engine (schedule, plans, forward,
 sampling, publishing) in which all B decode, through blocks that are scattered over the pool; theirs are the times
-between two calls of a logits processor inside one `generate` that was handed a filled DynamicCache. Rounds alternate
-who goes first; a ratio is the median of the rounds' ratios.
+between two calls of a logits processor inside one `generate` that was handed a filled DynamicCache. How rounds count:
+rounds.py.
 
 Contexts are filled, not computed, on both sides alike: with the K and V of 512 computed positions, again and again.
 Ours go to blocks that were scattered at random (our_side.py).
@@ -19,7 +19,6 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ from bandwidth import ReadBandwidth
 from common import at_most, conclude
 from dense_side import Dense
 from llamas import random_prompts, save_model, say
+from neighbours import Neighbours
 from our_side import Ours
+from rounds import Rounds, in_turn
 
 from rootstock.engine.assemble import free_host_bytes
 
@@ -63,12 +64,12 @@ def main() -> None:
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
     bandwidth = ReadBandwidth()
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))
         sides = Sides(path, max(batches) * (max(contexts) + 256))
         figures["parameters"] = sides.ours.parameters
-        measured: dict[tuple[int, int], Measured] = {}
+        measured: dict[tuple[int, int], Rounds] = {}
         for context in contexts:
             prompts = random_prompts(max(batches), context)
             sides.ours.fill(prompts, sides.computed)
@@ -79,28 +80,19 @@ def main() -> None:
                         f"B={batch}, {context}: {needed / 2**30:.1f} GiB of memory needed, which are not free"
                     )
                     continue
-                found = sides.compare(prompts[:batch], STEPS[context], least, most, bandwidth)
-                measured[batch, context] = found
-                say(
-                    f"B={batch}, {context}: {found.ours_ms:.1f} ms, dense {found.dense_ms:.1f} ms, "
-                    f"ratio {found.ratio:.3f} ({min(found.ratios):.3f} to {max(found.ratios):.3f})"
-                )
-    for (batch, context), found in measured.items():
-        limit_ms = found.read_bytes / bandwidth.best_gb_per_s / 1e6
+                rounds = sides.compare(prompts[:batch], STEPS[context], (least, most), bandwidth)
+                measured[batch, context] = rounds
+    for (batch, context), rounds in measured.items():
+        limit_ms = sides.read_bytes(batch, context) / bandwidth.best_gb_per_s / 1e6
+        figures |= rounds.figures(f"b{batch}_{context}")
         figures |= {
-            f"ratio_b{batch}_{context}": round(found.ratio, 4),
-            f"ratios_b{batch}_{context}": [round(ratio, 3) for ratio in found.ratios],
-            f"ours_ms_b{batch}_{context}": round(found.ours_ms, 2),
-            f"dense_ms_b{batch}_{context}": round(found.dense_ms, 2),
             f"limit_ms_b{batch}_{context}": round(limit_ms, 2),
-            f"limit_b{batch}_{context}": round(limit_ms / found.dense_ms, 4),
-            f"at_goal_b{batch}_{context}": found.ratio <= GOAL.get(context, 0),
+            f"limit_b{batch}_{context}": round(limit_ms / rounds.dense_ms, 4),
+            f"at_goal_b{batch}_{context}": rounds.ratio <= GOAL.get(context, 0),
         }
     figures["read_gb_per_s"] = round(bandwidth.best_gb_per_s, 2)
     figures["read_gb_per_s_median"] = round(statistics.median(bandwidth.gb_per_s), 2)
-    # Below some 0.8 others were at work on these cores, and times of several threads mean little.
-    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
+    figures["others_share"] = neighbours.share()
     conclude(
         SHOW,
         figures,
@@ -111,15 +103,6 @@ def main() -> None:
             if batch >= SMALLEST_BARRED_BATCH.get(context, 1)
         },
     )
-
-
-class Measured:
-    def __init__(self, pairs: list[tuple[float, float]], read_bytes: int) -> None:
-        """pairs: seconds of our step and of the dense one, of each round"""
-        self.ratios = [ours / dense for ours, dense in pairs]
-        self.ratio = statistics.median(self.ratios)
-        self.ours_ms, self.dense_ms = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
-        self.read_bytes = read_bytes
 
 
 class Sides:
@@ -140,9 +123,13 @@ class Sides:
         """What the dense side takes beyond its weights: all K and V, and once more those of a layer or two."""
         return int(1.1 * batch * context * self.kv_bytes_per_token)
 
+    def read_bytes(self, batch: int, context: int) -> int:
+        """What a step must read once."""
+        return self._weights_bytes + batch * context * self.kv_bytes_per_token
+
     def compare(
-        self, prompts: np.ndarray, steps: int, least: int, most: int, bandwidth: ReadBandwidth
-    ) -> Measured:
+        self, prompts: np.ndarray, steps: int, rounds: tuple[int, int], bandwidth: ReadBandwidth
+    ) -> Rounds:
         batch, context = prompts.shape
 
         def ours_s() -> float:
@@ -152,21 +139,10 @@ class Sides:
             gc.collect()
             return self.dense.decode_step_s(prompts, steps)
 
-        began = time.monotonic()
         # What is made on first use is made on both sides.
         self.ours.decode_step_s(prompts, 2)
         self.dense.decode_step_s(prompts, 1)
-        pairs: list[tuple[float, float]] = []
-        while len(pairs) < least or (len(pairs) < most and time.monotonic() - began < SECONDS):
-            # Who goes first changes, so that neither always finds the machine in the other's state.
-            if len(pairs) % 2:
-                theirs = dense_s()
-                pairs.append((ours_s(), theirs))
-            else:
-                mine = ours_s()
-                pairs.append((mine, dense_s()))
-            bandwidth.measure()
-        return Measured(pairs, self._weights_bytes + batch * context * self.kv_bytes_per_token)
+        return in_turn(f"B={batch}, {context}", ours_s, dense_s, rounds, SECONDS, bandwidth.measure)
 
 
 if __name__ == "__main__":

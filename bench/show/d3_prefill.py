@@ -4,8 +4,7 @@ after 4,096 that are cached.
 Ours is the time of a real engine's steps from the submission of a prompt to its first token, as configured by
 default: schedule, plans, forward, sampling, publishing. Theirs is one call of the model with sdpa attention and a
 DynamicCache, which is empty or holds the 4,096 (by filling, see our_side.py), logits of the last position only; the
-512 new ones are attended under the model's own causal mask. Every prompt is new. Rounds alternate who goes first; a
-ratio is the median of the rounds' ratios.
+512 new ones are attended under the model's own causal mask. Every prompt is new. How rounds count: rounds.py.
 
 Further figures: the runtime's forward of the 2,048 tokens in one chunk, whatever the engine's chunks are; and the
 attention of one layer alone, ours over scattered blocks against transformers' sdpa function over dense K and V.
@@ -14,10 +13,8 @@ attention of one layer alone, ours over scattered blocks against transformers' s
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +23,10 @@ import numpy as np
 import torch
 from common import at_most, conclude
 from dense_side import Dense
-from llamas import random_prompts, save_model, say
+from llamas import random_prompts, save_model
+from neighbours import Neighbours
 from our_side import Ours
+from rounds import in_turn
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -42,24 +41,24 @@ COLD_TOKENS = 2048
 CACHED_TOKENS = 4096
 NEW_TOKENS = 512
 COMPUTED_TOKENS = 512  # with which the cached context is filled
-ROUNDS = 7
-ATTENTION_ROUNDS = 15
+ROUNDS = (3, 7)  # least and most
+SECONDS = 30.0  # of one comparison, after which no round begins that need not
+ATTENTION_ROUNDS = (7, 15)
 POOL_TOKENS = 64 * 1024
 BAR, GOAL = 1.05, 0.90
-
-Timed = Callable[[], float]  # what it gives is seconds
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", default=MODEL)
-    options.add_argument("--rounds", type=int, default=ROUNDS)
+    options.add_argument("--rounds", type=int, help="exactly so many")
     options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
     given = options.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
+    least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))
         prefill = Prefill(path)
@@ -68,43 +67,19 @@ def main() -> None:
             ("cold_2048_one_forward", prefill.ours_one_forward_s, prefill.dense_cold_s),
             ("512_on_4096", prefill.ours_cached_s, prefill.dense_cached_s),
         ):
-            figures |= compare(name, ours, dense, given.rounds)
+            ours()
+            dense()  # what is made on first use is made
+            figures |= in_turn(name, ours, dense, (least, most), SECONDS).figures(name)
         for name, past, new in (("cold_2048", 0, COLD_TOKENS), ("512_on_4096", CACHED_TOKENS, NEW_TOKENS)):
             layer = OneLayer(prefill.dense.config, prefill.ours.block_size, past, new)
-            figures |= compare(f"attention_{name}", layer.ours_s, layer.dense_s, ATTENTION_ROUNDS)
-    # Below some 0.8 others were at work on these cores, and times of several threads mean little.
-    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
+            layer.ours_s()
+            layer.dense_s()
+            rounds = in_turn(f"attention_{name}", layer.ours_s, layer.dense_s, ATTENTION_ROUNDS, 1.0)
+            figures |= rounds.figures(f"attention_{name}")
+    figures["others_share"] = neighbours.share()
     barred = ("ratio_cold_2048", "ratio_512_on_4096")
     figures |= {name.replace("ratio", "at_goal"): figures[name] <= GOAL for name in barred}
     conclude(SHOW, figures, {name: at_most(BAR) for name in barred})
-
-
-def compare(name: str, ours: Timed, dense: Timed, rounds: int) -> dict[str, Any]:
-    ours()
-    dense()  # what is made on first use is made
-    pairs: list[tuple[float, float]] = []
-    for i in range(rounds):
-        # Who goes first changes, so that neither always finds the machine in the other's state.
-        if i % 2:
-            theirs = dense()
-            pairs.append((ours(), theirs))
-        else:
-            mine = ours()
-            pairs.append((mine, dense()))
-    ratios = [mine / theirs for mine, theirs in pairs]
-    ours_ms, dense_ms = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
-    ratio = statistics.median(ratios)
-    say(
-        f"{name}: {ours_ms:.1f} ms, dense {dense_ms:.1f} ms, "
-        f"ratio {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-    )
-    return {
-        f"ratio_{name}": round(ratio, 4),
-        f"ratios_{name}": [round(each, 3) for each in ratios],
-        f"ours_ms_{name}": round(ours_ms, 2),
-        f"dense_ms_{name}": round(dense_ms, 2),
-    }
 
 
 class Prefill:

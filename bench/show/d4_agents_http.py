@@ -36,6 +36,7 @@ from chatting_llama import write_chatting_llama
 from common import at_least, conclude
 from dense_side import Dense, Stopwatch
 from llamas import say
+from neighbours import Neighbours
 from peers import PeerProcess, PeerUnavailable, llama_server, transformers_server
 from transformers import AutoTokenizer
 
@@ -94,6 +95,7 @@ def main() -> None:
     sizes = Sizes(SIZES.conversations, SIZES.at_once, given.turns, SIZES.prefix_tokens, SIZES.new_tokens, 64)
     workload = make_workload("agents", 0, sizes)
     figures: dict[str, Any] = {"threads": threads, "dtype": "bfloat16", "model": given.model}
+    neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder:
         path = write_chatting_llama(given.model, Path(folder) / "model")
 
@@ -120,6 +122,7 @@ def main() -> None:
         sides: dict[str, Side] = {"dense": dense, "transformers": transformers, "llama_cpp": llama_cpp}
         asked = [name for name in sides if name in given.only.split(",")]
         figures |= compare(ours, {name: sides[name] for name in asked}, given.rounds)
+    figures["others_share"] = neighbours.share()
     conclude(SHOW, figures, {f"times_faster_than_{name}": at_least(BARS[name]) for name in asked})
 
 

@@ -1,0 +1,46 @@
+"""Who else used the processor while a show measured: where others did, times of several threads mean little.
+
+Threads of one step wait for each other. If somebody else has the core of one of them, all wait, and a step of many
+short parts can take fifty times as long.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Neighbours:
+    """From its making on. What this process has started counts as its own once it has ended."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy_s, self._own_s = _busy_s(), _own_s()
+
+    def share(self) -> float | None:
+        """What others took of the processor time that there was, the host's other guests included. None: unknown."""
+        busy_s = _busy_s()
+        if busy_s is None or self._busy_s is None:
+            return None
+        had_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        others_s = busy_s - self._busy_s - (_own_s() - self._own_s)
+        return round(max(0.0, others_s / had_s), 3)
+
+
+def _busy_s() -> float | None:
+    """Seconds that all processors were not idle since the machine started."""
+    try:
+        user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(
+            int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        )
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,98 @@
+"""Two sides timed in turn, and what counts of it: the ratio of each round, rounds that others disturbed left out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llamas import say
+from neighbours import Neighbours
+
+QUIET = 0.05  # of the processor that others may take in a round that counts
+
+Timed = Callable[[], float]  # what it gives is seconds
+
+
+class Rounds:
+    """A ratio is the median of the quiet rounds' ratios; of all rounds, if fewer than `least` were quiet."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._all: list[tuple[float, float, float | None]] = []  # our seconds, theirs, others' share
+
+    def add(self, ours_s: float, dense_s: float, others: float | None) -> None:
+        self._all.append((ours_s, dense_s, others))
+
+    @property
+    def quiet(self) -> int:
+        return sum(others is None or others <= QUIET for _, _, others in self._all)
+
+    @property
+    def counted(self) -> list[tuple[float, float]]:
+        quiet = [(ours, dense) for ours, dense, others in self._all if others is None or others <= QUIET]
+        return quiet if len(quiet) >= self._least else [(ours, dense) for ours, dense, _ in self._all]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ours / dense for ours, dense in self.counted]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def ours_ms(self) -> float:
+        return statistics.median(ours for ours, _ in self.counted) * 1e3
+
+    @property
+    def dense_ms(self) -> float:
+        return statistics.median(dense for _, dense in self.counted) * 1e3
+
+    def figures(self, name: str) -> dict[str, Any]:
+        return {
+            f"ratio_{name}": round(self.ratio, 4),
+            f"ratios_{name}": [round(ratio, 3) for ratio in self.ratios],
+            f"quiet_{name}": f"{self.quiet} of {len(self._all)} rounds",
+            f"ours_ms_{name}": round(self.ours_ms, 2),
+            f"dense_ms_{name}": round(self.dense_ms, 2),
+        }
+
+
+def in_turn(
+    name: str,
+    ours: Timed,
+    dense: Timed,
+    rounds: tuple[int, int],
+    seconds: float,
+    between: Callable[[], object] = lambda: None,
+) -> Rounds:
+    """`rounds` are the least and the most quiet ones. After so many seconds none begins that need not; after three
+    times as long none begins at all, once there are that many of any kind."""
+    least, most = rounds
+    done = Rounds(least)
+    began = time.monotonic()
+    number = 0
+    while True:
+        took_s = time.monotonic() - began
+        if done.quiet >= most or (done.quiet >= least and took_s > seconds):
+            break
+        if number >= least and took_s > 3 * seconds:
+            break
+        neighbours = Neighbours()
+        # Who goes first changes, so that neither always finds the machine in the other's state.
+        if number % 2:
+            dense_s = dense()
+            ours_s = ours()
+        else:
+            ours_s = ours()
+            dense_s = dense()
+        done.add(ours_s, dense_s, neighbours.share())
+        between()
+        number += 1
+    say(
+        f"{name}: {done.ours_ms:.1f} ms, dense {done.dense_ms:.1f} ms, ratio {done.ratio:.3f} "
+        f"({min(done.ratios):.3f} to {max(done.ratios):.3f}; {done.quiet} of {number} rounds were quiet)"
+    )
+    return done
