@@ -39,8 +39,8 @@ from rootstock.server.run import running
 SHOW = "D6"
 STREAMS = 32
 PROMPT_TOKENS = 64
-TOKENS = 96
-ROUNDS = 7
+TOKENS = 128
+ROUNDS = 5
 OPENAI_ROUNDS = 2
 
 
