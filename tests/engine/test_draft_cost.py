@@ -15,7 +15,8 @@ def learnt(cost_of_a_row: float, sequences: int = 1, drafts: int = 4) -> DraftCo
     cost = DraftCost()
     for _ in range(20):
         cost.observe(sequences, 0, 500, 1.0)
-        cost.observe(sequences, drafts, 500, 1.0 + drafts * cost_of_a_row)
+        for fewer in (1, 2, drafts):
+            cost.observe(sequences, fewer, 500, 1.0 + fewer * cost_of_a_row)
     return cost
 
 
@@ -77,6 +78,19 @@ def test_what_verifying_costs_is_learnt_by_comparing_with_steps_without_drafts()
     cheap = learnt(0.001).longer(1, 500, 4)
     assert cheap is not None
     assert cheap[-1] < 0.01
+
+
+def test_more_drafts_are_tried_step_by_step() -> None:
+    cost, tried = DraftCost(), []
+    for _ in range(30):
+        cost.observe(4, 0, 500, 1.0)
+        longer = cost.longer(4, 500, 64)
+        assert longer is not None
+        tried.append(len(longer))
+        cost.observe(4, len(longer), 500, 1.0)
+    assert tried[:4] == [1, 1, 2, 2]
+    assert tried == sorted(tried)
+    assert tried[-1] == 64
 
 
 def test_without_anything_alike_to_compare_with_a_step_is_made_without_drafts() -> None:

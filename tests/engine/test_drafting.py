@@ -245,7 +245,7 @@ def test_what_the_tree_has_behind_the_same_prefix_is_drafted() -> None:
     first, again = asked(bench, prompt), asked(bench, prompt)
     assert again.tokens == first.tokens == bench.alone(prompt, 24)
     usage = again.finished.usage
-    assert usage.accepted_draft_tokens == usage.draft_tokens >= 18
+    assert usage.accepted_draft_tokens == usage.draft_tokens >= 14
 
 
 def test_another_tenants_text_is_never_drafted() -> None:

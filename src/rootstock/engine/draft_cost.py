@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +73,7 @@ class DraftCost:
     """How much longer steps take that verify drafts, learnt from how long steps took.
 
     Nothing is assumed about the machine: extra rows are nearly free where a step is bound by reading weights, and
-    cost as much as a step where it is not. What was never tried is taken to cost no more than what was, so that it
-    is tried.
+    cost as much as a step where it is not. More drafts are tried when fewer are known to pay.
     """
 
     def __init__(self) -> None:
@@ -111,15 +111,20 @@ class DraftCost:
         self._longer[at] = known + (_LEARNING_WORSE if longer > known else _LEARNING) * (longer - known)
 
     def longer(self, sequences: int, context: int, most: int) -> Floats | None:
-        """[most] how much longer a step takes with 1, 2, … drafts; None: make one without, to compare with."""
+        """[at most `most`] how much longer a step takes with 1, 2, … drafts, as far as that is known and a step
+        further; None: make one without, to compare with."""
         plain = self._plain.get(sequences)
         if plain is None or not _alike(plain.context, context) or self._steps - plain.step > _STALE_STEPS:
             return None
-        row = self._longer[_bucket(sequences)]
-        # Not known: as much as fewer drafts cost.
-        last_known = np.maximum.accumulate(np.where(np.isnan(row), -1, np.arange(_BUCKETS)))
-        filled = np.where(last_known < 0, 0.0, row[last_known])
-        return np.asarray(filled[_BUCKET_OF[: min(most, len(_BUCKET_OF))]])
+        filled: list[float] = []
+        for known in self._longer[_bucket(sequences)].tolist():
+            if math.isnan(known):
+                # The first step into the unknown is a short one: twice the drafts are taken to cost twice as much.
+                filled.append(2 * filled[-1] if filled else 0.0)
+                break
+            filled.append(known)
+        most = min(most, 2 ** (len(filled) - 1))
+        return np.asarray(np.array(filled)[_BUCKET_OF[:most]])
 
     def hope(self, sequences: int) -> None:
         """Drafts were left out because of what they cost when they were last tried: they will be tried again."""
