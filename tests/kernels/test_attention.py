@@ -106,6 +106,27 @@ def test_pools_that_no_loops_are_compiled_for_go_beside() -> None:
     assert_equals_reference(run(numba_attention(batch), batch), batch)
 
 
+@given(ragged_batches(plain=True), st.sampled_from([1, 8, 100]))
+@settings(max_examples=150)
+def test_compiled_attention_of_shared_prefixes_equals_the_reference(
+    batch: RaggedBatch, share_from: int
+) -> None:
+    beside = PagedAttention(batch.block_size, 1, SLICED)
+    kernel = NumbaAttention(
+        batch.block_size, beside, serial_bytes=0, share_from=share_from, sharing_costs_readers=1
+    )
+    assert_equals_reference(run(kernel, batch), batch)
+
+
+def test_a_prefix_of_all_and_one_of_some_are_each_read_once() -> None:
+    batch = make_batch([(70, 1), (81, 1), (77, 4), (90, 1), (75, 20)], shared=64)
+    batch.spans[1].blocks[16] = batch.spans[0].blocks[16]  # the first two share 68 positions
+    kernel = NumbaAttention(4, PagedAttention(4, 1), share_from=4, sharing_costs_readers=1)
+    shared = kernel._shared([span for span in batch.spans if span.new <= 8], batch.family)
+    assert [(each.spans, each.end) for each in shared] == [((0, 1, 3), 64), ((0, 1), 68)]
+    assert_equals_reference(run(kernel, batch), batch)
+
+
 @pytest.mark.parametrize("window", [1, 30, 300])
 def test_windows_narrower_than_chunks_in_long_prompts(window: int) -> None:
     batch = make_batch(

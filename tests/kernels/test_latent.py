@@ -85,7 +85,15 @@ def test_attention_over_latents_equals_attention_over_what_they_expand_to(
 def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], few_rows: int) -> None:
     batch, up = batch_and_up
     beside = paged_latents(batch.block_size, 1, None)
-    kernel = NumbaAttention(batch.block_size, beside, latents=True, few_rows=few_rows, serial_bytes=0)
+    kernel = NumbaAttention(
+        batch.block_size,
+        beside,
+        latents=True,
+        few_rows=few_rows,
+        serial_bytes=0,
+        share_from=few_rows,
+        sharing_costs_readers=1,
+    )
     assert_equals_expanded(kernel, batch, up, 1e-5)
 
 

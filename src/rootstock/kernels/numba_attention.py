@@ -7,7 +7,7 @@ positions of which sequence make an item of work, which rows read it, and where 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ from rootstock.cache.families import TokenFamily
 from rootstock.kernels.numba_decode import JOB, compile_work
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.kernels.torch_paged import PagedAttention, Slice
 from rootstock.kernels.torch_threads import run_on_threads
 
 _log = logging.getLogger(__name__)
@@ -34,8 +35,16 @@ _SEEN_AS: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
 }
 
-FEW_ROWS = 8  # new positions up to which a span is attended here
+FEW_ROWS = 4  # new positions up to which a span is attended here; with more, matrix units win in bfloat16
+LATENT_HEADS = (
+    32  # query heads up to which latents are, in float32; in bfloat16 matrix units are always faster
+)
 SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
+# Attending a common prefix together, by the matrix units, takes about as long as 3.3 decodes take to read it one by
+# one, however many they are, for it is staged first; and as long as 700 positions for the calls. (Measured with 8 KV
+# heads of 128, bfloat16 and float32, one thread, 2 to 8 decodes that share 128 to 2048 positions.)
+SHARING_COSTS_READERS = 3.3
+SHARE_FROM = 700
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:
@@ -69,8 +78,13 @@ class NumbaAttention:
         latents: bool = False,
         few_rows: int = FEW_ROWS,
         serial_bytes: int = SERIAL_BYTES,
+        share_from: int = SHARE_FROM,
+        sharing_costs_readers: float = SHARING_COSTS_READERS,
     ) -> None:
         self._block_size = block_size
+        self._share_from = share_from
+        self._sharing_costs_readers = sharing_costs_readers
+        self._together = beside if isinstance(beside, PagedAttention) else None
         self._beside = beside
         self._few_rows = few_rows
         self._runner = _Runner(block_size, latents, serial_bytes)
@@ -79,12 +93,43 @@ class NumbaAttention:
         few = [span for span in spans if span.new <= self._few_rows]
         chunks = [span for span in spans if span.new > self._few_rows]
         beside = _prepare_beside(self._beside, chunks, family) if chunks else None
-        layout = _lay_out(few, family, self._block_size) if few else None
+        shared = self._shared(few, family)
+        layout = _lay_out(few, family, self._block_size, shared) if few else None
 
         def all_beside() -> StepAttention:
             return self._beside.prepare(spans, family)
 
-        return _NumbaStep(self._runner, layout, beside, cache(all_beside))
+        return _NumbaStep(self._runner, layout, beside, self._together, cache(all_beside))
+
+    def _shared(self, few: Sequence[Span], family: TokenFamily) -> list[_Shared]:
+        """What several decodes read together, in order for each of them."""
+        decodes = [number for number, span in enumerate(few) if span.new == 1]
+        if self._together is None or len(decodes) < 2:
+            return []
+        spans = [few[number] for number in decodes]
+        return [
+            _Shared(
+                tuple(decodes[row] for row in rows),
+                torch.tensor([spans[row].row for row in rows]),
+                end,
+                self._together.shared_slices(spans[rows[0]], first, end),
+            )
+            for rows, first, end in self._together.readings(spans, family, self._is_worth_sharing)
+            if len(rows) > 1
+        ]
+
+    def _is_worth_sharing(self, readers: int, positions: int) -> bool:
+        return (readers - self._sharing_costs_readers) * positions >= self._share_from
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Positions that several decodes attend together, by the matrix units: their queries are rows of one problem."""
+
+    spans: tuple[int, ...]  # numbers of the decodes' spans
+    rows: Tensor  # [readers] int64, of the step
+    end: int  # the readers' own positions begin here
+    slices: list[Slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +144,7 @@ class _Layout:
     counters: Numbers  # [1 + rows] as they are before a call
     most_readers: int
     positions: int  # that are read
+    shared: list[tuple[_Shared, int]]  # and its first partial result: slice by slice, reader by reader
 
 
 def _chunk_of(ends: Numbers) -> Numbers:
@@ -109,10 +155,14 @@ def _chunk_of(ends: Numbers) -> Numbers:
     return np.where(ends <= 2048, 128, np.where(ends <= 8192, 256, 512))
 
 
-def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int) -> _Layout:
+def _lay_out(
+    spans: Sequence[Span], family: TokenFamily, block_size: int, shared: Sequence[_Shared] = ()
+) -> _Layout:
     new = np.array([span.new for span in spans])
     ends = np.array([span.end for span in spans])
     firsts = np.array([family.tail_start(span.past) for span in spans])
+    for together in shared:
+        firsts[list(together.spans)] = together.end
     lengths = np.array([len(span.blocks) for span in spans])
     table_starts = np.cumsum(lengths) - lengths
     # Items: each span's positions, cut at the multiples of its chunk.
@@ -149,9 +199,17 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int) -> _La
         within = np.arange(int(partial_ends[-1])) - np.repeat(items[:, 3], readers)
         partial_rows = np.repeat(row_starts[owner], readers) + within
         order = np.argsort(partial_rows, kind="stable")
+    counters = np.concatenate([[0], of_rows])
+    placed: list[tuple[_Shared, int]] = []
+    for together in shared:
+        placed.append((together, len(partial_rows)))
+        readers_of_slices = np.tile(row_starts[list(together.spans)], len(together.slices))
+        partial_rows = np.concatenate([partial_rows, readers_of_slices])
+    if shared:
+        order = np.argsort(partial_rows, kind="stable")
+        of_rows = np.bincount(partial_rows, minlength=total)
     rows[:, 4] = np.cumsum(of_rows)
     rows[:, 3] = rows[:, 4] - of_rows
-    counters = np.concatenate([[0], of_rows])
     tables = np.concatenate([span.blocks for span in spans]).astype(np.int32, copy=False)
     return _Layout(
         tables,
@@ -162,6 +220,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int) -> _La
         counters,
         int(new.max()),
         int((items[:, 2] - items[:, 1]).sum()),
+        placed,
     )
 
 
@@ -177,8 +236,21 @@ class _Runner:
         self._job["block_size"] = block_size
         self._job["are_latents"] = latents
 
+    def attends(self, query: Tensor, keys: Tensor) -> bool:
+        """Whether this is the faster way for such layers, if it is one at all."""
+        if self._latents and (keys.dtype != torch.float32 or query.shape[1] > LATENT_HEADS):
+            return False
+        return has_loops_for(keys.dtype) and has_loops_for(query.dtype)
+
     def attend(
-        self, layout: _Layout, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, out: Tensor
+        self,
+        layout: _Layout,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scores: Scores,
+        out: Tensor,
+        together: PagedAttention | None,
     ) -> None:
         """Writes the layout's rows of out [tokens, q_heads, value_dim]; query [tokens, q_heads, key_dim]."""
         _, q_heads, key_dim = query.shape
@@ -195,6 +267,9 @@ class _Runner:
         if len(self._counters) < len(layout.counters):
             self._counters = np.empty(len(layout.counters), np.int64)
         self._counters[: len(layout.counters)] = layout.counters
+        for shared, first in layout.shared:
+            assert together is not None
+            self._attend_together(shared, first, partials, query, keys, values, scores, value_dim, together)
         memory = self._partials.ctypes.data
         job = self._job[0]
         job["query"] = query.data_ptr()
@@ -226,11 +301,47 @@ class _Runner:
         threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
         run_on_threads(loops_for(keys.dtype).address, self._job.ctypes.data, threads)
 
+    def _attend_together(
+        self,
+        shared: _Shared,
+        first: int,
+        partials: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scores: Scores,
+        value_dim: int,
+        together: PagedAttention,
+    ) -> None:
+        """Writes partial results from number `first` on: the log-sum-exp stands for the largest score, and so the sum
+        of weights is 1. `partials`: of all heads."""
+        readers, (q_heads, key_dim), kv_heads = len(shared.rows), query.shape[1:], keys.shape[1]
+        memory = torch.from_numpy(self._partials)
+        largest = memory[:partials].view(-1, q_heads)
+        total = memory[partials : 2 * partials].view(-1, q_heads)
+        weighted = memory[2 * partials : (2 + value_dim) * partials].view(-1, q_heads, value_dim)
+        stacked = query[shared.rows].view(readers, kv_heads, -1, key_dim).transpose(0, 1)
+        stacked = stacked.reshape(1, kv_heads, -1, key_dim)
+        total[first : first + readers * len(shared.slices)] = 1
+        for part in shared.slices:
+            out, lse = together.attend_slice(part, stacked, keys, values, scores)
+            mine = slice(first, first + readers)
+            by_reader = out.view(kv_heads, readers, -1, out.shape[-1])[..., :value_dim].transpose(0, 1)
+            weighted[mine].view(readers, kv_heads, -1, value_dim).copy_(by_reader)
+            largest[mine].view(readers, kv_heads, -1).copy_(lse.view(kv_heads, readers, -1).transpose(0, 1))
+            first += readers
+
 
 class _NumbaStep:
     def __init__(
-        self, runner: _Runner, layout: _Layout | None, beside: _Beside | None, all_beside: Any
+        self,
+        runner: _Runner,
+        layout: _Layout | None,
+        beside: _Beside | None,
+        together: PagedAttention | None,
+        all_beside: Callable[[], StepAttention],
     ) -> None:
+        self._together = together
         self._runner = runner
         self._layout = layout
         self._beside = beside
@@ -239,13 +350,13 @@ class _NumbaStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
     ) -> Tensor:
-        if self._layout is None or not has_loops_for(keys.dtype) or not has_loops_for(query.dtype):
+        if self._layout is None or not self._runner.attends(query, keys):
             attended: Tensor = self._all_beside()(query, key, value, keys, values, scores)
             return attended
         tokens, q_heads, _ = query.shape
         value_dim = keys.shape[2] if self._runner._latents else values.shape[2]
         out = torch.empty(tokens, q_heads, value_dim, dtype=query.dtype)
-        self._runner.attend(self._layout, query, keys, values, scores, out)
+        self._runner.attend(self._layout, query, keys, values, scores, out, self._together)
         if self._beside is not None:
             self._beside.attend(query, key, value, keys, values, scores, out)
         return out

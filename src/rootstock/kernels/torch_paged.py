@@ -107,6 +107,20 @@ class PagedAttention:
         bands = [band for span in spans if span.new > 1 for band in self._bands(span, family)]
         return _PagedStep([span.row for span in decodes], self._levels(decodes, family), bands, self._stage)
 
+    def _is_worth_sharing(self, readers: int, positions: int) -> bool:
+        return (readers - 1) * positions >= self._tuning.share_from
+
+    def shared_slices(self, span: Span, first: int, end: int) -> list[Slice]:
+        """The positions first … end - 1 of a sequence, which several decodes read together."""
+        return self._slices((), span, first, end, 4 * self._slice_tokens)
+
+    def attend_slice(
+        self, part: Slice, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """query [1, kv_heads, rows, head_dim], keys and values [slots, kv_heads, head_dim] → as the query, and its
+        log-sum-exp [1, kv_heads, rows] float32"""
+        return _Context(keys, values, scores, self._stage).attend(part, query)
+
     def _bands(self, span: Span, family: TokenFamily) -> list[_Band]:
         cuts = [span.past, *self._cuts(span, family), span.end]
         return [self._band(span, family, begin, end) for begin, end in pairwise(cuts)]
@@ -158,7 +172,7 @@ class PagedAttention:
     def _levels(self, decodes: Sequence[Span], family: TokenFamily = EVERYTHING) -> list[_Level]:
         depth = [0] * len(decodes)  # slices of each decode so far
         levels: list[list[Slice]] = []
-        for rows, first, end in self._readings(decodes, family):
+        for rows, first, end in self.readings(decodes, family, self._is_worth_sharing):
             for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
                 level = depth[rows[0]]
                 if level == len(levels):
@@ -168,8 +182,13 @@ class PagedAttention:
                     depth[row] = level + 1
         return [_level(tuple(slices), len(decodes)) for slices in levels]
 
-    def _readings(self, decodes: Sequence[Span], family: TokenFamily) -> Iterator[tuple[list[int], int, int]]:
-        """Which decodes together read which positions, first … end - 1; in order for each of them."""
+    def readings(
+        self, decodes: Sequence[Span], family: TokenFamily, worth: Callable[[int, int], bool]
+    ) -> Iterator[tuple[list[int], int, int]]:
+        """Which decodes together read which positions, first … end - 1; in order for each of them, its own last.
+
+        `worth` tells of (readers, positions) whether they read these together.
+        """
         # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
         tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
         # Groups that have read what they see before `begin` and have the blocks before `at` in common from there on,
@@ -196,7 +215,7 @@ class PagedAttention:
                 continue
             at += common_blocks([tables[row] for row in group], at)
             end = at * self._block_size
-            if (len(group) - 1) * (end - begin) >= self._tuning.share_from:
+            if worth(len(group), end - begin):
                 yield group, begin, end
                 begin = end
             part(group, begin, at)
