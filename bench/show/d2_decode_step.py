@@ -19,6 +19,7 @@ import argparse
 import gc
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ import numpy as np
 import torch
 from bandwidth import ReadBandwidth
 from common import at_most, conclude
-from dense_side import Dense
+from dense_side import Clock, Dense
 from llamas import random_prompts, save_model, say
 from neighbours import Neighbours
 from our_side import Ours
-from rounds import Rounds, in_turn
+from rounds import ANYHOW, QUIET, Rounds, in_turn
 
 from rootstock.engine.assemble import free_host_bytes
 
@@ -55,7 +56,14 @@ def main() -> None:
     options.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="comma-separated")
     options.add_argument("--rounds", type=int, help="exactly so many")
     options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
+    options.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="on a machine that others use, too: processor time of one thread, on both sides",
+    )
     given = options.parse_args()
+    if given.cpu_time:
+        given.threads = 1
     if given.threads:
         torch.set_num_threads(given.threads)
     batches = [int(batch) for batch in given.batches.split(",")]
@@ -63,11 +71,14 @@ def main() -> None:
     least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
+    figures["clock"] = "processor" if given.cpu_time else "wall"
     bandwidth = ReadBandwidth()
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))
-        sides = Sides(path, max(batches) * (max(contexts) + 256))
+        clock = time.thread_time if given.cpu_time else time.perf_counter
+        sides = Sides(path, max(batches) * (max(contexts) + 256), clock)
+        quiet = ANYHOW if given.cpu_time else QUIET
         figures["parameters"] = sides.ours.parameters
         measured: dict[tuple[int, int], Rounds] = {}
         for context in contexts:
@@ -80,7 +91,7 @@ def main() -> None:
                         f"B={batch}, {context}: {needed / 2**30:.1f} GiB of memory needed, which are not free"
                     )
                     continue
-                rounds = sides.compare(prompts[:batch], STEPS[context], (least, most), bandwidth)
+                rounds = sides.compare(prompts[:batch], STEPS[context], (least, most), quiet, bandwidth)
                 measured[batch, context] = rounds
     for (batch, context), rounds in measured.items():
         limit_ms = sides.read_bytes(batch, context) / bandwidth.best_gb_per_s / 1e6
@@ -106,13 +117,13 @@ def main() -> None:
 
 
 class Sides:
-    def __init__(self, path: Path, pool_tokens: int) -> None:
-        self.dense = Dense(path, torch.bfloat16)
+    def __init__(self, path: Path, pool_tokens: int, clock: Clock) -> None:
+        self.dense = Dense(path, torch.bfloat16, clock)
         config = self.dense.config
         self.kv_bytes_per_token = (
             2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         )
-        self.ours = Ours(path, "bfloat16", gib=pool_tokens * self.kv_bytes_per_token / 2**30)
+        self.ours = Ours(path, "bfloat16", gib=pool_tokens * self.kv_bytes_per_token / 2**30, clock=clock)
         self.computed = random_prompts(1, COMPUTED_TOKENS, seed=1)[0]
         self.dense.keep(self.computed)
         # Of the embeddings a step reads a row for each sequence. Tied ones are read as the head.
@@ -128,7 +139,12 @@ class Sides:
         return self._weights_bytes + batch * context * self.kv_bytes_per_token
 
     def compare(
-        self, prompts: np.ndarray, steps: int, rounds: tuple[int, int], bandwidth: ReadBandwidth
+        self,
+        prompts: np.ndarray,
+        steps: int,
+        rounds: tuple[int, int],
+        quiet: float,
+        bandwidth: ReadBandwidth,
     ) -> Rounds:
         batch, context = prompts.shape
 
@@ -142,7 +158,7 @@ class Sides:
         # What is made on first use is made on both sides.
         self.ours.decode_step_s(prompts, 2)
         self.dense.decode_step_s(prompts, 1)
-        return in_turn(f"B={batch}, {context}", ours_s, dense_s, rounds, SECONDS, bandwidth.measure)
+        return in_turn(f"B={batch}, {context}", ours_s, dense_s, rounds, SECONDS, quiet, bandwidth.measure)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from common import at_most, conclude
-from dense_side import Dense
+from dense_side import Clock, Dense
 from llamas import random_prompts, save_model
 from neighbours import Neighbours
 from our_side import Ours
-from rounds import in_turn
+from rounds import ANYHOW, QUIET, in_turn
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -53,15 +53,24 @@ def main() -> None:
     options.add_argument("--model", default=MODEL)
     options.add_argument("--rounds", type=int, help="exactly so many")
     options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
+    options.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="on a machine that others use, too: processor time of one thread, on both sides",
+    )
     given = options.parse_args()
+    if given.cpu_time:
+        given.threads = 1
+    clock, quiet = (time.thread_time, ANYHOW) if given.cpu_time else (time.perf_counter, QUIET)
     if given.threads:
         torch.set_num_threads(given.threads)
     least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
+    figures["clock"] = "processor" if given.cpu_time else "wall"
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))
-        prefill = Prefill(path)
+        prefill = Prefill(path, clock)
         for name, ours, dense in (
             ("cold_2048", prefill.ours_cold_s, prefill.dense_cold_s),
             ("cold_2048_one_forward", prefill.ours_one_forward_s, prefill.dense_cold_s),
@@ -69,12 +78,12 @@ def main() -> None:
         ):
             ours()
             dense()  # what is made on first use is made
-            figures |= in_turn(name, ours, dense, (least, most), SECONDS).figures(name)
+            figures |= in_turn(name, ours, dense, (least, most), SECONDS, quiet).figures(name)
         for name, past, new in (("cold_2048", 0, COLD_TOKENS), ("512_on_4096", CACHED_TOKENS, NEW_TOKENS)):
-            layer = OneLayer(prefill.dense.config, prefill.ours.block_size, past, new)
+            layer = OneLayer(prefill.dense.config, prefill.ours.block_size, past, new, clock)
             layer.ours_s()
             layer.dense_s()
-            rounds = in_turn(f"attention_{name}", layer.ours_s, layer.dense_s, ATTENTION_ROUNDS, 1.0)
+            rounds = in_turn(f"attention_{name}", layer.ours_s, layer.dense_s, ATTENTION_ROUNDS, 1.0, quiet)
             figures |= rounds.figures(f"attention_{name}")
     figures["others_share"] = neighbours.share()
     barred = ("ratio_cold_2048", "ratio_512_on_4096")
@@ -83,11 +92,12 @@ def main() -> None:
 
 
 class Prefill:
-    def __init__(self, path: Path) -> None:
-        self.dense = Dense(path, torch.bfloat16)
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._clock = clock
+        self.dense = Dense(path, torch.bfloat16, clock)
         config = self.dense.config
         kv_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        self.ours = Ours(path, "bfloat16", gib=POOL_TOKENS * kv_bytes / 2**30)
+        self.ours = Ours(path, "bfloat16", gib=POOL_TOKENS * kv_bytes / 2**30, clock=clock)
         computed = random_prompts(1, COMPUTED_TOKENS, seed=1)[0]
         self.dense.keep(computed)
         self._cached = random_prompts(1, CACHED_TOKENS)[0]
@@ -103,9 +113,9 @@ class Prefill:
         pool = self.ours.cache.pools.full.pool
         table = pool.allocate(COLD_TOKENS // self.ours.block_size)
         batch = Batch([Segment(self._new(COLD_TOKENS), 0, (table,), score_last=1)])
-        began = time.perf_counter()
+        began = self._clock()
         self.ours.runtime.forward(batch)
-        took = time.perf_counter() - began
+        took = self._clock() - began
         pool.unuse(table)
         return took
 
@@ -128,7 +138,8 @@ class Prefill:
 class OneLayer:
     """Attention of `new` tokens after `past`: the pool's blocks are scattered at random, dense K and V are whole."""
 
-    def __init__(self, config: Any, block_size: int, past: int, new: int) -> None:
+    def __init__(self, config: Any, block_size: int, past: int, new: int, clock: Clock) -> None:
+        self._clock = clock
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         rng = np.random.default_rng(0)
         blocks = (past + new) // block_size
@@ -153,7 +164,7 @@ class OneLayer:
         self._mask = seen[None, None] if past else None
 
     def ours_s(self) -> float:
-        began = time.perf_counter()
+        began = self._clock()
         self._step(
             self._query,
             self._new_key,
@@ -162,10 +173,10 @@ class OneLayer:
             self._pool_values,
             Scores(self._scale),
         )
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def dense_s(self) -> float:
-        began = time.perf_counter()
+        began = self._clock()
         sdpa_attention_forward(
             self._module,
             self._dense_query,
@@ -174,7 +185,7 @@ class OneLayer:
             self._mask,
             scaling=self._scale,
         )
-        return time.perf_counter() - began
+        return self._clock() - began
 
 
 if __name__ == "__main__":

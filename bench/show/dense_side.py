@@ -7,6 +7,7 @@ filled cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,24 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rootstock.bench.workloads import Workload, as_tokens
 
+Clock = Callable[[], float]  # seconds
+
 
 class Stopwatch:
     """A logits processor: called once after every forward of `generate`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.times: list[float] = []
+        self._clock = clock
 
     def __call__(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.times.append(time.perf_counter())
+        self.times.append(self._clock())
         return scores
 
 
 class Dense:
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self._model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa"
         ).eval()
@@ -56,9 +61,9 @@ class Dense:
     def first_token_s(self, new: np.ndarray, cache: DynamicCache) -> float:
         """Seconds of the whole forward of new tokens after what the cache holds, which they are added to."""
         ids = torch.from_numpy(new[None].astype(np.int64))
-        began = time.perf_counter()
+        began = self._clock()
         self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def holding(self, batch: int, tokens: int) -> DynamicCache:
         """A cache of its own that holds so many positions of each of `batch` sequences, filled with what `keep` got.
@@ -73,7 +78,7 @@ class Dense:
 
     def decode_step_s(self, prompts: np.ndarray, steps: int) -> float:
         """Median seconds between two forwards of `generate`, after the first one."""
-        watch = Stopwatch()
+        watch = Stopwatch(self._clock)
         self._generate(
             torch.from_numpy(prompts.astype(np.int64)), None, steps + 1, watch, self._filled(prompts)
         )

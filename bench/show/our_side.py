@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rootstock.engine.request import Event, Failed, Request, RequestId, Sampling
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch_model import load_model
 
+Clock = Callable[[], float]  # seconds
+
 
 class Ours:
     def __init__(
@@ -36,9 +39,11 @@ class Ours:
         gib: float,
         engine: EngineConfig | None = None,
         threads: int | None = None,
+        clock: Clock = time.perf_counter,
         **options: str,
     ) -> None:
         """`options`: further fields of ModelConfig"""
+        self._clock = clock
         config_of_model = ModelConfig(str(path), device="cpu", dtype=dtype, threads=threads, **options)  # type: ignore[arg-type]
         self.runtime = load_model(config_of_model)
         self.parameters = self.runtime.description.parameters
@@ -58,9 +63,9 @@ class Ours:
         times = []
         for _ in range(steps):
             before = sum(map(len, got))
-            began = time.perf_counter()
+            began = self._clock()
             self.engine.step()
-            times.append(time.perf_counter() - began)
+            times.append(self._clock() - began)
             assert sum(map(len, got)) == before + len(prompts), "not every sequence decoded in this step"
         while self.engine.step():
             pass
@@ -69,10 +74,10 @@ class Ours:
     def first_token_s(self, prompt: np.ndarray) -> float:
         """Seconds of the steps from a prompt's submission to its first token."""
         got = self._submit([prompt], 1)
-        began = time.perf_counter()
+        began = self._clock()
         while not got[0]:
             assert self.engine.step(), "nothing to do, and no first token"
-        took = time.perf_counter() - began
+        took = self._clock() - began
         while self.engine.step():
             pass
         return took

@@ -10,7 +10,8 @@ from typing import Any
 from llamas import say
 from neighbours import Neighbours
 
-QUIET = 0.05  # of the processor that others may take in a round that counts
+QUIET = 0.05  # of the processor: what others may take where the wall's clock counts
+ANYHOW = 1.0  # where one thread's processor time counts
 
 Timed = Callable[[], float]  # what it gives is seconds
 
@@ -18,8 +19,10 @@ Timed = Callable[[], float]  # what it gives is seconds
 class Rounds:
     """A ratio is the median of the quiet rounds' ratios; of all rounds, if fewer than `least` were quiet."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int, quiet: float = QUIET) -> None:
+        """quiet: the share of the processor that others may take in a round that counts"""
         self._least = least
+        self._quiet = quiet
         self._all: list[tuple[float, float, float | None]] = []  # our seconds, theirs, others' share
 
     def add(self, ours_s: float, dense_s: float, others: float | None) -> None:
@@ -27,12 +30,16 @@ class Rounds:
 
     @property
     def quiet(self) -> int:
-        return sum(others is None or others <= QUIET for _, _, others in self._all)
+        return len(self._quiet_ones)
 
     @property
     def counted(self) -> list[tuple[float, float]]:
-        quiet = [(ours, dense) for ours, dense, others in self._all if others is None or others <= QUIET]
+        quiet = self._quiet_ones
         return quiet if len(quiet) >= self._least else [(ours, dense) for ours, dense, _ in self._all]
+
+    @property
+    def _quiet_ones(self) -> list[tuple[float, float]]:
+        return [(ours, dense) for ours, dense, others in self._all if others is None or others <= self._quiet]
 
     @property
     def ratios(self) -> list[float]:
@@ -66,12 +73,13 @@ def in_turn(
     dense: Timed,
     rounds: tuple[int, int],
     seconds: float,
+    quiet: float = QUIET,
     between: Callable[[], object] = lambda: None,
 ) -> Rounds:
     """`rounds` are the least and the most quiet ones. After so many seconds none begins that need not; after three
     times as long none begins at all, once there are that many of any kind."""
     least, most = rounds
-    done = Rounds(least)
+    done = Rounds(least, quiet)
     began = time.monotonic()
     number = 0
     while True:
