@@ -146,6 +146,13 @@ class _Layout:
     positions: int  # that are read
     shared: list[tuple[_Shared, int]]  # and its first partial result: slice by slice, reader by reader
 
+    def fill_in(self, job: NDArray[np.void]) -> None:
+        """What a job says of a layout, alike for all layers: NumPy takes a microsecond to tell an address."""
+        for name in ("tables", "items", "rows", "partial_rows", "order"):
+            job[name] = getattr(self, name).ctypes.data
+        job["item_count"] = len(self.items)
+        job["most_readers"] = self.most_readers
+
 
 def _chunk_of(ends: Numbers) -> Numbers:
     """How many positions make an item, from a sequence's length alone: so batch mates do not change its sums.
@@ -232,7 +239,10 @@ class _Runner:
         self._serial_bytes = serial_bytes
         self._partials = np.empty(0, np.float32)
         self._counters = np.empty(0, np.int64)
+        self._partials_at = 0
+        self._filled_in: _Layout | None = None
         self._job = np.zeros(1, JOB)
+        self._job_at = self._job.ctypes.data
         self._job["block_size"] = block_size
         self._job["are_latents"] = latents
 
@@ -264,14 +274,18 @@ class _Runner:
         partials = len(layout.partial_rows) * q_heads
         if len(self._partials) < partials * (value_dim + 2):
             self._partials = np.empty(partials * (value_dim + 2), np.float32)
+            self._partials_at = self._partials.ctypes.data
         if len(self._counters) < len(layout.counters):
             self._counters = np.empty(len(layout.counters), np.int64)
+            self._job["counters"] = self._counters.ctypes.data
         self._counters[: len(layout.counters)] = layout.counters
         for shared, first in layout.shared:
             assert together is not None
             self._attend_together(shared, first, partials, query, keys, values, scores, value_dim, together)
-        memory = self._partials.ctypes.data
-        job = self._job[0]
+        memory, job = self._partials_at, self._job[0]
+        if self._filled_in is not layout:
+            layout.fill_in(job)
+            self._filled_in = layout
         job["query"] = query.data_ptr()
         job["query_row"] = query.stride(0)
         job["query_head"] = query.stride(1)
@@ -286,20 +300,12 @@ class _Runner:
         job["sinks"] = 0 if sinks is None else sinks.data_ptr()
         job["scale"] = scores.scale
         job["softcap"] = scores.softcap or 0
-        job["tables"] = layout.tables.ctypes.data
-        job["items"] = layout.items.ctypes.data
-        job["item_count"] = len(layout.items)
-        job["rows"] = layout.rows.ctypes.data
-        job["partial_rows"] = layout.partial_rows.ctypes.data
-        job["order"] = layout.order.ctypes.data
-        job["most_readers"] = layout.most_readers
         job["largest"] = memory
         job["total"] = memory + 4 * partials
         job["weighted"] = memory + 8 * partials
-        job["counters"] = self._counters.ctypes.data
         read = layout.positions * keys.shape[1] * (key_dim + value_dim) * keys.element_size()
         threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
-        run_on_threads(loops_for(keys.dtype).address, self._job.ctypes.data, threads)
+        run_on_threads(loops_for(keys.dtype).address, self._job_at, threads)
 
     def _attend_together(
         self,
