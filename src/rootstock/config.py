@@ -99,6 +99,9 @@ class EngineConfig:
     itl_target_s: float | None = (
         None  # how long a step with decodes may take: fewer tokens of prompts go into it
     )
+    # Of a step in which nobody decodes; None: 4 × chunk_tokens. A longer chunk is computed faster, and whoever comes
+    # meanwhile waits for the same prompts either way.
+    idle_chunk_tokens: int | None = None
     draft_tokens: int | None = 0  # guessed ahead and verified at once for a request; None: as many as pay
 
     def __post_init__(self) -> None:
@@ -107,6 +110,7 @@ class EngineConfig:
         for option, value, least in (
             ("--max-batch", self.max_batch, 1),
             ("--chunk-tokens", self.chunk_tokens, 1),
+            ("--idle-chunk-tokens", self.idle_chunk_tokens, self.chunk_tokens),
             ("--max-queue", self.max_queue, 1),
             ("--context-limit", self.context_limit, 2),
             ("--speculate", self.draft_tokens, 0),

@@ -75,6 +75,8 @@ class Bench:
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
         if drafter is not None:
             config.setdefault("draft_tokens", 16)
+        # One size of chunk for all steps, so that a test knows what a step computes.
+        config = {"idle_chunk_tokens": config.get("chunk_tokens", EngineConfig().chunk_tokens), **config}
         tier, engine = tier or TierConfig(), EngineConfig(**config)
         self.cache = KVCache(
             families,

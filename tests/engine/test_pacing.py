@@ -50,7 +50,7 @@ class Machine:
 
 def paced(machine: Machine, target_s: float | None = TARGET_S) -> Bench:
     bench = Bench(8000, 16, fault=machine, clock=machine.clock)
-    config = EngineConfig(max_batch=8, chunk_tokens=512, itl_target_s=target_s)
+    config = EngineConfig(max_batch=8, chunk_tokens=512, itl_target_s=target_s, idle_chunk_tokens=512)
     bench.engine = type(bench.engine)(bench.runtime, bench.cache, config, clock=machine.clock)
     return bench
 

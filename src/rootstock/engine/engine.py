@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_IDLE_CHUNKS = 4
+
 HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
 
 
@@ -100,7 +102,13 @@ class Engine:
         if self.why_no_drafts is None:
             self._drafter = drafter or PromptLookup(cache, self._config.draft_tokens)
         self._scheduler = Scheduler(
-            cache, self._config.max_batch, self._config.chunk_tokens, reach, self._pacing, self._drafter
+            cache,
+            self._config.max_batch,
+            self._config.chunk_tokens,
+            reach,
+            self._pacing,
+            self._drafter,
+            self._config.idle_chunk_tokens or _IDLE_CHUNKS * self._config.chunk_tokens,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended

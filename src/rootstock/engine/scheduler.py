@@ -68,7 +68,9 @@ class Scheduler:
         reach: Callable[[Sequence, Match], Reach | None] = lambda sequence, match: None,
         pace: Pace | None = None,
         drafter: Drafter | None = None,
+        idle_chunk_tokens: int | None = None,
     ) -> None:
+        """`chunk_tokens` are computed in one step, or `idle_chunk_tokens` while nobody decodes."""
         self._cache = cache
         self._drafter = drafter
         self._reach = reach
@@ -78,6 +80,7 @@ class Scheduler:
         )
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
+        self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
         self._pace = pace
         self.paced_tokens: int | None = None  # of prompts, that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
@@ -172,7 +175,7 @@ class Scheduler:
         self._given_up = []
         self._protect_hits_of_queued()  # before anybody may evict what they would hit
         work = self._decodes()
-        budget = self._chunk_tokens - len(work)
+        budget = self._chunk_tokens - len(work) if work else self._idle_chunk_tokens
         if work and self._pace is not None:
             self.paced_tokens = self._paced(work, 0, budget)
         for sequence in list(self._running):
