@@ -125,3 +125,32 @@ def test_a_rows_result_does_not_depend_on_how_many_there_are() -> None:
     for row in range(len(rows)):
         RowLoops(rows.dtype).rms_norm(rows[row : row + 1], weight, EPS, alone[row : row + 1])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_result_does_not_depend_on_where_it_lies(dtype: torch.dtype) -> None:
+    """Compiled loops go another way where what they write lies close behind what they read."""
+    width, size = 24, dtype.itemsize
+    row, weight = random(1, width, dtype=dtype), random(width, dtype=torch.float32)
+    gate_up = random(1, 2 * width, dtype=dtype, scale=3.0)
+    memory = torch.zeros(2048, dtype=torch.uint8)
+
+    def at(place: int, like: Tensor) -> Tensor:
+        return memory[place : place + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    results: dict[str, set[bytes]] = {"norm": set(), "sum": set(), "silu": set(), "gelu": set()}
+    loops = RowLoops(dtype)
+    for gap in range(0, 512, size):
+        there, weight_there, out = at(0, row), at(512, weight), at(512 + 4 * width + gap // 4 * 4, row)
+        there.copy_(row), weight_there.copy_(weight)
+        loops.rms_norm(there, weight_there, EPS, out)
+        results["norm"].add(out.view(torch.uint8).numpy().tobytes())
+        out = at(width * size + gap, row)
+        loops.add(there, there, out)
+        results["sum"].add(out.view(torch.uint8).numpy().tobytes())
+        both, out = at(0, gate_up), at(2 * width * size + gap, row)
+        for name, gate in (("silu", loops.silu_and_mul), ("gelu", loops.gelu_tanh_and_mul)):
+            both.copy_(gate_up)
+            gate(both, out)
+            results[name].add(out.view(torch.uint8).numpy().tobytes())
+    assert {name: len(found) for name, found in results.items()} == dict.fromkeys(results, 1)

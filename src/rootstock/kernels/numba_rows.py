@@ -21,7 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, widen
+from rootstock.kernels.numba_target import (
+    compiled,
+    compiled_exactly,
+    exp,
+    fetch_add,
+    narrow,
+    nb,
+    pointer_to,
+    widen,
+)
 from rootstock.kernels.torch_threads import run_on_threads
 
 _log = logging.getLogger(__name__)
@@ -69,23 +78,28 @@ def bits_of(rows: Tensor) -> Any:
 
 
 @compiled
-def _norm_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
+def _scale_of(row: Any, eps: Any) -> Any:
     total = np.float32(0)
     for i in range(row.shape[0]):
         value = widen(row[i])
         total += value * value
-    scale = np.float32(1) / np.sqrt(total / np.float32(row.shape[0]) + eps)
+    return np.float32(1) / np.sqrt(total / np.float32(row.shape[0]) + eps)
+
+
+@compiled_exactly
+def _norm_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
+    scale = _scale_of(row, eps)
     for i in range(row.shape[0]):
         out[i] = narrow(widen(row[i]) * scale * weight[i], out)
 
 
-@compiled
+@compiled_exactly
 def _add_row(row: Any, more: Any, out: Any) -> None:
     for i in range(row.shape[0]):
         out[i] = narrow(widen(row[i]) + widen(more[i]), out)
 
 
-@compiled
+@compiled_exactly
 def _silu_row(gate_up: Any, out: Any) -> None:
     width = out.shape[0]
     for i in range(width):
@@ -96,7 +110,7 @@ def _silu_row(gate_up: Any, out: Any) -> None:
         out[i] = narrow(gate * sigmoid * widen(gate_up[width + i]), out)
 
 
-@compiled
+@compiled_exactly
 def _gelu_row(gate_up: Any, out: Any) -> None:
     """tanh's approximation of the Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415)"""
     width = out.shape[0]
@@ -109,17 +123,13 @@ def _gelu_row(gate_up: Any, out: Any) -> None:
         out[i] = narrow(gate * share * widen(gate_up[width + i]), out)
 
 
-@compiled
+@compiled_exactly
 def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, sin: Any, out: Any) -> None:
     """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half)."""
     dim = head.shape[0]
     half = cos.shape[0] // 2
     if has_weight:
-        total = np.float32(0)
-        for i in range(dim):
-            value = widen(head[i])
-            total += value * value
-        scale = np.float32(1) / np.sqrt(total / np.float32(dim) + eps)
+        scale = _scale_of(head, eps)
         for i in range(half):
             a = widen(head[i]) * scale * weight[i]
             b = widen(head[i + half]) * scale * weight[i + half]

@@ -36,6 +36,7 @@ from numba.extending import intrinsic, overload  # noqa: E402
 
 __all__ = [
     "compiled",
+    "compiled_exactly",
     "compiled_parallel",
     "exp",
     "fetch_add",
@@ -59,6 +60,12 @@ def compiled(function: Function) -> Function:
     return _decorated(function)
 
 
+def compiled_exactly(function: Function) -> Function:
+    """So, but every operation as it is written. A loop that writes is compiled twice, in vectors and one by one for
+    arrays that lie close to each other, and only so do both give the same bits."""
+    return _decorated(function, fastmath=False)
+
+
 def compiled_parallel(function: Function) -> Function:
     """So, with `nb.prange` over threads. It holds one such loop and nothing else: Numba makes every assignment to an
     array beside it a parallel region of its own."""
@@ -67,7 +74,7 @@ def compiled_parallel(function: Function) -> Function:
 
 def _decorated(function: Function, **more: Any) -> Function:
     options = {"cache": True, "fastmath": True, "boundscheck": False, "error_model": "numpy", "nogil": True}
-    decorated: Function = nb.njit(**options, **more)(function)
+    decorated: Function = nb.njit(**(options | more))(function)
     return decorated
 
 
@@ -111,6 +118,11 @@ def _inlined(function: Function) -> Function:
     return inlined
 
 
+def _inlined_exactly(function: Function) -> Function:
+    inlined: Function = nb.njit(inline="always")(function)
+    return inlined
+
+
 # Numba compares a template's annotations with those of the functions that it returns, so these have none.
 
 
@@ -150,7 +162,7 @@ widen: Callable[[Any], Any] = _widen
 narrow: Callable[[Any, Any], Any] = _narrow
 
 
-@_inlined
+@_inlined_exactly
 def exp(x: Any) -> Any:
     """e^x for x ≤ 0 in float32, to about 2 units in the last place, in vectors; below -87 it is that of -87.
 
