@@ -29,7 +29,7 @@ class PeerUnavailable(Exception):
 class PeerProcess:
     """`with PeerProcess(command, port) as peer:` then `peer.url`. Ended by its handle on every way out of the block.
 
-    Raises PeerUnavailable if GET /v1/models does not answer in time.
+    Raises PeerUnavailable if a GET of `ready_path` does not answer in time.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class PeerProcess:
         command: Sequence[str],
         port: int,
         environment: Mapping[str, str] | None = None,
+        ready_path: str = "/v1/models",
         ready_within_s: float = 90.0,
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command = list(command)
+        self._ready_url = self.url + ready_path
         self._environment = {**os.environ, **(environment or {})}
         self._ready_within_s = ready_within_s
         self._process: subprocess.Popen[str] | None = None
@@ -85,7 +87,7 @@ class PeerProcess:
             if process.poll() is not None:
                 raise PeerUnavailable(f"it ended with status {process.returncode}: {self.last_lines()}")
             try:
-                if httpx.get(f"{self.url}/v1/models", timeout=2.0, trust_env=False).status_code == 200:
+                if httpx.get(self._ready_url, timeout=2.0, trust_env=False).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -121,7 +123,9 @@ def transformers_server(
         *("--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa"),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
-    return PeerProcess(command, port, {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
+    # Its list of models needs a Hub cache, which there may not be.
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    return PeerProcess(command, port, environment, ready_path="/health")
 
 
 def llama_server(
