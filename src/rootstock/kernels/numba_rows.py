@@ -125,24 +125,36 @@ def _gelu_row(gate_up: Any, out: Any) -> None:
 
 @compiled_exactly
 def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, sin: Any, out: Any) -> None:
-    """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half)."""
+    """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half).
+
+    Half by half: a loop that writes to two places near each other is not compiled to vectors.
+    """
     dim = head.shape[0]
     half = cos.shape[0] // 2
+    first, second = head[:half], head[half : 2 * half]
+    low, high = out[:half], out[half : 2 * half]
+    cos_low, cos_high = cos[:half], cos[half:]
+    sin_low, sin_high = sin[:half], sin[half:]
     if has_weight:
         scale = _scale_of(head, eps)
+        weight_low, weight_high = weight[:half], weight[half : 2 * half]
         for i in range(half):
-            a = widen(head[i]) * scale * weight[i]
-            b = widen(head[i + half]) * scale * weight[i + half]
-            out[i] = narrow(a * widen(cos[i]) - b * widen(sin[i]), out)
-            out[i + half] = narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), out)
+            a = widen(first[i]) * scale * weight_low[i]
+            b = widen(second[i]) * scale * weight_high[i]
+            low[i] = narrow(a * widen(cos_low[i]) - b * widen(sin_low[i]), out)
+        for i in range(half):
+            a = widen(first[i]) * scale * weight_low[i]
+            b = widen(second[i]) * scale * weight_high[i]
+            high[i] = narrow(b * widen(cos_high[i]) + a * widen(sin_high[i]), out)
         for i in range(2 * half, dim):
             out[i] = narrow(widen(head[i]) * scale * weight[i], out)
     else:
         for i in range(half):
-            a = widen(head[i])
-            b = widen(head[i + half])
-            out[i] = narrow(a * widen(cos[i]) - b * widen(sin[i]), out)
-            out[i + half] = narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), out)
+            low[i] = narrow(widen(first[i]) * widen(cos_low[i]) - widen(second[i]) * widen(sin_low[i]), out)
+        for i in range(half):
+            high[i] = narrow(
+                widen(second[i]) * widen(cos_high[i]) + widen(first[i]) * widen(sin_high[i]), out
+            )
         for i in range(2 * half, dim):
             out[i] = head[i]
 

@@ -52,6 +52,9 @@ _I32, _F32 = ir.IntType(32), ir.FloatType()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_IN_ORDER = {"nnan", "ninf", "nsz", "contract"}  # of LLVM's fast-math flags, those that reorder nothing
+
+
 def compiled(function: Function) -> Function:
     """Compiled on its first call for each combination of types, and kept on disk.
 
@@ -61,9 +64,9 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_exactly(function: Function) -> Function:
-    """So, but every operation as it is written. A loop that writes is compiled twice, in vectors and one by one for
-    arrays that lie close to each other, and only so do both give the same bits."""
-    return _decorated(function, fastmath=False)
+    """So, but nothing is computed in another order than it is written. A loop that writes is compiled twice, in vectors
+    and one by one for arrays that lie close to each other, and only so do both give the same bits."""
+    return _decorated(function, fastmath=_IN_ORDER)
 
 
 def compiled_parallel(function: Function) -> Function:
@@ -119,7 +122,7 @@ def _inlined(function: Function) -> Function:
 
 
 def _inlined_exactly(function: Function) -> Function:
-    inlined: Function = nb.njit(inline="always")(function)
+    inlined: Function = nb.njit(inline="always", fastmath=_IN_ORDER)(function)
     return inlined
 
 
