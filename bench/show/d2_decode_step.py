@@ -73,6 +73,7 @@ def main() -> None:
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
     figures["clock"] = "processor" if given.cpu_time else "wall"
     bandwidth = ReadBandwidth()
+    bandwidth.measure()
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))
