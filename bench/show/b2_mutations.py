@@ -194,8 +194,9 @@ def not_stored(right: Any) -> Any:
 
 
 def values_lost(right: Any) -> Any:
-    def write(self: LayerMemory, slots: Any, key: Any, value: Any) -> None:
+    def write(self: LayerMemory, slots: Any, key: Any, value: Any) -> tuple[Any, Any]:
         right(self, slots, key, torch.zeros_like(value))
+        return key, value
 
     return write
 

@@ -108,6 +108,13 @@ def serve(
             "loaded (85 % on a GPU), but no more than --max-batch requests of the longest context can use."
         ),
     ] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of K and V that are kept: auto is what the model computes in; int8, on a CPU, takes about half of "
+            "bfloat16's memory, and is less exact."
+        ),
+    ] = _MODEL.kv_dtype,
     state_dtype: Annotated[
         str,
         typer.Option(
@@ -209,6 +216,7 @@ def serve(
         threads,
         state_dtype,
         quantize,
+        kv_dtype,
         cuda_graphs=cuda_graphs,
         attention=attention,
     )

@@ -14,6 +14,7 @@ _UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 10
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
+KV_DTYPES = ("auto", "int8")
 ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
 COMPRESSIONS = ("none", "int8")
@@ -129,6 +130,7 @@ class ModelConfig:
     threads: int | None = None
     state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
     quantize: str = "none"  # bits of the weights of linear layers; the rest of the model stays as it is
+    kv_dtype: str = "auto"  # of K and V in the pools; auto: as the model computes them
     cuda_graphs: bool = False  # for decodes; off until they have run on a device
     attention: str = "auto"  # of decodes on a CPU; auto: compiled by Numba where that can be imported
 
@@ -139,6 +141,8 @@ class ModelConfig:
             raise InvalidOption("--dtype", self.dtype, " | ".join(DTYPES))
         if self.state_dtype not in STATE_DTYPES:
             raise InvalidOption("--state-dtype", self.state_dtype, " | ".join(STATE_DTYPES))
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidOption("--kv-dtype", self.kv_dtype, " | ".join(KV_DTYPES))
         if self.quantize not in QUANTIZATIONS:
             raise InvalidOption("--quantize", self.quantize, " | ".join(QUANTIZATIONS))
         if self.attention not in ATTENTIONS:

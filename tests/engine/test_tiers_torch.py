@@ -16,6 +16,7 @@ from rootstock.engine.below import open_below, stored_index
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, TokenEvent
 from rootstock.engine.tiering import TierStats
+from rootstock.errors import InvalidOption
 from rootstock.tiers.base import Entry
 from rootstock.tiers.disk import DiskTier
 from tiers.helpers import Clock
@@ -33,8 +34,15 @@ LOGPROBS = SamplingParams(temperature=0.0, top_logprobs=5)
 class Served:
     """A model's life over a directory; time stands still for its engine, so that whatever is found is loaded."""
 
-    def __init__(self, model: Path, folder: Path, compress: str = "none", dtype: str = "float32") -> None:
-        runtime = load(model, dtype)
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        compress: str = "none",
+        dtype: str = "float32",
+        kv_dtype: str = "auto",
+    ) -> None:
+        runtime = load(model, dtype, kv_dtype=kv_dtype)
         families = runtime.description.families
         tier = TierConfig(folder, 2**24, compress=compress)
         budget = BLOCKS * sum(row_bytes(family, BLOCK_SIZE) for family in families)
@@ -100,6 +108,31 @@ def test_after_a_restart_a_model_goes_on_as_if_nothing_had_happened(model: Path,
         assert served.tier.counters.loads == {"loaded": 1}
         assert again.tokens == expected.tokens
         np.testing.assert_array_equal(logprobs(again), logprobs(expected))
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3_text", "qwen3_next"], indirect=True)
+def test_after_a_restart_rounded_rows_are_the_same_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    """A forward is what it would have been in the first life: the same codes and scales lie below it."""
+    longer = np.concatenate((PROMPT, PROMPT[5:11]))
+    with Served(model, tmp_path / "tier", kv_dtype="int8") as served:
+        served.answer(PROMPT, 1)
+    with Served(model, tmp_path / "another", kv_dtype="int8") as served:
+        served.answer(PROMPT, 1)
+        expected = served.answer(longer, 3)
+    with Served(model, tmp_path / "tier", kv_dtype="int8") as served:
+        again = served.answer(longer, 3)
+        assert cached(again) == cached(expected) > 0
+        assert served.tier.counters.loads == {"loaded": 1}
+        assert again.tokens == expected.tokens
+        np.testing.assert_array_equal(logprobs(again), logprobs(expected))
+    with Served(model, tmp_path / "tier") as served:
+        assert cached(served.answer(longer, 3)) == 0, "exact rows and rounded ones are never exchanged"
+
+
+def test_rows_in_8_bits_are_not_compressed_once_more(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "llama")
+    with pytest.raises(InvalidOption, match=r"--tier-compress.*--kv-dtype int8"):
+        Served(model, tmp_path / "tier", "int8", kv_dtype="int8")
 
 
 def test_other_weights_of_the_same_architecture_find_nothing(tmp_path: Path) -> None:

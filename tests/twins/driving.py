@@ -39,12 +39,20 @@ BLOCKS = 160
 SLOTS = 40  # of recurrent states
 
 
-def load(directory: Path, dtype: str = "float32", quantize: str = "none") -> TorchRuntime:
+def load(
+    directory: Path, dtype: str = "float32", quantize: str = "none", kv_dtype: str = "auto"
+) -> TorchRuntime:
     """By the real loader, on one thread: these models are too small to share."""
     attention = os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto")
     return load_model(
         ModelConfig(
-            str(directory), dtype=dtype, device="cpu", threads=1, quantize=quantize, attention=attention
+            str(directory),
+            dtype=dtype,
+            device="cpu",
+            threads=1,
+            quantize=quantize,
+            kv_dtype=kv_dtype,
+            attention=attention,
         )
     )
 

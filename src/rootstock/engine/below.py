@@ -43,6 +43,10 @@ def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredI
     lossy = ""
     if tier.compress == "int8":
         formats = [runtime.formats(i) for i in range(len(token_families(described.families)))]
+        if any(form.dtype == "int8" for of_family in formats for form in of_family):
+            raise InvalidOption(
+                "--tier-compress", tier.compress, "none: with --kv-dtype int8 blocks are in 8 bits already"
+            )
         if not formats or not all(can_encode(of_family) for of_family in formats):
             raise InvalidOption(
                 "--tier-compress", tier.compress, "none: what this model keeps has no such form"

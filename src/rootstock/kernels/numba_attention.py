@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
 from rootstock.kernels.numba_decode import JOB, compile_work
+from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch_paged import PagedAttention, Slice
@@ -33,6 +34,7 @@ Numbers = NDArray[np.int64]
 _SEEN_AS: dict[torch.dtype, np.dtype[Any]] = {
     torch.bfloat16: np.dtype(np.uint16),
     torch.float32: np.dtype(np.float32),
+    torch.int8: np.dtype(np.int8),
 }
 
 FEW_ROWS = 4  # new positions up to which a span is attended here; with more, matrix units win in bfloat16
@@ -63,7 +65,8 @@ def loops_for(dtype: torch.dtype) -> Any:
 
 
 class NumbaAttention:
-    """For pools in bfloat16 and float32 on a CPU. `beside` attends the chunks, and pools of other dtypes.
+    """For pools in bfloat16, float32 and rounded to int8, on a CPU. `beside` attends the chunks, and pools of other
+    dtypes.
 
     `latents`: keys [slots, 1, rank] are the values too, and values [slots, 1, rope] the keys' other part; a step
     returns [tokens, q_heads, rank].
@@ -246,7 +249,7 @@ class _Runner:
         self._job["block_size"] = block_size
         self._job["are_latents"] = latents
 
-    def attends(self, query: Tensor, keys: Tensor) -> bool:
+    def attends(self, query: Tensor, keys: PoolRows) -> bool:
         """Whether this is the faster way for such layers, if it is one at all."""
         if self._latents and (keys.dtype != torch.float32 or query.shape[1] > LATENT_HEADS):
             return False
@@ -256,8 +259,8 @@ class _Runner:
         self,
         layout: _Layout,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: PoolRows,
+        values: PoolRows,
         scores: Scores,
         out: Tensor,
         together: PagedAttention | None,
@@ -267,8 +270,6 @@ class _Runner:
         value_dim = out.shape[2]
         if query.stride(2) != 1:
             query = query.contiguous()
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
         assert query.dtype == out.dtype
         sinks = None if scores.sinks is None else scores.sinks.float().contiguous()
         partials = len(layout.partial_rows) * q_heads
@@ -282,6 +283,14 @@ class _Runner:
         for shared, first in layout.shared:
             assert together is not None
             self._attend_together(shared, first, partials, query, keys, values, scores, value_dim, together)
+        key_scales = value_scales = 0
+        if isinstance(keys, RoundedRows):
+            assert isinstance(values, RoundedRows)
+            key_scales, value_scales = keys.scales.data_ptr(), values.scales.data_ptr()
+            keys, values = keys.codes, values.codes
+        assert isinstance(values, Tensor)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
         memory, job = self._partials_at, self._job[0]
         if self._filled_in is not layout:
             layout.fill_in(job)
@@ -293,6 +302,8 @@ class _Runner:
         job["out"] = out.data_ptr()
         job["keys"] = keys.data_ptr()
         job["values"] = values.data_ptr()
+        job["key_scales"] = key_scales
+        job["value_scales"] = value_scales
         job["q_heads"] = q_heads
         job["kv_heads"] = keys.shape[1]
         job["key_dim"] = key_dim
@@ -313,8 +324,8 @@ class _Runner:
         first: int,
         partials: int,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: PoolRows,
+        values: PoolRows,
         scores: Scores,
         value_dim: int,
         together: PagedAttention,
@@ -354,7 +365,7 @@ class _NumbaStep:
         self._all_beside = all_beside
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
         if self._layout is None or not self._runner.attends(query, keys):
             attended: Tensor = self._all_beside()(query, key, value, keys, values, scores)
@@ -380,8 +391,8 @@ class _Beside:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: PoolRows,
+        values: PoolRows,
         scores: Scores,
         out: Tensor,
     ) -> None:

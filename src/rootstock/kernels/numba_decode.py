@@ -30,6 +30,8 @@ JOB = np.dtype(
             "values",
             "i8",
         ),  # address of [slots, kv_heads, value_dim]; of latents the rotary keys, [slots, 1, rope]
+        ("key_scales", "i8"),  # address of [slots, kv_heads] float32 if keys are int8, or 0
+        ("value_scales", "i8"),
         ("are_latents", "i8"),
         ("q_heads", "i8"),
         ("kv_heads", "i8"),
@@ -204,6 +206,19 @@ def _weigh_block(
 
 
 @compiled
+def _scale_block(scores: Any, at: Any, scales: Any, offset: Any, n: Any) -> None:
+    """scores[h, at + i] *= scales[offset + i, kv head of h], for i < n
+
+    scores [q_heads, TILE], scales [block_size, kv_heads]
+    """
+    group = scores.shape[0] // scales.shape[1]
+    for h in range(scores.shape[0]):
+        row = scores[h]
+        for i in range(n):
+            row[at + i] *= scales[offset + i, h // group]
+
+
+@compiled
 def _weights_of(scores: Any, n: Any, softcap: Any, largest: Any, total: Any, weighted: Any) -> None:
     """Scores become weights relative to the largest score so far, to which all that was summed before is brought.
 
@@ -239,7 +254,10 @@ def _attend_tile(
     query: Any,
     keys: Any,
     values: Any,
+    key_scales: Any,
+    value_scales: Any,
     are_latents: Any,
+    are_rounded: Any,
     table: Any,
     first: Any,
     n: Any,
@@ -252,6 +270,8 @@ def _attend_tile(
     """One row over the positions first … first + n - 1 of one sequence, n ≤ TILE; adds to largest, total, weighted.
 
     query [q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [q_heads, TILE] scratch
+    Scales, where keys and values are rounded: [blocks, block_size, kv_heads]. A key's belongs to its score, a value's
+    to its weight, so nothing is ever multiplied out.
     """
     size = keys.shape[1]
     begin, last = first // size, (first + n - 1) // size
@@ -273,6 +293,8 @@ def _attend_tile(
         else:
             after = keys[following] if index < last else values[following]
             _score_block(query, beginning, keys[block], after, offset, count, scores, at)
+        if are_rounded:
+            _scale_block(scores, at, key_scales[block], offset, count)
         at += count
     _weights_of(scores, n, softcap, largest, total, weighted)
     weighed = keys if are_latents else values
@@ -281,6 +303,8 @@ def _attend_tile(
         offset = (first + at) % size
         count = min(n - at, size - offset)
         following = table[index + 1] if index < last else table[index]
+        if are_rounded:
+            _scale_block(scores, at, value_scales[table[index]], offset, count)
         _weigh_block(scores, at, weighed[table[index]], weighed[following], offset, count, weighted)
         at += count
 
@@ -344,6 +368,10 @@ def _work(job: Any, keys: Any, values: Any) -> None:
     largest = nb.carray(pointer_to(job.largest), (1, job.q_heads), np.float32)
     total = nb.carray(pointer_to(job.total), (1, job.q_heads), np.float32)
     weighted = nb.carray(pointer_to(job.weighted), (1, job.q_heads, job.value_dim), np.float32)
+    by_position = (1, keys.shape[1], job.kv_heads)
+    key_scales = nb.carray(pointer_to(job.key_scales), by_position, np.float32)
+    value_scales = nb.carray(pointer_to(job.value_scales), by_position, np.float32)
+    are_rounded = job.key_scales != 0
     scores = np.empty((job.q_heads, TILE), np.float32)
     queries = np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32)
     while True:
@@ -371,7 +399,10 @@ def _work(job: Any, keys: Any, values: Any) -> None:
                         queries[reader],
                         keys,
                         values,
+                        key_scales,
+                        value_scales,
                         job.are_latents,
+                        are_rounded,
                         table,
                         first,
                         end - first,
@@ -409,10 +440,20 @@ def _work_float32(jobs: Any) -> None:
     _work_on(nb.carray(jobs, (1,))[0], np.float32)
 
 
+def _work_int8(jobs: Any) -> None:
+    _work_on(nb.carray(jobs, (1,))[0], np.int8)
+
+
+_FUNCTIONS = {
+    np.dtype(np.uint16): _work_bfloat16,
+    np.dtype(np.float32): _work_float32,
+    np.dtype(np.int8): _work_int8,
+}
+
+
 def compile_work(dtype: np.dtype[Any], *, on_disk: bool = True) -> Any:
-    """A C function void (JOB *) for pools of this dtype: uint16, which stands for bfloat16, or float32.
+    """A C function void (JOB *) for pools of this dtype: uint16, which stands for bfloat16, float32, or int8.
 
     It takes seconds, unless it is on disk. Raises RuntimeError if there is no directory to keep it in.
     """
-    work = _work_bfloat16 if dtype == np.uint16 else _work_float32
-    return nb.cfunc(_SIGNATURE, cache=on_disk)(work)
+    return nb.cfunc(_SIGNATURE, cache=on_disk)(_FUNCTIONS[dtype])

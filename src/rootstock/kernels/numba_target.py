@@ -40,6 +40,8 @@ __all__ = [
     "compiled_parallel",
     "exp",
     "fetch_add",
+    "float32_bits",
+    "float32_from",
     "narrow",
     "nb",
     "pointer_to",
@@ -91,7 +93,9 @@ def _bfloat16_to_float32(typing: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _float32_to_bits(typing: Any, value: Any) -> Any:
+def float32_bits(typing: Any, value: Any) -> Any:
+    """Of a float32: uint32."""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.bitcast(given[0], _I32)
 
@@ -99,7 +103,9 @@ def _float32_to_bits(typing: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _bits_to_float32(typing: Any, bits: Any) -> Any:
+def float32_from(typing: Any, bits: Any) -> Any:
+    """int32 → the float32 of these bits"""
+
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.bitcast(given[0], _F32)
 
@@ -139,7 +145,7 @@ def _narrow(value, array):  # type: ignore[no-untyped-def]
 
 @_inlined
 def _round_to_bfloat16(value: Any) -> Any:
-    bits = _float32_to_bits(value)
+    bits = float32_bits(value)
     odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
@@ -147,6 +153,8 @@ def _round_to_bfloat16(value: Any) -> Any:
 def _choose_widen(element):  # type: ignore[no-untyped-def]
     if element == types.uint16:
         return lambda element: _bfloat16_to_float32(element)
+    if element == types.int8:
+        return lambda element: np.float32(element)
     return lambda element: element
 
 
@@ -159,7 +167,7 @@ def _choose_narrow(value, array):  # type: ignore[no-untyped-def]
 overload(_widen, inline="always")(_choose_widen)
 overload(_narrow, inline="always")(_choose_narrow)
 
-# widen(element): an array's element, float32 or bfloat16 as uint16, as float32.
+# widen(element): an array's element, float32, int8, or bfloat16 as uint16, as float32.
 widen: Callable[[Any], Any] = _widen
 # narrow(value, array): a float32 as an element of `array`, rounded to nearest, ties to even, if that holds bfloat16.
 narrow: Callable[[Any, Any], Any] = _narrow
@@ -181,7 +189,7 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(0.5)
     p = p * r * r + r + np.float32(1.0)
-    return p * _bits_to_float32((_to_int32(whole) + np.int32(127)) << np.int32(23))
+    return p * float32_from((_to_int32(whole) + np.int32(127)) << np.int32(23))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

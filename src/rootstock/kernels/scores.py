@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
+from rootstock.kernels.rounded_rows import PoolRows
 from rootstock.kernels.spans import EVERYTHING, Span
 
 
@@ -25,13 +26,13 @@ class StepAttention(Protocol):
     """Attention of one packed step: made once, called by every layer whose positions lie in the same slots."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
         """Causal attention of each row over what its family sees of its own sequence.
 
         query          [tokens, q_heads, head_dim]
         key, value     [tokens, kv_heads, …] of the new positions: what the pool holds in their slots
-        keys, values   [blocks · block_size, kv_heads, …] the layer's pool, by slot
+        keys, values   [blocks · block_size, kv_heads, …] the layer's pool, by slot; not every way knows rounded rows
         returns        [tokens, q_heads, value_dim] in the query's dtype
         """
         ...

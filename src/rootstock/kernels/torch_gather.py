@@ -10,17 +10,18 @@ import torch.nn.functional as F  # noqa: N812 (the field's name for it)
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
+from rootstock.kernels.rounded_rows import PoolRows, select_rows
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 
 _MOST_SCORES = 1 << 24  # 64 MiB in float32
 
-Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Gather = Callable[[PoolRows, PoolRows, Tensor], tuple[Tensor, Tensor]]
 
 
-def gather(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def gather(keys: PoolRows, values: PoolRows, slots: Tensor) -> tuple[Tensor, Tensor]:
     """keys, values [slots, kv_heads, …], slots [tokens] int64 → [tokens, kv_heads, …] of these slots"""
-    return keys.index_select(0, slots), values.index_select(0, slots)
+    return select_rows(keys, slots), select_rows(values, slots)
 
 
 class GatherAttention:
@@ -69,13 +70,13 @@ class _GatherStep:
         self._gather = gather
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
         out = [rows for part in self._parts for rows in self._attend(part, query, keys, values, scores)]
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _attend(
-        self, part: _Gathered, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, part: _Gathered, query: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Iterator[Tensor]:
         """[rows, q_heads, value_dim] of all new rows, in order, some at a time"""
         span, first = part.span, part.starts[0]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
+from rootstock.kernels.rounded_rows import PoolRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch_gather import GatherAttention
@@ -113,11 +114,12 @@ class _LatentScratch:
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def stage(self, keys: Tensor, values: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+    def stage(self, keys: PoolRows, values: PoolRows, part: Slice) -> tuple[Tensor, Tensor]:
         """keys [slots, 1, rank], values [slots, 1, rope] → twice [1, 1, tokens, rank + rope]
 
         Valid until the next call.
         """
+        assert isinstance(keys, Tensor), "latents are not rounded"
         rank, rope = keys.shape[-1], values.shape[-1]
         of_this_shape = (rank, rope, keys.dtype)
         scratch = self._scratch.get(of_this_shape)
@@ -130,7 +132,9 @@ class _LatentScratch:
         return staged, staged
 
 
-def gather_latents(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def gather_latents(keys: PoolRows, values: PoolRows, slots: Tensor) -> tuple[Tensor, Tensor]:
     """keys [slots, 1, rank], values [slots, 1, rope], slots [tokens] int64 → twice [tokens, 1, rank + rope]"""
+    assert isinstance(keys, Tensor), "latents are not rounded"
+    assert isinstance(values, Tensor)
     staged = torch.cat([keys.index_select(0, slots), values.index_select(0, slots)], -1)
     return staged, staged

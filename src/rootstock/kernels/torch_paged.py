@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
 from rootstock.cache.plan import NO_BLOCK
+from rootstock.kernels.rounded_rows import PoolRows
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Slots, Span, common_blocks, slots_of
 
@@ -83,7 +84,7 @@ class _Band:
     causal: bool  # whether its rows see each other causally; if not, they are in the edge
 
 
-Stage = Callable[[Tensor, Tensor, Slice], tuple[Tensor, Tensor]]
+Stage = Callable[[PoolRows, PoolRows, Slice], tuple[Tensor, Tensor]]
 
 
 class PagedAttention:
@@ -115,7 +116,7 @@ class PagedAttention:
         return self._slices((), span, first, end, 4 * self._slice_tokens)
 
     def attend_slice(
-        self, part: Slice, query: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, part: Slice, query: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """query [1, kv_heads, rows, head_dim], keys and values [slots, kv_heads, head_dim] → as the query, and its
         log-sum-exp [1, kv_heads, rows] float32"""
@@ -239,18 +240,19 @@ class Scratch:
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def stage(self, keys: Tensor, values: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+    def stage(self, keys: PoolRows, values: PoolRows, part: Slice) -> tuple[Tensor, Tensor]:
         """keys and values [slots, kv_heads, head_dim] → [1, kv_heads, tokens, head_dim] of the slice.
 
         Valid until the next call: the memory is reused, which is the point of it.
         """
         heads, dim = keys.shape[1:]
-        of_this_shape = (heads, dim, keys.dtype)
+        dtype = keys.dtype if isinstance(keys, Tensor) else keys.read_as
+        of_this_shape = (heads, dim, dtype)
         scratch = self._scratch.get(of_this_shape)
         if scratch is None or len(scratch[0]) < part.tokens:
             scratch = self._scratch[of_this_shape] = (
-                keys.new_empty(part.tokens, heads, dim),
-                keys.new_empty(part.tokens, heads, dim),
+                torch.empty(part.tokens, heads, dim, dtype=dtype),
+                torch.empty(part.tokens, heads, dim, dtype=dtype),
             )
         staged_keys, staged_values = (
             stage_into(source, part, memory[: part.tokens])
@@ -259,8 +261,11 @@ class Scratch:
         return staged_keys.transpose(0, 1)[None], staged_values.transpose(0, 1)[None]
 
 
-def stage_into(source: Tensor, part: Slice, staged: Tensor) -> Tensor:
+def stage_into(source: PoolRows, part: Slice, staged: Tensor) -> Tensor:
     """source [slots, kv_heads, dim] → `staged` [tokens, kv_heads, dim], holding the slice"""
+    if not isinstance(source, Tensor):
+        adjoining = slice(part.first_slot, part.first_slot + part.tokens)
+        return source.read(adjoining if part.slots is None else part.slots, staged)
     if part.slots is None:
         return staged.copy_(source[part.first_slot : part.first_slot + part.tokens])
     return torch.index_select(source, 0, part.slots, out=staged)
@@ -280,7 +285,7 @@ class _PagedStep:
         self._stage = stage
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
         assert scores.softcap is None
         context = _Context(keys, values, scores, self._stage)
@@ -382,8 +387,8 @@ class _PagedStep:
 class _Context:
     """One layer's K and V by slot, [slots, kv_heads, head_dim], and how to attend to slices of them."""
 
-    keys: Tensor
-    values: Tensor
+    keys: PoolRows
+    values: PoolRows
     scores: Scores
     stage: Stage
 

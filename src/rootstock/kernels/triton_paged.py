@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
+from rootstock.kernels.rounded_rows import PoolRows
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
 
@@ -366,8 +367,10 @@ class TritonStep:
         self._chunk_tiles: dict[int, Tiles] = {}  # by tokens of a tile
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
+        assert isinstance(keys, Tensor), "rounded rows are for CPUs"
+        assert isinstance(values, Tensor)
         assert keys.stride(-1) == values.stride(-1) == 1
         query = query if query.stride(-1) == 1 else query.contiguous()
         tokens, q_heads, _ = query.shape

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily
+from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily, token_families
 from rootstock.kernels.spans import EVERYTHING
 from rootstock.runtime.torch_pool import Kind, LayerShape
 from rootstock.runtime.torch_states import StateShape
@@ -26,7 +27,7 @@ class Layout:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Of everything that is kept."""
-        return {layer.dtype for layer in self.layers} | {state.stored for state in self.states}
+        return {layer.kept_dtype for layer in self.layers} | {state.stored for state in self.states}
 
     def with_stored_states(self, stored: torch.dtype) -> Layout:
         """Recurrent states rounded to this dtype in their slots."""
@@ -38,6 +39,16 @@ class Layout:
             for family in self.families
         )
         return replace(self, families=families, states=states)
+
+    def with_rounded_rows(self) -> Layout:
+        """K and V in 8 bits: of all layers but those that keep latents, and without the indexers' keys."""
+        layers = tuple(replace(layer, is_rounded=layer.kind != "latent") for layer in self.layers)
+        rules = self.families[: max((layer.family + 1 for layer in layers), default=0)]
+        families = tuple(
+            replace(family, bytes_per_token=_bytes_per_token(layers, number))
+            for number, family in enumerate(token_families(rules))
+        )
+        return replace(self, families=(*families, *self.families[len(families) :]), layers=layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +72,15 @@ def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layou
     families: list[Family] = []
     for number, rule in enumerate(order):
         its = [layer for layer in layers if layer.family == number]
-        families.append(
-            replace(rule, layers=len(its), bytes_per_token=sum(layer.bytes_per_token for layer in its))
-        )
+        families.append(replace(rule, layers=len(its), bytes_per_token=_bytes_per_token(layers, number)))
     if found.states:
         kept = len({shape.key.layer for shape in found.states})
         families.append(RecurrentState(kept, sum(shape.bytes_per_state for shape in found.states)))
     return Layout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
+
+
+def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
+    return sum(layer.bytes_per_token for layer in layers if layer.family == family)
 
 
 def _within(family: TokenFamily, context_limit: int) -> TokenFamily:

@@ -65,6 +65,9 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         raise InvalidOption("--cuda-graphs", f"with --device {config.device}", "a CUDA device")
     dtype = resolve_dtype(config.dtype, device)
     _refuse_rounding(config.quantize, device, dtype)
+    if config.kv_dtype == "int8" and device.type != "cpu":
+        remedy = f"auto on {device.type}: K and V are rounded on CPUs only (--device cpu)"
+        raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
     directory = locate(name, with_code=trusted, progress=report)
     declared = read_config(name, directory, trust_remote_code=trusted)
     try:
@@ -127,9 +130,9 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
         if linear is not None:
             projection.use(linear)
     _tell_what_was_not_rounded(packing, config.quantize)
+    stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
-        compile_for(served.layout.dtypes)  # a layer may keep another than the model's
-    stored = _with_stored_states(served, _STATE_DTYPES[config.state_dtype])
+        compile_for(stored.layout.dtypes)  # a layer may keep another than the model's
     return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
 
 
@@ -155,12 +158,27 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         )
 
 
-def _with_stored_states(served: Served, stored: torch.dtype | None) -> Served:
-    """The same model with slots that hold recurrent states rounded. It was checked with exact ones: what rounding
-    does to a state is the choice of who asks for it, and no mistake of ours."""
-    if stored is None:
+def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
+    """The same model with pools that hold recurrent states, or K and V, rounded. It was checked with exact ones: what
+    rounding does is the choice of who asks for it, and no mistake of ours. Raises InvalidOption."""
+    layout = served.layout
+    if of_states is not None:
+        layout = layout.with_stored_states(of_states)
+    if rounds_rows:
+        layout = layout.with_rounded_rows()
+        kept = [layer for layer in layout.layers if not layer.is_rounded]
+        if len(kept) == len(layout.layers):
+            what = "latents" if kept else "no K and V"
+            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {what}")
+        if kept:
+            _log.warning(
+                "%d of %d layers are not kept in int8: %s keeps latents",
+                len(kept),
+                len(layout.layers),
+                kept[0].module,
+            )
+    if layout is served.layout:
         return served
-    layout = served.layout.with_stored_states(stored)
     description = replace(
         served.description,
         families=layout.families,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -12,11 +12,15 @@ from torch import Tensor
 
 from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_families
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
+from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch_kernels import Compiled, Kernel, Kernels, kernel_of
 from rootstock.runtime.torch_memory import LazyRows
 from rootstock.runtime.torch_states import StatePool, StateShape
+
+if TYPE_CHECKING:
+    from rootstock.kernels.numba_rounding import RoundingLoops
 
 Kind = Literal[
     "plain",  # K and V reach attention as they were given to the cache
@@ -40,14 +44,23 @@ class LayerShape:
     softcap: bool = False  # scores pass a tanh
     indexer_dim: int = 0  # of one more key, by which the layer chooses what to attend to
     indexer_dtype: torch.dtype = torch.float32
+    is_rounded: bool = False  # K and V are kept in 8 bits, with a scale for each head
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Of K and V in the pool."""
+        return torch.int8 if self.is_rounded else self.dtype
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What is kept of one position: K, V, and the indexer's key if there is one."""
+        """What is kept of one position: K, V, the scales of both if they are rounded, and the indexer's key if there
+        is one."""
         kept: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((self.kv_heads, self.key_dim), self.dtype),
-            ((self.kv_heads, self.value_dim), self.dtype),
+            ((self.kv_heads, self.key_dim), self.kept_dtype),
+            ((self.kv_heads, self.value_dim), self.kept_dtype),
         ]
+        if self.is_rounded:
+            kept += [((self.kv_heads,), torch.float32)] * 2
         return [*kept, ((self.indexer_dim,), self.indexer_dtype)] if self.indexer_dim else kept
 
     @property
@@ -65,21 +78,40 @@ class LayerMemory:
 
     __slots__ = ("family", "indexer", "kernel", "keys", "lazy", "values")
 
-    def __init__(self, shape: LayerShape, kernel: Kernel, slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        kernel: Kernel,
+        slots: int,
+        device: torch.device,
+        loops: RoundingLoops | None = None,
+    ) -> None:
+        """`loops` round what is written and widen what is read, if it is; without them torch does."""
         self.family = shape.family
         self.kernel: Kernel = kernel
         self.lazy = [LazyRows((slots, *kept), dtype, device) for kept, dtype in shape.tensors]
-        self.keys, self.values = self.lazy[0].tensor, self.lazy[1].tensor
-        self.indexer = self.lazy[2].tensor if shape.indexer_dim else None
+        self.keys: PoolRows = self.lazy[0].tensor
+        self.values: PoolRows = self.lazy[1].tensor
+        if shape.is_rounded:
+            self.keys = RoundedRows(self.keys, self.lazy[2].tensor, shape.dtype, loops)
+            self.values = RoundedRows(self.values, self.lazy[3].tensor, shape.dtype, loops)
+        self.indexer = self.lazy[-1].tensor if shape.indexer_dim else None
 
     @property
     def tensors(self) -> list[Tensor]:
         return [memory.tensor for memory in self.lazy]
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """slots [tokens] int64, key and value [tokens, kv_heads, …]"""
-        self.keys.index_copy_(0, slots, key)
-        self.values.index_copy_(0, slots, value)
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """slots [tokens] int64, key and value [tokens, kv_heads, …] → both as they are read from now on, by this step
+        as well: what comes out does not depend on how a prompt is cut into steps"""
+        return self._written(self.keys, slots, key), self._written(self.values, slots, value)
+
+    @staticmethod
+    def _written(kept: PoolRows, slots: Tensor, rows: Tensor) -> Tensor:
+        if isinstance(kept, Tensor):
+            kept.index_copy_(0, slots, rows)
+            return rows
+        return kept.write(slots, rows)
 
 
 class TorchPool:
@@ -110,13 +142,18 @@ class TorchPool:
         self.kernels = Kernels(layers, block_size, device, tuning, compiled)
         self.layers = {
             shape.index: LayerMemory(
-                shape, kernel_of(shape, device, compiled), blocks[shape.family] * block_size, device
+                shape,
+                kernel_of(shape, device, compiled),
+                blocks[shape.family] * block_size,
+                device,
+                _loops_for(shape) if compiled == "numba" else None,
             )
             for shape in layers
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
         self.states = StatePool(states, slots[0], device) if slots else None
-        # Of each family in the order in which a row's bytes are given out: by the layer's number, then K, V, indexer.
+        # Of each family in the order in which a row's bytes are given out: by the layer's number, then as in
+        # `LayerShape.tensors`.
         self._memories = [
             [
                 memory
@@ -221,6 +258,14 @@ class TorchPool:
             if layer.family == copies[0].family:
                 for memory in layer.tensors:
                     memory.index_copy_(0, targets, memory.index_select(0, sources))
+
+
+def _loops_for(shape: LayerShape) -> RoundingLoops | None:
+    if not shape.is_rounded:
+        return None
+    from rootstock.kernels.numba_rounding import DTYPES, RoundingLoops  # which not everybody has
+
+    return RoundingLoops(shape.dtype) if shape.dtype in DTYPES else None
 
 
 def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rootstock.cache.families import FullAttention
+from rootstock.kernels.rounded_rows import select_rows
 from rootstock.kernels.scores import Scores, StepAttention
 from rootstock.kernels.spans import Span, slots_of
 from rootstock.kernels.torch_latent import LatentStepAttention
@@ -52,23 +53,27 @@ class PackedCache(FusedStep):
     ) -> tuple[Tensor, Tensor]:
         """key_states and value_states [1, kv_heads, tokens, …]"""
         memory = self._pool.layers[layer_idx]
-        layer = _PagedLayer(memory, self._prepared(memory), key_states, value_states)
-        memory.write(self._slots[memory.family], layer.key, layer.value)
+        key, value = (states[0].transpose(0, 1) for states in (key_states, value_states))
+        key, value = memory.write(self._slots[memory.family], key, value)
+        layer = _PagedLayer(memory, self._prepared(memory), key, value)
         mark(key_states, value_states, layer)
         return key_states, value_states
 
     def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
         memory = self._pool.layers[index]
-        if memory.keys.dtype != dtype or memory.values.dtype != dtype:
+        keys, values = memory.keys, memory.values
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
             return None
-        return memory.keys, memory.values, self._slots[memory.family]
+        if keys.dtype != dtype or values.dtype != dtype:
+            return None
+        return keys, values, self._slots[memory.family]
 
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
     ) -> Tensor:
         memory = self._pool.layers[index]
         if not is_kept:
-            memory.write(self._slots[memory.family], key, value)
+            key, value = memory.write(self._slots[memory.family], key, value)
         attention: Any = self._prepared(memory)  # not of latents, which nobody fuses
         attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
         return attended
@@ -155,8 +160,8 @@ class _PagedLayer:
     ) -> None:
         self.memory = memory
         self.attention = attention
-        self.key = key[0].transpose(0, 1)  # [tokens, kv_heads, key_dim]
-        self.value = value[0].transpose(0, 1)
+        self.key = key  # [tokens, kv_heads, key_dim], as the pool holds it
+        self.value = value
 
     def attend(
         self,
@@ -173,7 +178,8 @@ class _PagedLayer:
         rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
         # Latents are attended with the weight that would have expanded them.
         up = {"up": expansion(module)} if memory.kernel == "latent" else {}
-        out = self.attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
+        attention: Any = self.attention  # latents are never rounded
+        out: Tensor = attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
         return out.unsqueeze(0)
 
 
@@ -207,7 +213,7 @@ class SequenceCache(StateCache):
         memory = self._pages.layers[layer_idx]
         memory.write(self._slots[self._past :], *(t[0].transpose(0, 1) for t in (key_states, value_states)))
         keys, values = (
-            m.index_select(0, self._slots).transpose(0, 1)[None] for m in (memory.keys, memory.values)
+            select_rows(rows, self._slots).transpose(0, 1)[None] for rows in (memory.keys, memory.values)
         )
         return keys, values
 
