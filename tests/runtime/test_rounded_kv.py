@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rootstock.cache.families import RecurrentState
+from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowPart
 from rootstock.config import ModelConfig
+from rootstock.engine.verifying import HitVerifier
 from rootstock.errors import InvalidOption
 from rootstock.kernels.rounded_rows import RoundedRows
 from rootstock.runtime.torch_check import relative_error
 from rootstock.runtime.torch_model import TorchRuntime
 from twins.checkpoints import VOCAB, save
-from twins.driving import allocate, load, mixed_steps, packed_logits, random_tokens
+from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
 
 # Plain, softcaps and windows, windows and normalised heads, sinks, states beside, modules that run alone.
 MODELS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "falcon"]
@@ -130,9 +133,26 @@ def test_rows_are_rounded_without_a_compiler_as_well(tmp_path: Path, monkeypatch
     assert relative_error(packed_logits(runtime, [tokens], steps)[0], expected) < 1e-3
 
 
-def test_a_copied_block_takes_its_scales_along(tmp_path: Path) -> None:
-    from rootstock.cache.plan import BlockCopy, BlockId, Plan
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hit_that_is_computed_anew_in_other_chunks_agrees_and_other_tokens_do_not(
+    tmp_path: Path, dtype: str
+) -> None:
+    save(tmp_path, "llama")
+    runtime = rounded(tmp_path, dtype)
+    hand = ByHand(runtime)
+    tokens = random_tokens(VOCAB, 40, 1)
+    whole, pieces, other = (hand.start(t) for t in (tokens, tokens, random_tokens(VOCAB, 40, 2)))
+    hand.step({whole: 40, other: 40})
+    for new in (7, 1, 32):
+        hand.step({pieces: new})
+    verifier: Any = HitVerifier(runtime, None, 0.0, 1, None, None)  # type: ignore[arg-type]
+    for index in range(5):
+        ours, anew, wrong = (RowPart(0, int(r.tables[0][index]), BLOCK_SIZE) for r in (whole, pieces, other))
+        assert not verifier._rows_differ(ours, anew)
+        assert verifier._rows_differ(ours, wrong)
 
+
+def test_a_copied_block_takes_its_scales_along(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     runtime = rounded(tmp_path)
     pool = runtime._pool

@@ -195,7 +195,12 @@ class HitVerifier:
         a, b = self._runtime.read(ours), self._runtime.read(theirs)
         dtypes = [form.dtype for form in self._runtime.formats(ours.family)] or [""] * len(a)
         positions = max(1, ours.tokens)
-        return any(_differs(x, y, dtype, first, positions) for x, y, dtype in zip(a, b, dtypes, strict=True))
+        # Scales of what is rounded are as coarse as the numbers that they were made of, which may be bfloat16.
+        coarse = "int8" in dtypes
+        return any(
+            _differs(x, y, dtype, first, positions, coarse=coarse)
+            for x, y, dtype in zip(a, b, dtypes, strict=True)
+        )
 
     def _tables(self, check: _Check) -> Iterator[tuple[int, TokenFamily, BlockIds, BlockIds]]:
         families = self._runtime.description.families
@@ -204,7 +209,7 @@ class HitVerifier:
             yield families.index(family), family, found, anew
 
 
-def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int, positions: int) -> bool:
+def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int, positions: int, *, coarse: bool) -> bool:
     """Without a dtype, in any bit."""
     skipped = len(a) // positions * first
     a, b = a[skipped:], b[skipped:]
@@ -213,7 +218,7 @@ def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int, positions: int)
     x, y = _numbers(a, dtype), _numbers(b, dtype)
     error, scale = float(np.square(x - y).mean()), float(np.square(y).mean())
     # Not finite, where the model computes a number, is a difference as well.
-    tolerance = _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
+    tolerance = _LOW_PRECISION_TOLERANCE if coarse else _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
     return not (error <= tolerance**2 * scale) and not np.array_equal(a, b)
 
 
