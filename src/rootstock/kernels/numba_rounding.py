@@ -34,6 +34,7 @@ PARALLEL_FROM = 64  # rows
 _AT_ONCE = 8  # rows that a thread claims
 _LARGEST = np.float32(LARGEST)
 _LEAST_SCALE = np.float32(LEAST_SCALE)
+_INFINITY, _NO_NUMBER = np.int32(0x7F800000), np.int32(0x7FC00000)  # as bits of float32
 
 JOB = np.dtype(
     [
@@ -58,17 +59,23 @@ JOB = np.dtype(
 
 @compiled
 def _largest_of(given: Any) -> Any:
-    """Absolute. By their bits, which vectors compare without a thought of what is not a number; that is largest."""
+    """The bits of the largest absolute one: they are ordered as the numbers are, and what is none comes last."""
     largest = np.int32(0)
     for d in range(given.shape[0]):
         largest = max(largest, np.int32(float32_bits(widen(given[d])) & np.uint32(0x7FFFFFFF)))
-    return float32_from(largest)
+    return largest
 
 
 @compiled_exactly
 def _round_head(given: Any, codes: Any, read: Any) -> Any:
-    """given, codes, read [dim] → the scale"""
-    scale = _largest_of(given) / _LARGEST
+    """given, codes, read [dim] → the scale's bits"""
+    largest = _largest_of(given)
+    if largest >= _INFINITY:  # nothing is to be had of this row; kept away from what assumes numbers
+        for d in range(given.shape[0]):
+            codes[d] = np.int8(0)
+            read[d] = narrow(float32_from(_NO_NUMBER), read)
+        return _NO_NUMBER
+    scale = float32_from(largest) / _LARGEST
     if scale < _LEAST_SCALE:
         scale = np.float32(0)
     inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
@@ -77,7 +84,7 @@ def _round_head(given: Any, codes: Any, read: Any) -> Any:
         value = min(max(value, -_LARGEST), _LARGEST)
         codes[d] = np.int8(value)
         read[d] = narrow(value * scale, read)
-    return scale
+    return np.int32(float32_bits(scale))
 
 
 @compiled_exactly
@@ -93,6 +100,7 @@ def _work(job: Any, element: Any, element_bytes: Any) -> None:
     slots = nb.carray(pointer_to(job.slots), (job.rows,), np.int64)
     codes = nb.carray(pointer_to(job.codes), (1, job.heads, job.dim), np.int8)
     scales = nb.carray(pointer_to(job.scales), (1, job.heads), np.float32)
+    scale_bits = nb.carray(pointer_to(job.scales), (1, job.heads), np.int32)
     read = nb.carray(pointer_to(job.read), (job.rows, job.heads, job.dim), element)
     while True:
         first = fetch_add(claimed, 0, _AT_ONCE)
@@ -106,7 +114,7 @@ def _work(job: Any, element: Any, element_bytes: Any) -> None:
                     continue
                 at = job.given + element_bytes * (r * job.given_row + h * job.given_head)
                 given = nb.carray(pointer_to(at), (job.dim,), element)
-                scales[slot, h] = _round_head(given, codes[slot, h], read[r, h])
+                scale_bits[slot, h] = _round_head(given, codes[slot, h], read[r, h])
 
 
 def _work_bfloat16(jobs: Any) -> None:

@@ -66,8 +66,8 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_exactly(function: Function) -> Function:
-    """So, but nothing is computed in another order than it is written. A loop that writes is compiled twice, in vectors
-    and one by one for arrays that lie close to each other, and only so do both give the same bits."""
+    """So, but nothing is computed in another order than it is written. A loop that writes is compiled twice, in
+    vectors and one by one for arrays that lie close to each other, and only so do both give the same bits."""
     return _decorated(function, fastmath=_IN_ORDER)
 
 
