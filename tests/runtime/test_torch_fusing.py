@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from rootstock.runtime.torch_check import own_attention
 from rootstock.runtime.torch_fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
@@ -110,6 +110,28 @@ def test_what_a_part_does_at_far_positions_only_is_seen(tmp_path: Path) -> None:
     module = model.model.layers[1].self_attn
     module.__class__ = type("Far", (type(module),), {"forward": forward})
     assert "model.layers.1.self_attn" not in fused(model).parts
+
+
+@pytest.mark.parametrize("share", [0.22, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_adds_a_share_to_large_hidden_states_stays_as_its_file_says(
+    share: float, dtype: torch.dtype
+) -> None:
+    """What is added is 1 % of these hidden states, which is about what bfloat16 rounds of them."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        embedding_multiplier=100.0,
+        residual_multiplier=share,
+    )
+    found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=dtype).eval()))
+    assert found[FusedAttention] == found[FusedMLP] == 2
+    assert found[FusedLayer] == 0
 
 
 def test_a_model_that_is_undone_is_as_its_file_says(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 A module with the children of a gated MLP may compute anything. So the model is run once on a few tokens at near and
 far positions, what each candidate was given is written down, and the candidate and its fused form are both run on
-that, and on the same many times as large (which shows what clips). A form whose result differs by more than rounding
-is dropped: that module, and whatever contains it, stays as its file says. No architecture is named.
+that, and on the same many times as large (which shows what clips) and as small (which shows what a layer adds, where
+the hidden states themselves are large). A form whose result differs by more than rounding is dropped: that module,
+and whatever contains it, stays as its file says. No architecture is named.
 
 The self-check of the load judges the model with its fused parts, as it judges everything else.
 """
@@ -35,6 +36,7 @@ from rootstock.runtime.torch_survey import Surveyed
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative root mean square
 _LARGER = 16.0  # what clips or saturates shows by then
+_SMALLER = 1 / 256  # what is added to hidden states is no longer lost in the rounding of their sum
 
 
 def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
@@ -109,7 +111,7 @@ class _Fuser:
 
     def _agrees(self, module: nn.Module, form: Fused) -> bool:
         args, kwargs = self._calls[module]
-        for times in (1.0, _LARGER):
+        for times in (1.0, _LARGER, _SMALLER):
             own = _Recorder(len(self._places))
             ours = _Recorder(len(self._places), own.attended)
             try:
