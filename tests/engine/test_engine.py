@@ -243,6 +243,37 @@ def test_prompt_scores_are_those_of_each_position_whatever_the_chunks_and_the_ca
         assert score.logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.behaviour(37)
+def test_a_step_takes_more_of_prompts_while_nobody_decodes_and_a_chunk_as_soon_as_somebody_does() -> None:
+    bench = Bench(chunk_tokens=8, idle_chunk_tokens=32)
+    bench.ask(numbers(1, 5), max_tokens=1)
+    first = bench.ask(numbers(2, 50), max_tokens=3)
+    bench.run()
+    assert [batch.new_tokens for batch in bench.batches] == [32, 23, 1, 1]
+    bench.batches.clear()
+    bench.ask(numbers(3, 5), max_tokens=3)
+    bench.run(steps=1)
+    bench.ask(numbers(4, 30), max_tokens=1)
+    bench.run()
+    assert [batch.new_tokens for batch in bench.batches] == [5, 8, 8, 16]
+    assert first.tokens == bench.alone(numbers(2, 50), 3)
+
+
+def test_of_prompts_that_are_scored_a_step_has_one_chunk_even_while_nobody_decodes() -> None:
+    """Logits of every token are a lot of memory: a vocabulary of 150,000 takes a gigabyte for 2,000 of them."""
+    bench = Bench(chunk_tokens=8, idle_chunk_tokens=32)
+    prompts = [numbers(seed, 20) for seed in range(3)]
+    clients = [bench.ask(prompt, max_tokens=1, prompt_logprobs=0) for prompt in prompts]
+    other = bench.ask(numbers(7, 40), max_tokens=1)
+    bench.run()
+    scored = [sum(segment.score_last for segment in batch.segments) for batch in bench.batches]
+    assert max(scored) <= 8 + len(clients)
+    for client, prompt in zip(clients, prompts, strict=True):
+        (told,) = [event for event in client.events if isinstance(event, PromptScored)]
+        assert [score.token for score in told.logprobs] == prompt[1:]
+    assert other.tokens == bench.alone(numbers(7, 40), 1)
+
+
 @pytest.mark.behaviour(50)
 def test_stats_after_a_real_run_equal_a_recount() -> None:
     bench = Bench(blocks=40)

@@ -270,11 +270,15 @@ class Scheduler:
     def _prefill(
         self, sequence: Sequence, lease: Lease, budget: int, work: list[Work], at_least: int = 0
     ) -> int:
-        """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has.
+        """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has. Of
+        prompts that are scored a step has `chunk_tokens` at most: logits of every token are a lot of memory.
 
         The prompt's own blocks were reserved at admission. Those of a window are reserved chunk by chunk, so a chunk
         that does not fit is made shorter before anybody is preempted for it.
         """
+        if not sequence.prompt_scored:
+            scored = sum(len(item.tokens) for item in work if not item.sequence.prompt_scored)
+            budget = min(budget, self._chunk_tokens - scored)
         paced = max(at_least, self._paced(work, lease.computed, budget))
         if paced <= 0:
             return 0
