@@ -135,3 +135,22 @@ def test_what_cannot_be_rounded_says_why(
     shape: tuple[int, int], dtype: torch.dtype, reason: str, rounding: Rounding
 ) -> None:
     assert not_rounded(torch.zeros(shape, dtype=dtype), rounding) == reason
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_rounded_and_widened_on_as_many_threads_as_torch_has_with_the_same_result(
+    rounding: Rounding, dtype: torch.dtype
+) -> None:
+    weight = random(333, 640, dtype=dtype)
+    before = torch.get_num_threads()
+    kept = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            kept.append(weights_of(rounded(weight, None, rounding, Scratch()), dtype))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[0], kept[2])

@@ -37,7 +37,6 @@ from numba.extending import intrinsic, overload  # noqa: E402
 __all__ = [
     "compiled",
     "compiled_exactly",
-    "compiled_parallel",
     "exp",
     "fetch_add",
     "float32_bits",
@@ -69,12 +68,6 @@ def compiled_exactly(function: Function) -> Function:
     """So, but nothing is computed in another order than it is written. A loop that writes is compiled twice, in
     vectors and one by one for arrays that lie close to each other, and only so do both give the same bits."""
     return _decorated(function, fastmath=_IN_ORDER)
-
-
-def compiled_parallel(function: Function) -> Function:
-    """So, with `nb.prange` over threads. It holds one such loop and nothing else: Numba makes every assignment to an
-    array beside it a parallel region of its own."""
-    return _decorated(function, parallel=True)
 
 
 def _decorated(function: Function, **more: Any) -> Function:

@@ -112,11 +112,7 @@ def pack_linears(
         before, read = _watched(linears, exercise)
         for linear in read:
             packing.kept[linears.pop(linear)] = "its weight is read by other code"
-        threads = torch.get_num_threads()
         _pack(linears, ways, groups, packing, progress)
-        torch.set_num_threads(
-            threads
-        )  # Numba's first loop in parallel gives torch as many as there are cores
         packing.difference = _difference(exercise(), before)
         if packing.rounded:
             if packing.difference == float("inf"):
