@@ -116,7 +116,7 @@ def ragged_batches(draw: st.DrawFn, *, plain: bool = False) -> RaggedBatch:
     past_and_new = st.tuples(
         st.one_of(st.just(0), st.integers(0, 90)), st.one_of(st.just(1), st.just(1), st.integers(1, 20))
     )
-    head_dim = draw(st.sampled_from([1, 3, 8, 16, 20]))
+    head_dim = draw(st.sampled_from([1, 3, 8, 16, 20, 48]))
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     return make_batch(
         draw(st.lists(past_and_new, min_size=1, max_size=5)),

@@ -12,10 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, prefetch, widen
+from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, widen
+from rootstock.kernels.numba_vectors import (
+    LANES,
+    ROWS,
+    prefetch_rows,
+    score_one,
+    score_two,
+    weigh_one,
+    weigh_two,
+)
 
 TILE = 64  # positions whose scores are weighed together
-AHEAD = 8  # rows of a pool that are prefetched before they are needed
+AHEAD = 4  # rows of a pool that are prefetched before they are needed
 NOTHING = np.float32(-1e30)  # the largest score of a row that sees nothing
 
 JOB = np.dtype(
@@ -59,149 +68,85 @@ ROW = ("row", "first", "end", "first_order", "end_order")  # columns of `rows`
 
 
 @compiled
-def _prefetch_rows(block: Any, next_block: Any, offset: Any, head: Any) -> None:
-    """Four rows of one head, which are needed soon: in this block or in the next."""
-    size = block.shape[0]
-    line = 64 // block.itemsize
-    source = block
-    if offset + 4 > size:
-        source = next_block
-        offset = max(offset - size, 0)
-    for j in range(4):
-        row = source[offset + j, head]
-        for d in range(0, row.shape[0], line):
-            prefetch(row, d)
-
-
-@compiled
 def _score_block(
-    query: Any, start: Any, block: Any, next_block: Any, offset: Any, n: Any, scores: Any, at: Any
+    query: Any,
+    start: Any,
+    pool: Any,
+    block: Any,
+    next_pool: Any,
+    next_block: Any,
+    offset: Any,
+    n: Any,
+    scores: Any,
+    at: Any,
 ) -> None:
-    """scores[h, at + i] += query[h, start: start + dim] · block[offset + i, kv head of h], for i < n
+    """scores[h, at + i] += query[h, start: start + dim] · pool[block, offset + i, kv head of h], for i < n
 
-    query [q_heads, key_dim], block [block_size, kv_heads, dim], scores [q_heads, TILE]
+    query [q_heads, key_dim], pool [blocks, block_size, kv_heads, dim], scores [q_heads, TILE]; `next_block` of
+    `next_pool` is read after this one.
     """
     q_heads = query.shape[0]
-    _, kv_heads, dim = block.shape
+    _, size, kv_heads, dim = pool.shape
     group = q_heads // kv_heads
-    i = 0
-    while i + 4 <= n:
-        t = offset + i
-        for kv_head in range(kv_heads):
-            _prefetch_rows(block, next_block, t + AHEAD, kv_head)
-            k0 = block[t, kv_head]
-            k1 = block[t + 1, kv_head]
-            k2 = block[t + 2, kv_head]
-            k3 = block[t + 3, kv_head]
-            h = kv_head * group
-            while h + 2 <= (kv_head + 1) * group:
-                q = query[h][start : start + dim]
-                r = query[h + 1][start : start + dim]
-                q0 = q1 = q2 = q3 = np.float32(0)
-                r0 = r1 = r2 = r3 = np.float32(0)
-                for d in range(dim):
-                    a = q[d]
-                    b = r[d]
-                    k = widen(k0[d])
-                    q0 += a * k
-                    r0 += b * k
-                    k = widen(k1[d])
-                    q1 += a * k
-                    r1 += b * k
-                    k = widen(k2[d])
-                    q2 += a * k
-                    r2 += b * k
-                    k = widen(k3[d])
-                    q3 += a * k
-                    r3 += b * k
-                row = scores[h]
-                row[at + i] += q0
-                row[at + i + 1] += q1
-                row[at + i + 2] += q2
-                row[at + i + 3] += q3
-                row = scores[h + 1]
-                row[at + i] += r0
-                row[at + i + 1] += r1
-                row[at + i + 2] += r2
-                row[at + i + 3] += r3
-                h += 2
-            if h < (kv_head + 1) * group:
-                q = query[h][start : start + dim]
-                q0 = q1 = q2 = q3 = np.float32(0)
-                for d in range(dim):
-                    a = q[d]
-                    q0 += a * widen(k0[d])
-                    q1 += a * widen(k1[d])
-                    q2 += a * widen(k2[d])
-                    q3 += a * widen(k3[d])
-                row = scores[h]
-                row[at + i] += q0
-                row[at + i + 1] += q1
-                row[at + i + 2] += q2
-                row[at + i + 3] += q3
-        i += 4
+    i = np.int64(0)
+    if dim % LANES == 0:
+        while i + ROWS <= n:
+            ahead = offset + i + AHEAD
+            for kv_head in range(kv_heads):
+                if ahead + ROWS <= size:
+                    prefetch_rows(pool, block, ahead, kv_head)
+                elif ahead >= size:
+                    prefetch_rows(next_pool, next_block, ahead - size, kv_head)
+                h = kv_head * group
+                while h + 2 <= (kv_head + 1) * group:
+                    score_two(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+                    h += 2
+                if h < (kv_head + 1) * group:
+                    score_one(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+            i += ROWS
     while i < n:
         for kv_head in range(kv_heads):
-            k0 = block[offset + i, kv_head]
             for h in range(kv_head * group, (kv_head + 1) * group):
-                q = query[h][start : start + dim]
-                q0 = np.float32(0)
+                total = np.float32(0)
                 for d in range(dim):
-                    q0 += q[d] * widen(k0[d])
-                scores[h, at + i] += q0
+                    total += query[h, start + d] * widen(pool[block, offset + i, kv_head, d])
+                scores[h, at + i] += total
         i += 1
 
 
 @compiled
 def _weigh_block(
-    scores: Any, at: Any, block: Any, next_block: Any, offset: Any, n: Any, weighted: Any
+    scores: Any, at: Any, pool: Any, block: Any, next_block: Any, offset: Any, n: Any, weighted: Any
 ) -> None:
-    """weighted[h] += Σ scores[h, at + i] · block[offset + i, kv head of h], over i < n
+    """weighted[h] += Σ scores[h, at + i] · pool[block, offset + i, kv head of h], over i < n
 
-    scores [q_heads, TILE] are weights by now, block [block_size, kv_heads, dim], weighted [q_heads, dim]
+    scores [q_heads, TILE] are weights by now, pool [blocks, block_size, kv_heads, dim], weighted [q_heads, dim]
     """
     q_heads, dim = weighted.shape
-    kv_heads = block.shape[1]
+    _, size, kv_heads, _ = pool.shape
     group = q_heads // kv_heads
-    i = 0
-    while i + 4 <= n:
-        t = offset + i
-        for kv_head in range(kv_heads):
-            _prefetch_rows(block, next_block, t + AHEAD, kv_head)
-            v0 = block[t, kv_head]
-            v1 = block[t + 1, kv_head]
-            v2 = block[t + 2, kv_head]
-            v3 = block[t + 3, kv_head]
-            h = kv_head * group
-            while h + 2 <= (kv_head + 1) * group:
-                out, other = weighted[h], weighted[h + 1]
-                row = scores[h]
-                a0, a1, a2, a3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
-                row = scores[h + 1]
-                b0, b1, b2, b3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
-                for d in range(dim):
-                    w0 = widen(v0[d])
-                    w1 = widen(v1[d])
-                    w2 = widen(v2[d])
-                    w3 = widen(v3[d])
-                    out[d] += a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
-                    other[d] += b0 * w0 + b1 * w1 + b2 * w2 + b3 * w3
-                h += 2
-            if h < (kv_head + 1) * group:
-                out = weighted[h]
-                row = scores[h]
-                a0, a1, a2, a3 = row[at + i], row[at + i + 1], row[at + i + 2], row[at + i + 3]
-                for d in range(dim):
-                    out[d] += a0 * widen(v0[d]) + a1 * widen(v1[d]) + a2 * widen(v2[d]) + a3 * widen(v3[d])
-        i += 4
+    i = np.int64(0)
+    if dim % LANES == 0:
+        while i + ROWS <= n:
+            ahead = offset + i + AHEAD
+            for kv_head in range(kv_heads):
+                if ahead + ROWS <= size:
+                    prefetch_rows(pool, block, ahead, kv_head)
+                elif ahead >= size:
+                    prefetch_rows(pool, next_block, ahead - size, kv_head)
+                h = kv_head * group
+                while h + 2 <= (kv_head + 1) * group:
+                    weigh_two(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+                    h += 2
+                if h < (kv_head + 1) * group:
+                    weigh_one(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+            i += ROWS
     while i < n:
         for kv_head in range(kv_heads):
-            v0 = block[offset + i, kv_head]
             for h in range(kv_head * group, (kv_head + 1) * group):
-                out = weighted[h]
-                a0 = scores[h, at + i]
+                weight = scores[h, at + i]
                 for d in range(dim):
-                    out[d] += a0 * widen(v0[d])
+                    weighted[h, d] += weight * widen(pool[block, offset + i, kv_head, d])
         i += 1
 
 
@@ -284,15 +229,16 @@ def _attend_tile(
     for index in range(begin, last + 1):
         offset = (first + at) % size
         count = min(n - at, size - offset)
-        block = table[index]
-        following = table[index + 1] if index < last else table[begin]
+        block = np.int64(table[index])
+        following = np.int64(table[index + 1] if index < last else table[begin])
         if are_latents:
             # What comes after the last keys are values: keys again, and in the cache.
-            _score_block(query, beginning, keys[block], keys[following], offset, count, scores, at)
-            _score_block(query, rank, values[block], values[following], offset, count, scores, at)
+            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at)
+            _score_block(query, rank, values, block, values, following, offset, count, scores, at)
+        elif index < last:
+            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at)
         else:
-            after = keys[following] if index < last else values[following]
-            _score_block(query, beginning, keys[block], after, offset, count, scores, at)
+            _score_block(query, beginning, keys, block, values, following, offset, count, scores, at)
         if are_rounded:
             _scale_block(scores, at, key_scales[block], offset, count)
         at += count
@@ -302,10 +248,11 @@ def _attend_tile(
     for index in range(begin, last + 1):
         offset = (first + at) % size
         count = min(n - at, size - offset)
-        following = table[index + 1] if index < last else table[index]
+        block = np.int64(table[index])
+        following = np.int64(table[index + 1] if index < last else table[index])
         if are_rounded:
-            _scale_block(scores, at, value_scales[table[index]], offset, count)
-        _weigh_block(scores, at, weighed[table[index]], weighed[following], offset, count, weighted)
+            _scale_block(scores, at, value_scales[block], offset, count)
+        _weigh_block(scores, at, weighed, block, following, offset, count, weighted)
         at += count
 
 

@@ -31,20 +31,22 @@ _ask_for_wide_vectors()
 
 import numba as nb  # noqa: E402
 import numpy as np  # noqa: E402
-from numba.core import types  # noqa: E402
+from numba.core import cgutils, types  # noqa: E402
 from numba.extending import intrinsic, overload  # noqa: E402
 
 __all__ = [
+    "cgutils",
     "compiled",
     "compiled_exactly",
     "exp",
     "fetch_add",
     "float32_bits",
     "float32_from",
+    "intrinsic",
     "narrow",
     "nb",
     "pointer_to",
-    "prefetch",
+    "types",
     "widen",
 ]
 
@@ -183,23 +185,6 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(0.5)
     p = p * r * r + r + np.float32(1.0)
     return p * float32_from((_to_int32(whole) + np.int32(127)) << np.int32(23))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Asks for the cache line of array[index], towards L2. array [n], index int64"""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        data = context.make_array(signature.args[0])(context, builder, given[0]).data
-        address = builder.bitcast(builder.gep(data, [given[1]]), byte)
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        # (address, to read, locality: 2 is L2, of data)
-        builder.call(ask, [address, _I32(0), _I32(2), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.none(array, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,0 +1,210 @@
+"""Products of a few rows in explicit vector instructions, for compiled loops: what attention does per cache line.
+
+LLVM turns a loop over a head's dimensions into vectors by itself, but checks before each that nothing overlaps, and
+adds up the lanes of each sum on its own: at 128 dimensions that cost three times what the arithmetic does. Here the
+vectors, their order and the sums of eight products at once are written down in LLVM's intermediate code, which it
+compiles for any processor.
+
+Each of these reads `ROWS` rows of one head of a block. Dimensions are multiples of `LANES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from rootstock.kernels.numba_target import cgutils, intrinsic, types
+
+ROWS = 4
+LANES = 16
+
+_LINE_BYTES = 64
+
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+
+
+# ---- vectors
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, dtype: Any) -> ir.Value:
+    """`LANES` elements of this dtype as float32: float32, bfloat16 as uint16, or int8."""
+    element = {types.float32: _F32, types.uint16: ir.IntType(16), types.int8: ir.IntType(8)}[dtype]
+    vector = ir.VectorType(element, LANES)
+    loaded = builder.load(builder.inttoptr(address, vector.as_pointer()), align=_size_of(dtype))
+    if dtype == types.float32:
+        return loaded
+    if dtype == types.int8:
+        return builder.sitofp(loaded, _FLOATS)
+    wide = builder.shl(builder.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
+    return builder.bitcast(wide, _FLOATS)
+
+
+def _size_of(dtype: Any) -> int:
+    return int(dtype.bitwidth) // 8
+
+
+def _add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, total]
+    )
+
+
+def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _neighbours(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: int) -> ir.Value:
+    """The first `lanes` lanes of a and b side by side, every two neighbours added."""
+    even, odd = (_shuffle(builder, a, b, [lane + i for lane in range(0, lanes, 2)]) for i in range(2))
+    return builder.fadd(even, odd)
+
+
+def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """The sum over the lanes of each of 4 or 8 vectors, as one vector."""
+    count = len(vectors)
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [_neighbours(builder, a, b, 2 * LANES) for a, b in pairs]
+    (total,) = vectors  # of each sum some lanes, side by side
+    while total.type.count > count:
+        total = _neighbours(builder, total, total, total.type.count)
+    return total
+
+
+def _splat(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    number = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
+    return _shuffle(builder, first, first, [0] * LANES)
+
+
+class _Array:
+    """An array that compiled code was given: where its elements are."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, kind: Any, given: Any) -> None:
+        array = context.make_array(kind)(context, builder, given)
+        self._builder = builder
+        self._data = builder.ptrtoint(array.data, _I64)
+        self._strides = cgutils.unpack_tuple(builder, array.strides, kind.ndim)
+        self.shape = cgutils.unpack_tuple(builder, array.shape, kind.ndim)
+        self.size = _size_of(kind.dtype)
+
+    def address(self, *indices: Any) -> ir.Value:
+        builder, address = self._builder, self._data
+        for index, stride in zip(indices, self._strides, strict=True):
+            address = builder.add(address, builder.mul(index, stride))
+        return address
+
+
+# ---- what compiled code calls
+
+
+def _score_rows(heads: int) -> Any:
+    def score(
+        typing: Any,
+        query: Any,
+        head: Any,
+        start: Any,
+        pool: Any,
+        block: Any,
+        row: Any,
+        kv_head: Any,
+        scores: Any,
+        at: Any,
+    ) -> Any:
+        """scores[head + h, at + r] += query[head + h, start …] · pool[block, row + r, kv_head], of `ROWS` rows
+
+        query [q_heads, ≥ start + dim] and scores [q_heads, …] float32, pool [blocks, block_size, kv_heads, dim]
+        """
+
+        def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            queries, keys, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
+            head, start, block, row, kv_head, at = (given[i] for i in (1, 2, 4, 5, 6, 8))
+            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(heads * ROWS)]
+            for total in totals:
+                builder.store(ir.Constant(_FLOATS, [0.0] * LANES), total)
+            numbers = [builder.add(head, _I64(h)) for h in range(heads)]
+            rows = [builder.add(row, _I64(r)) for r in range(ROWS)]
+            with cgutils.for_range_slice(builder, _I64(0), keys.shape[3], _I64(LANES), _I64) as (d, _):
+                vectors = [_load(builder, keys.address(block, r, kv_head, d), pool.dtype) for r in rows]
+                for h, number in enumerate(numbers):
+                    q = _load(builder, queries.address(number, builder.add(start, d)), types.float32)
+                    for vector, total in zip(vectors, totals[h * ROWS : (h + 1) * ROWS], strict=True):
+                        builder.store(_add_product(builder, builder.load(total), q, vector), total)
+            sums = _sums(builder, [builder.load(total) for total in totals])
+            for h, number in enumerate(numbers):
+                of_head = _shuffle(builder, sums, sums, [h * ROWS + r for r in range(ROWS)])
+                place = builder.inttoptr(out.address(number, at), of_head.type.as_pointer())
+                builder.store(builder.fadd(builder.load(place, align=4), of_head), place, align=4)
+            return context.get_dummy_value()
+
+        int64 = types.int64
+        return types.none(query, int64, int64, pool, int64, int64, int64, scores, int64), compile_call
+
+    return intrinsic(score)
+
+
+def _weigh_rows(heads: int) -> Any:
+    def weigh(
+        typing: Any,
+        weights: Any,
+        at: Any,
+        head: Any,
+        pool: Any,
+        block: Any,
+        row: Any,
+        kv_head: Any,
+        sums: Any,
+    ) -> Any:
+        """sums[head + h] += Σ weights[head + h, at + r] · pool[block, row + r, kv_head], over `ROWS` rows
+
+        weights [q_heads, …] and sums [q_heads, dim] float32, pool [blocks, block_size, kv_heads, dim]
+        """
+
+        def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            weighing, values, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
+            at, head, block, row, kv_head = (given[i] for i in (1, 2, 4, 5, 6))
+            numbers = [builder.add(head, _I64(h)) for h in range(heads)]
+            rows = [builder.add(row, _I64(r)) for r in range(ROWS)]
+            places = [builder.add(at, _I64(r)) for r in range(ROWS)]
+            splats = [[_splat(builder, weighing.address(n, place)) for place in places] for n in numbers]
+            with cgutils.for_range_slice(builder, _I64(0), values.shape[3], _I64(LANES), _I64) as (d, _):
+                vectors = [_load(builder, values.address(block, r, kv_head, d), pool.dtype) for r in rows]
+                for number, of_head in zip(numbers, splats, strict=True):
+                    place = builder.inttoptr(out.address(number, d), _FLOATS.as_pointer())
+                    total = builder.load(place, align=4)
+                    for vector, weight in zip(vectors, of_head, strict=True):
+                        total = _add_product(builder, total, weight, vector)
+                    builder.store(total, place, align=4)
+            return context.get_dummy_value()
+
+        int64 = types.int64
+        return types.none(weights, int64, int64, pool, int64, int64, int64, sums), compile_call
+
+    return intrinsic(weigh)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) -> Any:
+    """Asks for pool[block, row … row + ROWS - 1, kv_head]; pool [blocks, block_size, kv_heads, dim]"""
+
+    def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        rows = _Array(context, builder, signature.args[0], given[0])
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        line = _I64(_LINE_BYTES // rows.size)
+        with cgutils.for_range_slice(builder, _I64(0), rows.shape[3], line, _I64) as (d, _):
+            for r in range(ROWS):
+                address = rows.address(given[1], builder.add(given[2], _I64(r)), given[3], d)
+                # To read, into the first level, of data.
+                builder.call(ask, [builder.inttoptr(address, byte), _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.none(pool, types.int64, types.int64, types.int64), compile_call
+
+
+score_one, score_two = _score_rows(1), _score_rows(2)
+weigh_one, weigh_two = _weigh_rows(1), _weigh_rows(2)
