@@ -129,6 +129,24 @@ def test_after_a_restart_rounded_rows_are_the_same_bit_for_bit(model: Path, tmp_
         assert cached(served.answer(longer, 3)) == 0, "exact rows and rounded ones are never exchanged"
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_with_rounded_rows_an_answer_is_the_same_whether_cached_or_not(
+    model_type: str, tmp_path: Path
+) -> None:
+    """What is computed anew attends to itself as rounded as those who find it later will."""
+    model = save(tmp_path / "model", model_type)
+    longer = np.concatenate((PROMPT, PROMPT[5:30]))
+    with Served(model, tmp_path / "cold", kv_dtype="int8") as served:
+        cold = served.answer(longer, 5)
+    with Served(model, tmp_path / "warm", kv_dtype="int8") as served:
+        served.answer(PROMPT, 2)
+        warm = served.answer(longer, 5)
+    assert cached(cold) == 0
+    assert cached(warm) > 60
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(logprobs(warm), logprobs(cold), atol=2e-3)
+
+
 def test_rows_in_8_bits_are_not_compressed_once_more(tmp_path: Path) -> None:
     model = save(tmp_path / "model", "llama")
     with pytest.raises(InvalidOption, match=r"--tier-compress.*--kv-dtype int8"):
