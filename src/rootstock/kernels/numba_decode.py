@@ -151,16 +151,21 @@ def _weigh_block(
 
 
 @compiled
-def _scale_block(scores: Any, at: Any, scales: Any, offset: Any, n: Any) -> None:
-    """scores[h, at + i] *= scales[offset + i, kv head of h], for i < n
+def _scale_tile(scores: Any, scales: Any, table: Any, first: Any, n: Any, by_head: Any) -> None:
+    """scores[h, i] *= the scale of position first + i and the KV head of h, for i < n
 
-    scores [q_heads, TILE], scales [block_size, kv_heads]
+    scores [q_heads, TILE], scales [blocks, block_size, kv_heads], by_head [kv_heads, TILE] scratch
     """
-    group = scores.shape[0] // scales.shape[1]
+    size = scales.shape[1]
+    group = scores.shape[0] // by_head.shape[0]
+    for i in range(n):
+        of_position = scales[table[(first + i) // size], (first + i) % size]
+        for kv_head in range(by_head.shape[0]):
+            by_head[kv_head, i] = of_position[kv_head]
     for h in range(scores.shape[0]):
-        row = scores[h]
+        row, factors = scores[h], by_head[h // group]
         for i in range(n):
-            row[at + i] *= scales[offset + i, h // group]
+            row[i] *= factors[i]
 
 
 @compiled
@@ -203,6 +208,7 @@ def _attend_tile(
     value_scales: Any,
     are_latents: Any,
     are_rounded: Any,
+    by_head: Any,
     table: Any,
     first: Any,
     n: Any,
@@ -216,7 +222,7 @@ def _attend_tile(
 
     query [q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [q_heads, TILE] scratch
     Scales, where keys and values are rounded: [blocks, block_size, kv_heads]. A key's belongs to its score, a value's
-    to its weight, so nothing is ever multiplied out.
+    to its weight, so nothing is ever multiplied out. by_head [kv_heads, TILE] is scratch for them.
     """
     size = keys.shape[1]
     begin, last = first // size, (first + n - 1) // size
@@ -239,10 +245,12 @@ def _attend_tile(
             _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at)
         else:
             _score_block(query, beginning, keys, block, values, following, offset, count, scores, at)
-        if are_rounded:
-            _scale_block(scores, at, key_scales[block], offset, count)
         at += count
+    if are_rounded:
+        _scale_tile(scores, key_scales, table, first, n, by_head)
     _weights_of(scores, n, softcap, largest, total, weighted)
+    if are_rounded:
+        _scale_tile(scores, value_scales, table, first, n, by_head)
     weighed = keys if are_latents else values
     at = beginning
     for index in range(begin, last + 1):
@@ -250,8 +258,6 @@ def _attend_tile(
         count = min(n - at, size - offset)
         block = np.int64(table[index])
         following = np.int64(table[index + 1] if index < last else table[index])
-        if are_rounded:
-            _scale_block(scores, at, value_scales[block], offset, count)
         _weigh_block(scores, at, weighed, block, following, offset, count, weighted)
         at += count
 
@@ -319,6 +325,7 @@ def _work(job: Any, keys: Any, values: Any) -> None:
     key_scales = nb.carray(pointer_to(job.key_scales), by_position, np.float32)
     value_scales = nb.carray(pointer_to(job.value_scales), by_position, np.float32)
     are_rounded = job.key_scales != 0
+    by_head = np.empty((job.kv_heads, TILE), np.float32)
     scores = np.empty((job.q_heads, TILE), np.float32)
     queries = np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32)
     while True:
@@ -350,6 +357,7 @@ def _work(job: Any, keys: Any, values: Any) -> None:
                         value_scales,
                         job.are_latents,
                         are_rounded,
+                        by_head,
                         table,
                         first,
                         end - first,
