@@ -249,7 +249,7 @@ def test_a_step_takes_more_of_prompts_while_nobody_decodes_and_a_chunk_as_soon_a
     bench.ask(numbers(1, 5), max_tokens=1)
     first = bench.ask(numbers(2, 50), max_tokens=3)
     bench.run()
-    assert [batch.new_tokens for batch in bench.batches] == [32, 23, 1, 1]
+    assert [batch.new_tokens for batch in bench.batches] == [8, 32, 15, 1, 1]
     bench.batches.clear()
     bench.ask(numbers(3, 5), max_tokens=3)
     bench.run(steps=1)
@@ -257,6 +257,23 @@ def test_a_step_takes_more_of_prompts_while_nobody_decodes_and_a_chunk_as_soon_a
     bench.run()
     assert [batch.new_tokens for batch in bench.batches] == [5, 8, 8, 16]
     assert first.tokens == bench.alone(numbers(2, 50), 3)
+
+
+@pytest.mark.parametrize("first", [3, 8])
+def test_who_is_first_does_not_wait_for_the_prompts_of_others_while_nobody_decodes(first: int) -> None:
+    bench = Bench(chunk_tokens=8, idle_chunk_tokens=32)
+    short = bench.ask(numbers(1, first), max_tokens=2)
+    bench.ask(numbers(2, 50), max_tokens=1)
+    bench.run(steps=1)
+    assert len(short.tokens) == 1
+    assert [batch.new_tokens for batch in bench.batches] == [8]
+    bench.run()
+    bench.batches.clear()
+    # Who comes second goes along as far as the last chunk of the first one's has room.
+    bench.ask(numbers(3, 21), max_tokens=1)
+    bench.ask(numbers(4, 50), max_tokens=1)
+    bench.run(steps=1)
+    assert [[len(segment.tokens) for segment in batch.segments] for batch in bench.batches] == [[21, 3]]
 
 
 def test_of_prompts_that_are_scored_a_step_has_one_chunk_even_while_nobody_decodes() -> None:

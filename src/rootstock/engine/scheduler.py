@@ -70,7 +70,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         idle_chunk_tokens: int | None = None,
     ) -> None:
-        """`chunk_tokens` are computed in one step, or `idle_chunk_tokens` while nobody decodes."""
+        """`chunk_tokens` are computed in one step, or up to `idle_chunk_tokens` while nobody decodes or will."""
         self._cache = cache
         self._drafter = drafter
         self._reach = reach
@@ -182,6 +182,7 @@ class Scheduler:
             # One further up may have preempted this one meanwhile.
             if isinstance(sequence.state, Prefilling) and budget > 0:
                 budget -= self._prefill(sequence, sequence.state.lease, budget, work)
+                budget = self._until_somebody_is_done(budget, work)
         work = [w for w in work if w.sequence.lease is w.lease]
         self._admit(work, budget)
         return self._with_drafts([_cut(w) for w in work]), self._given_up
@@ -293,6 +294,14 @@ class Scheduler:
         work.append(Work(sequence, lease, lease.tokens[lease.computed : lease.computed + new]))
         return new
 
+    def _until_somebody_is_done(self, budget: int, work: list[Work]) -> int:
+        """What is left of `budget` after the last of `work`. A step of several chunks ends with the chunk in which it
+        has computed somebody's prompt: whose first token does not wait for what others could be given besides."""
+        if not work or not work[-1].completes_prompt:
+            return budget
+        computed = sum(len(item.tokens) for item in work)
+        return min(budget, -computed % self._chunk_tokens)
+
     def _paced(self, work: list[Work], past: int, budget: int) -> int:
         """What is left of `budget` for a prompt that is computed up to `past`, so that decodes need not wait long."""
         if self._pace is None:
@@ -335,6 +344,7 @@ class Scheduler:
                 return  # first come, first served: nobody overtakes
             self._start(sequence, admitted)
             budget -= self._first_chunk(sequence, admitted.lease, budget, work)
+            budget = self._until_somebody_is_done(budget, work)
 
     def _first_chunk(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
         """As `_prefill`, but nobody is preempted for a newcomer: what it needs was there when it was admitted."""
