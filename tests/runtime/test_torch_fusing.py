@@ -218,3 +218,12 @@ def test_without_numba_a_model_runs_as_its_file_says(tmp_path: Path, monkeypatch
     runtime = load(save(tmp_path, "llama"))
     assert runtime.description.rung == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "diffllama", "qwen3_next"])
+def test_a_model_in_which_nothing_can_be_fused_is_packed_all_the_same(
+    tmp_path: Path, model_type: str
+) -> None:
+    """In float16 nothing is; what the first try had put in place does not stand in the way of the next."""
+    described = load(save(tmp_path, model_type), "float16").description
+    assert (described.rung, described.rung_reason) == ("packed", "")

@@ -24,7 +24,7 @@ from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch_check import relative_error
 from rootstock.runtime.torch_memory import LazyRows
-from rootstock.runtime.torch_model import TorchRuntime, load_model
+from rootstock.runtime.torch_model import TorchRuntime
 from twins.checkpoints import VOCAB, save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
@@ -194,9 +194,7 @@ def test_states_are_copied_in_order(tmp_path: Path) -> None:
 
 
 def rounded(directory: Path) -> TorchRuntime:
-    return load_model(
-        ModelConfig(str(directory), dtype="float32", device="cpu", threads=1, state_dtype="bfloat16")
-    )
+    return load(directory, state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "bamba"])

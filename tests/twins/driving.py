@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,28 +35,30 @@ from rootstock.cache.plan import (
 from rootstock.config import ModelConfig
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 from rootstock.runtime.torch_model import TorchRuntime, load_model
+from rootstock.runtime.torch_standins import NOTHING_FUSED
 
 BLOCK_SIZE = 8
 BLOCKS = 160
 SLOTS = 40  # of recurrent states
 
 
-def load(
-    directory: Path, dtype: str = "float32", quantize: str = "none", kv_dtype: str = "auto"
-) -> TorchRuntime:
-    """By the real loader, on one thread: these models are too small to share."""
-    attention = os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto")
-    return load_model(
-        ModelConfig(
-            str(directory),
-            dtype=dtype,
-            device="cpu",
-            threads=1,
-            quantize=quantize,
-            kv_dtype=kv_dtype,
-            attention=attention,
-        )
+def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
+    """By the real loader, on one thread: these models are too small to share.
+
+    With the kernels that the environment asks for: `bench/show/d8_every_kernel.py` runs the same tests with each.
+    """
+    config = ModelConfig(
+        str(directory),
+        dtype=dtype,
+        device="cpu",
+        threads=1,
+        **options,
+        attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
     )
+    if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
+        with mock.patch("rootstock.runtime.torch_ladder._fuse", return_value=NOTHING_FUSED):
+            return load_model(config)
+    return load_model(config)
 
 
 class Dense:

@@ -64,6 +64,7 @@ def climb(
             layout = _put_on(rung, model, found, context_limit)
             fusion = _fuse(model, found, context_limit) if fuses else NOTHING_FUSED
             if fuses and not fusion.parts:
+                undo_parts(model)
                 continue  # the next try is the same
             served = Served(layout, replace(describe(layout), rung=rung), kernel, fusion)
             remark = self_check(
