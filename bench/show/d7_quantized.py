@@ -19,8 +19,8 @@ K and V in 8 bits (`--kv-dtype int8`) are measured in the same way, but for two 
 bytes computed four at a time through the pools, by the loops that decode, against the same with exact pools. And
 attention is measured by itself: the compiled decode of B sequences of 4k and 16k positions over scattered blocks, 16
 query heads and 8 KV heads of 128, in 8 bits relative to bfloat16 in the same rounds; on one thread and in its own
-processor time, for two threads that wait for each other beside somebody else measure the scheduler. What a token takes
-is the bytes of the 600M model's pool.
+processor time, for two threads that wait for each other beside somebody else measure the scheduler. What a token
+takes is the bytes of the 600M model's pool.
 """
 
 from __future__ import annotations
