@@ -100,8 +100,8 @@ class EngineConfig:
     itl_target_s: float | None = (
         None  # how long a step with decodes may take: fewer tokens of prompts go into it
     )
-    # Of a step in which nobody decodes; None: 4 × chunk_tokens. A longer chunk is computed faster, and whoever comes
-    # meanwhile waits for the same prompts either way.
+    # Of a step in which nobody decodes; None: 4 × chunk_tokens, or chunk_tokens if one sequence is run per forward. A
+    # longer chunk is computed faster, and whoever comes meanwhile waits for the same prompts either way.
     idle_chunk_tokens: int | None = None
     draft_tokens: int | None = 0  # guessed ahead and verified at once for a request; None: as many as pay
 

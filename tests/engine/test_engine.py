@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.text import ByteTextCodec
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
-from rootstock.runtime.base import Batch
+from rootstock.runtime.base import Batch, Rung
 
 
 def numbers(seed: int, length: int) -> list[int]:
@@ -257,6 +258,20 @@ def test_a_step_takes_more_of_prompts_while_nobody_decodes_and_a_chunk_as_soon_a
     bench.run()
     assert [batch.new_tokens for batch in bench.batches] == [5, 8, 8, 16]
     assert first.tokens == bench.alone(numbers(2, 50), 3)
+
+
+@pytest.mark.parametrize(
+    ("rung", "most"), [("packed", 32), ("packed, token-wise mixers", 32), ("one sequence per forward", 8)]
+)
+def test_a_step_takes_several_chunks_only_of_models_whose_scores_need_no_more_memory_for_it(
+    rung: Rung, most: int
+) -> None:
+    bench = Bench(chunk_tokens=8)
+    bench.runtime.description = replace(bench.runtime.description, rung=rung)
+    bench.engine = Engine(bench.runtime, bench.cache, EngineConfig(chunk_tokens=8))
+    bench.ask(numbers(1, 50), max_tokens=1)
+    bench.run()
+    assert max(batch.new_tokens for batch in bench.batches) == most
 
 
 @pytest.mark.parametrize("first", [3, 8])

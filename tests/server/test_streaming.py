@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from rootstock.engine.request import (
     Usage,
 )
 from rootstock.engine.text import ByteTextCodec
-from rootstock.server.generation import Generation
+from rootstock.server.generation import Bridge, Generation, Mailbox
 from rootstock.server.openai_answer import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
@@ -89,3 +90,13 @@ def test_requests_that_are_submitted_for_somebody_who_is_gone_are_aborted() -> N
     generation.submit(requests)
     assert engine.submitted == ["0", "1", "2"]
     assert sorted(set(engine.aborted)) == ["0", "1", "2"]
+
+
+def test_what_comes_for_a_loop_that_is_closed_does_not_pile_up() -> None:
+    loop = asyncio.new_event_loop()
+    bridge = Bridge(loop, _Nothing())  # type: ignore[arg-type]
+    loop.close()
+    for _ in range(3):
+        bridge.send(Mailbox(), (0, TokenEvent(ID, 1, "x")))
+        bridge._wake()
+        assert not bridge._arrived

@@ -56,16 +56,20 @@ from rootstock.errors import (
     RootstockError,
     StepFailed,
 )
-from rootstock.runtime.base import Batch, Logits, Runtime, Segment
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 from rootstock.tiers.loader import LoadEnded
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_IDLE_CHUNKS = 4
-
 HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
+
+
+def _idle_chunks(described: ModelDescription) -> int:
+    """How many a step may take while nobody decodes. Who runs one sequence per forward attends as the model's file
+    says, with scores of the whole chunk in memory at once: nothing is gained there, and memory is lost."""
+    return 1 if described.rung == "one sequence per forward" else 4
 
 
 class Engine:
@@ -108,7 +112,7 @@ class Engine:
             reach,
             self._pacing,
             self._drafter,
-            self._config.idle_chunk_tokens or _IDLE_CHUNKS * self._config.chunk_tokens,
+            self._config.idle_chunk_tokens or self._config.chunk_tokens * _idle_chunks(runtime.description),
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended

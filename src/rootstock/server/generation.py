@@ -54,6 +54,7 @@ class Bridge:
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed, and with it whoever waited for the event
+            self._awaited = False  # or what comes until the requests have ended would pile up
             self._arrived.clear()
 
     def _deliver(self) -> None:
