@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
-from rootstock.runtime.torch_check import own_attention
+from rootstock.runtime.torch_check import own_attention, relative_error
+from rootstock.runtime.torch_files import read_weights
 from rootstock.runtime.torch_fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from rootstock.runtime.torch_fusing import fuse
 from rootstock.runtime.torch_ladder import use_attention
@@ -167,6 +168,31 @@ def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytes
         both.append(packed_logits(runtime, sequences, [{0: 5, 1: 20, 2: 2}, {0: 20, 1: 1, 2: 1}, {0: 15}]))
     for ours, own in zip(*both, strict=True):
         assert np.abs(ours - own).max() <= 1e-4 * own.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_share_linear_layers_are_fused_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    def sharing(*given: Any, **more: Any) -> nn.Module:
+        model: Any = read_weights(*given, **more)
+        first, second, third = model.model.layers
+        second.self_attn.k_proj = first.self_attn.k_proj
+        third.mlp.down_proj = first.mlp.down_proj
+        return model  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("rootstock.runtime.torch_model.read_weights", sharing)
+    path, sequences = save(tmp_path, "llama"), [random_tokens(VOCAB, 20, 1)]
+    both = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr("rootstock.runtime.torch_ladder._fuse", lambda *given: NOTHING_FUSED)
+        runtime = load(path, dtype)
+        forms = [vars(layer).get("forward") for layer in runtime._model.model.layers]
+        assert all(isinstance(form, FusedLayer) for form in forms) == fuses
+        allocate(runtime)
+        both.append(packed_logits(runtime, sequences, [{0: 12}, {0: 7}, {0: 1}])[0])
+    assert relative_error(*both) <= (1e-4 if dtype == "float32" else 0.1)
 
 
 def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_without(

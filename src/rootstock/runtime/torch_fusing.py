@@ -74,11 +74,18 @@ class _Fuser:
         return Fusion(self._parts, tuple(self._projections()))
 
     def _projections(self) -> Iterator[Projection]:
+        """Those whose linear layers are nobody else's: of layers that share one, the second computes it by itself."""
+        taken: set[nn.Linear] = set()
         for part in self._parts.values():
+            of_part: tuple[Projection, ...] = ()
             if isinstance(part, FusedAttention):
-                yield from (part.inputs, part.output)
+                of_part = part.inputs, part.output
             elif isinstance(part, FusedMLP):
-                yield from (part.gate_up, part.down)
+                of_part = part.gate_up, part.down
+            for projection in of_part:
+                if taken.isdisjoint(projection.linears):
+                    taken.update(projection.linears)
+                    yield projection
 
     def _write_down(self, modules: list[nn.Module]) -> None:
         """What each module is given, in a forward of the whole model."""
