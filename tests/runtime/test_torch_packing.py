@@ -361,7 +361,7 @@ def test_rounded_weights_change_the_logits_by_what_their_bits_allow(
 ) -> None:
     """Weights of the tiny models are wide, which makes much of every error."""
     save(tmp_path, "llama", num_key_value_heads=4)
-    runtime = load(tmp_path, dtype, quantize)
+    runtime = load(tmp_path, dtype, quantize=quantize)
     assert len(packings[0].rounded) == 3 * 7 + 1
     assert not packings[0].unrounded
     assert max(packings[0].rounded.values()) < 0.12
