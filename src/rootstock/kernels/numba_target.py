@@ -8,9 +8,11 @@ bfloat16 is the upper half of a float32: arrays hold it as uint16, registers as 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import llvmlite.binding as llvm
@@ -27,7 +29,21 @@ def _ask_for_wide_vectors() -> None:
         os.environ["NUMBA_CPU_FEATURES"] = features.flatten() + ",-prefer-256-bit"
 
 
+def forget_older_code(directory: Path) -> None:
+    """Removes what Numba keeps on disk for the modules of a directory and what is older than any of their sources.
+
+    Numba looks at the source of the function itself, and not at what it calls: what another module says would stay
+    as it was when the function was compiled.
+    """
+    newest = max((source.stat().st_mtime for source in directory.glob("numba_*.py")), default=0.0)
+    for index in (directory / "__pycache__").glob("numba_*.nbi"):
+        with contextlib.suppress(OSError):  # another process was as quick, or nobody may write here
+            if index.stat().st_mtime < newest:
+                index.unlink()
+
+
 _ask_for_wide_vectors()
+forget_older_code(Path(__file__).parent)
 
 import numba as nb  # noqa: E402
 import numpy as np  # noqa: E402

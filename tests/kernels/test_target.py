@@ -1,0 +1,27 @@
+"""What is compiled is what the sources say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rootstock.kernels.numba_target import forget_older_code
+
+
+def test_what_was_compiled_before_any_of_the_sources_changed_is_compiled_anew(tmp_path: Path) -> None:
+    kept = tmp_path / "__pycache__"
+    kept.mkdir()
+    times = {
+        tmp_path / "numba_caller.py": 100,
+        tmp_path / "numba_called.py": 200,  # changed after its caller was compiled
+        tmp_path / "other.py": 900,
+        kept / "numba_caller.work-1.py311.nbi": 150,
+        kept / "numba_called.help-1.py311.nbi": 250,
+        kept / "other.nbi": 1,
+    }
+    for path, time in times.items():
+        path.touch()
+        os.utime(path, (time, time))
+    forget_older_code(tmp_path)
+    assert sorted(path.name for path in kept.iterdir()) == ["numba_called.help-1.py311.nbi", "other.nbi"]
+    forget_older_code(tmp_path / "nowhere")
