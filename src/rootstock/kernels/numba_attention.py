@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
-from rootstock.kernels.numba_decode import JOB, compile_work
+from rootstock.kernels.numba_decode import JOB, OF_CALL, compile_work
 from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
@@ -246,6 +246,7 @@ class _Runner:
         self._filled_in: _Layout | None = None
         self._job = np.zeros(1, JOB)
         self._job_at = self._job.ctypes.data
+        self._job_bytes = memoryview(self._job.view(np.uint8))  # type: ignore[arg-type]
         self._job["block_size"] = block_size
         self._job["are_latents"] = latents
 
@@ -291,30 +292,34 @@ class _Runner:
         assert isinstance(values, Tensor)
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        memory, job = self._partials_at, self._job[0]
         if self._filled_in is not layout:
-            layout.fill_in(job)
+            layout.fill_in(self._job[0])
             self._filled_in = layout
-        job["query"] = query.data_ptr()
-        job["query_row"] = query.stride(0)
-        job["query_head"] = query.stride(1)
-        job["query_is_bfloat16"] = query.dtype == torch.bfloat16
-        job["out"] = out.data_ptr()
-        job["keys"] = keys.data_ptr()
-        job["values"] = values.data_ptr()
-        job["key_scales"] = key_scales
-        job["value_scales"] = value_scales
-        job["q_heads"] = q_heads
-        job["kv_heads"] = keys.shape[1]
-        job["key_dim"] = key_dim
-        job["value_dim"] = value_dim
-        job["sinks"] = 0 if sinks is None else sinks.data_ptr()
-        job["scale"] = scores.scale
-        job["softcap"] = scores.softcap or 0
-        job["largest"] = memory
-        job["total"] = memory + 4 * partials
-        job["weighted"] = memory + 8 * partials
-        read = layout.positions * keys.shape[1] * (key_dim + value_dim) * keys.element_size()
+        memory, kv_heads = self._partials_at, keys.shape[1]
+        OF_CALL.pack_into(
+            self._job_bytes,
+            0,
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            query.dtype == torch.bfloat16,
+            out.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            key_scales,
+            value_scales,
+            q_heads,
+            kv_heads,
+            key_dim,
+            value_dim,
+            0 if sinks is None else sinks.data_ptr(),
+            memory,
+            memory + 4 * partials,
+            memory + 8 * partials,
+            scores.scale,
+            scores.softcap or 0.0,
+        )
+        read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
         threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
         run_on_threads(loops_for(keys.dtype).address, self._job_at, threads)
 
