@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel
 
 from rootstock.runtime.torch_check import own_attention, relative_error
 from rootstock.runtime.torch_files import read_weights
@@ -111,6 +111,29 @@ def test_what_a_part_does_at_far_positions_only_is_seen(tmp_path: Path) -> None:
     module = model.model.layers[1].self_attn
     module.__class__ = type("Far", (type(module),), {"forward": forward})
     assert "model.layers.1.self_attn" not in fused(model).parts
+
+
+@pytest.mark.parametrize(
+    ("activation", "mlps"),
+    [("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 2), ("quick_gelu", 0), ("mish", 0), ("relu", 0)],
+)
+def test_an_activation_that_is_nearly_another_is_told_apart_in_bfloat16_too(
+    activation: str, mlps: int
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_act=activation,
+        initializer_range=0.1,
+    )
+    found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()))
+    assert found[FusedMLP] == mlps
+    assert found[FusedLayer] == 2
 
 
 @pytest.mark.parametrize("share", [0.22, 0.5, 0.9])
