@@ -14,7 +14,6 @@ neither on that nor on where arrays lie.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootstock.kernels.numba_target import (
+    c_function,
     compiled,
     compiled_exactly,
     fetch_add,
@@ -33,8 +33,6 @@ from rootstock.kernels.numba_target import (
     widen,
 )
 from rootstock.kernels.torch_threads import run_on_threads
-
-_log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
@@ -217,14 +215,9 @@ _FUNCTIONS: dict[np.dtype[Any], Callable[[Any], None]] = {
 
 
 @cache
-def _compiled_for(element: np.dtype[Any]) -> Any:
+def _compiled_for(element: np.dtype[Any]) -> int:
     """A C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
-    signature = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
-    try:
-        return nb.cfunc(signature, cache=True)(_FUNCTIONS[element])
-    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
-        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
-        return nb.cfunc(signature)(_FUNCTIONS[element])
+    return c_function(_FUNCTIONS[element], JOB)
 
 
 def _run(
@@ -242,7 +235,7 @@ def _run(
     for name, number in more.items():
         job[name] = number
     threads = max(1, min(torch.get_num_threads(), -(-count // at_once)))
-    run_on_threads(_compiled_for(weight.dtype).address, jobs.ctypes.data, threads)
+    run_on_threads(_compiled_for(weight.dtype), jobs.ctypes.data, threads)
 
 
 # ---- what others call

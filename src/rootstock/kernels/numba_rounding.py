@@ -6,7 +6,6 @@ What is written is given back as it will be read: a step attends to what the poo
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rootstock.kernels.numba_target import (
+    c_function,
     compiled,
     compiled_exactly,
     fetch_add,
@@ -27,8 +27,6 @@ from rootstock.kernels.numba_target import (
 )
 from rootstock.kernels.rounded_rows import LARGEST, LEAST_SCALE, RoundedRows
 from rootstock.kernels.torch_threads import run_on_threads
-
-_log = logging.getLogger(__name__)
 
 PARALLEL_FROM = 64  # rows
 _AT_ONCE = 8  # rows that a thread claims
@@ -132,17 +130,7 @@ DTYPES = frozenset(_FUNCTIONS)
 @cache
 def _loops_for(dtype: torch.dtype) -> int:
     """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
-    signature = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
-    try:
-        function = nb.cfunc(signature, cache=True)(_FUNCTIONS[dtype])
-    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
-        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
-        function = nb.cfunc(signature)(_FUNCTIONS[dtype])
-    _kept.append(function)
-    return int(function.address)
-
-
-_kept: list[Any] = []  # compiled functions live as long as somebody has them
+    return c_function(_FUNCTIONS[dtype], JOB)
 
 
 class RoundingLoops:

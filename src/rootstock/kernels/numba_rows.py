@@ -12,7 +12,6 @@ some at a time. A row's result depends neither on that nor on other rows.
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rootstock.kernels.numba_target import (
+    c_function,
     compiled,
     compiled_exactly,
     exp,
@@ -33,8 +33,6 @@ from rootstock.kernels.numba_target import (
     widen,
 )
 from rootstock.kernels.torch_threads import run_on_threads
-
-_log = logging.getLogger(__name__)
 
 PARALLEL_FROM = 16  # rows
 _AT_ONCE = 4  # rows that a thread claims
@@ -250,17 +248,7 @@ DTYPES = tuple(_FUNCTIONS)
 @cache
 def _compiled_for(dtype: torch.dtype) -> int:
     """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
-    signature = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
-    try:
-        function = nb.cfunc(signature, cache=True)(_FUNCTIONS[dtype])
-    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
-        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
-        function = nb.cfunc(signature)(_FUNCTIONS[dtype])
-    _kept.append(function)
-    return int(function.address)
-
-
-_kept: list[Any] = []  # compiled functions live as long as somebody has them
+    return c_function(_FUNCTIONS[dtype], JOB)
 
 
 # ---- what others call

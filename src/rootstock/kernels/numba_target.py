@@ -9,6 +9,7 @@ bfloat16 is the upper half of a float32: arrays hold it as uint16, registers as 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -51,6 +52,7 @@ from numba.core import cgutils, types  # noqa: E402
 from numba.extending import intrinsic, overload  # noqa: E402
 
 __all__ = [
+    "c_function",
     "cgutils",
     "compiled",
     "compiled_exactly",
@@ -66,10 +68,29 @@ __all__ = [
     "widen",
 ]
 
+_log = logging.getLogger(__name__)
+
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def c_function(function: Callable[[Any], None], job: np.dtype[Any]) -> int:
+    """The address of a C function void (job *): compiled, or loaded from disk, and alive as long as the process.
+
+    Where neither the package's directory nor the user's cache can be written, it is compiled at each start.
+    """
+    signature = nb.types.void(nb.types.CPointer(nb.from_dtype(job)))
+    try:
+        made = nb.cfunc(signature, cache=True)(function)
+    except RuntimeError as refusal:
+        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
+        made = nb.cfunc(signature)(function)
+    _kept.append(made)
+    return int(made.address)
+
+
+_kept: list[Any] = []
 
 _IN_ORDER = {"nnan", "ninf", "nsz", "contract"}  # of LLVM's fast-math flags, those that reorder nothing
 
