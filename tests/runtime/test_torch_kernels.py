@@ -6,16 +6,16 @@ import builtins
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from numba.core.event import install_recorder
 
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
-from rootstock.kernels import numba_attention
+from rootstock.kernels import numba_decode, numba_target
 from rootstock.kernels.numba_attention import NumbaAttention, loops_for
 from rootstock.runtime import torch_kernels
 from rootstock.runtime.torch_kernels import compiled_for
@@ -85,18 +85,18 @@ def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
 ) -> None:
     asked = []
 
-    def refusing(dtype: np.dtype[Any], *, on_disk: bool = True) -> str:
-        asked.append(on_disk)
-        if on_disk:
+    def refusing(signature: Any, cache: bool = False) -> Any:
+        asked.append(cache)
+        if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return "compiled"
+        return lambda function: SimpleNamespace(address=4711)
 
-    monkeypatch.setattr(numba_attention, "compile_work", refusing)
-    loops_for.cache_clear()
+    monkeypatch.setattr(numba_target.nb, "cfunc", refusing)
+    numba_decode.loops_for.cache_clear()
     try:
-        assert loops_for(torch.float32) == "compiled"
+        assert loops_for(torch.float32) == 4711
     finally:
-        loops_for.cache_clear()
+        numba_decode.loops_for.cache_clear()
     assert asked == [True, False]
     assert "compiled at each start" in caplog.text
 

@@ -6,7 +6,6 @@ positions of which sequence make an item of work, which rows read it, and where 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
-from rootstock.kernels.numba_decode import JOB, OF_CALL, compile_work
+from rootstock.kernels import numba_decode
+from rootstock.kernels.numba_decode import JOB, OF_CALL
 from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch_paged import PagedAttention, Slice
 from rootstock.kernels.torch_threads import run_on_threads
-
-_log = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
 
@@ -54,14 +52,9 @@ def has_loops_for(dtype: torch.dtype) -> bool:
     return dtype in _SEEN_AS
 
 
-@cache
-def loops_for(dtype: torch.dtype) -> Any:
-    """The loops for pools of this dtype: compiled, or loaded from disk, at the first call in a process."""
-    try:
-        return compile_work(_SEEN_AS[dtype])
-    except RuntimeError as refusal:  # neither the package's directory nor the user's cache can be written
-        _log.warning("Attention is compiled at each start, as there is no place to keep it: %s", refusal)
-        return compile_work(_SEEN_AS[dtype], on_disk=False)
+def loops_for(dtype: torch.dtype) -> int:
+    """The address of the loops for pools of this dtype: compiled, or loaded, at the first call in a process."""
+    return numba_decode.loops_for(_SEEN_AS[dtype])
 
 
 class NumbaAttention:
@@ -321,7 +314,7 @@ class _Runner:
         )
         read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
         threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
-        run_on_threads(loops_for(keys.dtype).address, self._job_at, threads)
+        run_on_threads(loops_for(keys.dtype), self._job_at, threads)
 
     def _attend_together(
         self,

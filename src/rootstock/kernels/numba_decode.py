@@ -9,11 +9,12 @@ So a row's result depends neither on threads nor on what else is in the step.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from rootstock.kernels.numba_target import compiled, exp, fetch_add, narrow, nb, pointer_to, widen
+from rootstock.kernels.numba_target import c_function, compiled, exp, fetch_add, narrow, nb, pointer_to, widen
 from rootstock.kernels.numba_vectors import (
     LANES,
     ROWS,
@@ -386,9 +387,6 @@ def _work_on(job: Any, dtype: Any) -> None:
     _work(job, keys, values)
 
 
-_SIGNATURE = nb.types.void(nb.types.CPointer(nb.from_dtype(JOB)))
-
-
 def _work_bfloat16(jobs: Any) -> None:
     _work_on(nb.carray(jobs, (1,))[0], np.uint16)
 
@@ -408,9 +406,10 @@ _FUNCTIONS = {
 }
 
 
-def compile_work(dtype: np.dtype[Any], *, on_disk: bool = True) -> Any:
-    """A C function void (JOB *) for pools of this dtype: uint16, which stands for bfloat16, float32, or int8.
+@cache
+def loops_for(element: np.dtype[Any]) -> int:
+    """The address of a C function void (JOB *) for pools of this dtype: uint16 as bfloat16, float32, or int8.
 
-    It takes seconds, unless it is on disk. Raises RuntimeError if there is no directory to keep it in.
+    Compiled, or loaded from disk, at the first call in a process.
     """
-    return nb.cfunc(_SIGNATURE, cache=on_disk)(_FUNCTIONS[dtype])
+    return c_function(_FUNCTIONS[element], JOB)

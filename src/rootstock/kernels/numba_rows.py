@@ -66,14 +66,6 @@ JOB = np.dtype(
 _FIELDS = struct.Struct("=19qf")  # one call of it takes a tenth of the time of as many assignments
 
 
-def bits_of(rows: Tensor) -> Any:
-    """The tensor's own memory as compiled code takes it: [...] float32 as it is, bfloat16 as uint16."""
-    if rows.dtype == torch.bfloat16:
-        return rows.view(torch.uint16).numpy()
-    assert rows.dtype == torch.float32
-    return rows.numpy()
-
-
 # ---- one row
 
 

@@ -7,7 +7,7 @@ rows on it is faster to widen the weights, a tile at a time, into scratch memory
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from rootstock.kernels.numba_quantise import (
     round_to_4_bits,
     round_to_8_bits,
 )
-from rootstock.kernels.numba_rows import bits_of
 from rootstock.kernels.torch_linear import Linear, nbytes_of
 
 Rounding = Literal["int8", "int4"]
@@ -29,6 +28,14 @@ _GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first that divide
 _INPUTS_OF = 32  # torch's 8-bit kernel reads whole vectors, and past the end of what is no multiple of them
 _LEAST_OUTPUTS = 64  # below, there is nothing to gain, and routers and gates choose by small differences
 _TILE = 4 << 20  # weights that are widened at once
+
+
+def _bits_of(rows: Tensor) -> Any:
+    """The tensor's own memory as compiled code takes it: [...] float32 as it is, bfloat16 as uint16."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.uint16).numpy()
+    assert rows.dtype == torch.float32
+    return rows.numpy()
 
 
 def not_rounded(weight: Tensor, rounding: Rounding) -> str:
@@ -75,7 +82,7 @@ class Int8:
         self._scratch = scratch
         self._q = torch.empty(weight.shape, dtype=torch.int8)
         self._scales = torch.empty(self.out_features, dtype=weight.dtype)
-        round_to_8_bits(bits_of(weight.detach().contiguous()), bits_of(self._scales), self._q.numpy())
+        round_to_8_bits(_bits_of(weight.detach().contiguous()), _bits_of(self._scales), self._q.numpy())
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +104,7 @@ class Int8:
         """[end - first, in]"""
 
         weight = self._scratch.take(end - first, self.in_features, self._scales.dtype)
-        from_8_bits(self._q[first:end].numpy(), bits_of(self._scales[first:end]), bits_of(weight))
+        from_8_bits(self._q[first:end].numpy(), _bits_of(self._scales[first:end]), _bits_of(weight))
         return weight
 
 
@@ -120,7 +127,7 @@ class Int4:
             end = min(first + tile, padded)
             q = torch.zeros(end - first, self.in_features, dtype=torch.int32)
             scales = torch.empty(len(part), self.in_features // self._group, 2, dtype=weight.dtype)
-            round_to_4_bits(bits_of(part), self._group, bits_of(scales), q[: len(part)].numpy())
+            round_to_4_bits(_bits_of(part), self._group, _bits_of(scales), q[: len(part)].numpy())
             self._packed[first:end] = torch._convert_weight_to_int4pack_for_cpu(q, 2)
             self._scales[:, first : first + len(part)] = scales.transpose(0, 1)
 
@@ -147,7 +154,7 @@ class Int4:
         blocks = -(-(end - first) // LANES)
         packed = self._packed[first : first + blocks * LANES].view(blocks, self.in_features, LANES // 2)
         weight = self._scratch.take(self.in_features, blocks * LANES, self._scales.dtype)
-        from_4_bits(packed.numpy(), self._group, bits_of(self._scales), first, bits_of(weight))
+        from_4_bits(packed.numpy(), self._group, _bits_of(self._scales), first, _bits_of(weight))
         return weight
 
 
