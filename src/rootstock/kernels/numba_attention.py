@@ -20,10 +20,11 @@ from torch import Tensor
 from rootstock.cache.families import TokenFamily
 from rootstock.kernels import numba_decode
 from rootstock.kernels.numba_decode import JOB, OF_CALL
+from rootstock.kernels.numba_matrix import fit_matrix_units, matrix_loops, scratch_bytes
+from rootstock.kernels.numba_tiles import TILE_ROWS
 from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
-from rootstock.kernels.spans import EVERYTHING, Span
-from rootstock.kernels.torch_paged import PagedAttention, Slice
+from rootstock.kernels.spans import EVERYTHING, Span, readings
 from rootstock.kernels.torch_threads import run_on_threads
 
 Numbers = NDArray[np.int64]
@@ -40,11 +41,9 @@ LATENT_HEADS = (
     32  # query heads up to which latents are, in float32; in bfloat16 matrix units are always faster
 )
 SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
-# Attending a common prefix together, by the matrix units, takes about as long as 3.3 decodes take to read it one by
-# one, however many they are, for it is staged first; and as long as 700 positions for the calls. (Measured with 8 KV
-# heads of 128, bfloat16 and float32, one thread, 2 to 8 decodes that share 128 to 2048 positions.)
-SHARING_COSTS_READERS = 3.3
-SHARE_FROM = 700
+PAGE_BYTES = 4096
+LEAST_ITEM = 128  # positions: short enough that two threads share a short context
+MOST_READERS = 8  # decodes that read an item together: K and V are read an eighth as often, and threads have a choice
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:
@@ -61,6 +60,9 @@ class NumbaAttention:
     """For pools in bfloat16, float32 and rounded to int8, on a CPU. `beside` attends the chunks, and pools of other
     dtypes.
 
+    What several decodes have in common is read once for all of them, and their sums are in float32 those of each
+    alone, bit for bit: they add up the same items in the same order.
+
     `latents`: keys [slots, 1, rank] are the values too, and values [slots, 1, rope] the keys' other part; a step
     returns [tokens, q_heads, rank].
     It keeps scratch memory from step to step, so one thread uses it.
@@ -74,13 +76,10 @@ class NumbaAttention:
         latents: bool = False,
         few_rows: int = FEW_ROWS,
         serial_bytes: int = SERIAL_BYTES,
-        share_from: int = SHARE_FROM,
-        sharing_costs_readers: float = SHARING_COSTS_READERS,
+        least_item: int = LEAST_ITEM,
     ) -> None:
         self._block_size = block_size
-        self._share_from = share_from
-        self._sharing_costs_readers = sharing_costs_readers
-        self._together = beside if isinstance(beside, PagedAttention) else None
+        self._least_item = least_item
         self._beside = beside
         self._few_rows = few_rows
         self._runner = _Runner(block_size, latents, serial_bytes)
@@ -89,43 +88,12 @@ class NumbaAttention:
         few = [span for span in spans if span.new <= self._few_rows]
         chunks = [span for span in spans if span.new > self._few_rows]
         beside = _prepare_beside(self._beside, chunks, family) if chunks else None
-        shared = self._shared(few, family)
-        layout = _lay_out(few, family, self._block_size, shared) if few else None
+        layout = _lay_out(few, family, self._block_size, self._least_item) if few else None
 
         def all_beside() -> StepAttention:
             return self._beside.prepare(spans, family)
 
-        return _NumbaStep(self._runner, layout, beside, self._together, cache(all_beside))
-
-    def _shared(self, few: Sequence[Span], family: TokenFamily) -> list[_Shared]:
-        """What several decodes read together, in order for each of them."""
-        decodes = [number for number, span in enumerate(few) if span.new == 1]
-        if self._together is None or len(decodes) < 2:
-            return []
-        spans = [few[number] for number in decodes]
-        return [
-            _Shared(
-                tuple(decodes[row] for row in rows),
-                torch.tensor([spans[row].row for row in rows]),
-                end,
-                self._together.shared_slices(spans[rows[0]], first, end),
-            )
-            for rows, first, end in self._together.readings(spans, family, self._is_worth_sharing)
-            if len(rows) > 1
-        ]
-
-    def _is_worth_sharing(self, readers: int, positions: int) -> bool:
-        return (readers - self._sharing_costs_readers) * positions >= self._share_from
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Positions that several decodes attend together, by the matrix units: their queries are rows of one problem."""
-
-    spans: tuple[int, ...]  # numbers of the decodes' spans
-    rows: Tensor  # [readers] int64, of the step
-    end: int  # the readers' own positions begin here
-    slices: list[Slice]
+        return _NumbaStep(self._runner, layout, beside, cache(all_beside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,93 +105,125 @@ class _Layout:
     rows: Numbers  # [rows, 5]
     partial_rows: Numbers  # [partials]
     order: Numbers  # [partials]
-    counters: Numbers  # [1 + rows] as they are before a call
+    counters: Numbers  # [2 + rows] as they are before a call
     most_readers: int
+    longest: int  # positions of an item, from a multiple of 16 on
     positions: int  # that are read
-    shared: list[tuple[_Shared, int]]  # and its first partial result: slice by slice, reader by reader
 
     def fill_in(self, job: NDArray[np.void]) -> None:
         """What a job says of a layout, alike for all layers: NumPy takes a microsecond to tell an address."""
         for name in ("tables", "items", "rows", "partial_rows", "order"):
             job[name] = getattr(self, name).ctypes.data
         job["item_count"] = len(self.items)
+        job["row_count"] = len(self.rows)
+        job["partial_count"] = len(self.partial_rows)
         job["most_readers"] = self.most_readers
 
 
-def _chunk_of(ends: Numbers) -> Numbers:
+def _item_positions(ends: Numbers, least: int) -> Numbers:
     """How many positions make an item, from a sequence's length alone: so batch mates do not change its sums.
 
-    Short enough that two threads share a short context; so long that partial results are a hundredth of what is read.
+    Partial results are about a hundredth of what is read.
     """
-    return np.where(ends <= 2048, 128, np.where(ends <= 8192, 256, 512))
+    return least * np.where(ends <= 2048, 1, np.where(ends <= 8192, 2, 4))
 
 
-def _lay_out(
-    spans: Sequence[Span], family: TokenFamily, block_size: int, shared: Sequence[_Shared] = ()
-) -> _Layout:
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Positions that several decodes read together."""
+
+    spans: list[int]  # numbers of the decodes' spans
+    first: int
+    end: int
+    unit: int  # positions of an item
+
+
+def _shared(
+    spans: Sequence[Span], family: TokenFamily, block_size: int, units: Numbers
+) -> list[_Shared]:
+    """Whole items that several decodes have in common; in order for each of them."""
+    found = []
+    decodes = [number for number, span in enumerate(spans) if span.new == 1]
+    for unit in sorted({int(units[number]) for number in decodes}):
+        alike = [number for number in decodes if units[number] == unit]
+        if len(alike) > 1:
+            of_these = [spans[number] for number in alike]
+            for rows, first, end in readings(of_these, family, block_size, _always, unit):
+                if len(rows) > 1:
+                    found.append(_Shared([alike[row] for row in rows], first, end, unit))
+    return found
+
+
+def _always(readers: int, positions: int) -> bool:
+    return True
+
+
+def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_item: int) -> _Layout:
     new = np.array([span.new for span in spans])
     ends = np.array([span.end for span in spans])
     firsts = np.array([family.tail_start(span.past) for span in spans])
-    for together in shared:
-        firsts[list(together.spans)] = together.end
+    units = _item_positions(ends, least_item)
     lengths = np.array([len(span.blocks) for span in spans])
     table_starts = np.cumsum(lengths) - lengths
-    # Items: each span's positions, cut at the multiples of its chunk.
-    chunk = _chunk_of(ends)
-    lowest = firsts // chunk
-    counts = (ends - 1) // chunk - lowest + 1
+    row_starts = np.cumsum(new) - new
+    # What is read together: items of several rows each.
+    shared_items: list[tuple[int, int, int]] = []
+    shared_rows: list[Numbers] = []
+    own_from = firsts.copy()
+    for shared in _shared(spans, family, block_size, units):
+        own_from[shared.spans] = shared.end
+        readers = row_starts[shared.spans]
+        for some in np.array_split(readers, -(-len(readers) // MOST_READERS)):
+            for end in range(shared.first // shared.unit * shared.unit + shared.unit, shared.end + 1, shared.unit):
+                first = max(shared.first, end - shared.unit)
+                shared_items.append((int(table_starts[shared.spans[0]]), first, end))
+                shared_rows.append(some)
+    # Each span's own positions, cut at the multiples of its unit.
+    lowest = own_from // units
+    counts = (ends - 1) // units - lowest + 1
     owner = np.repeat(np.arange(len(spans)), counts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + lowest[owner]
-    readers = new[owner]
-    partial_ends = np.cumsum(readers)
-    items = np.empty((len(owner), 5), np.int64)
-    items[:, 0] = table_starts[owner]
-    items[:, 1] = np.maximum(number * chunk[owner], firsts[owner])
-    items[:, 2] = np.minimum((number + 1) * chunk[owner], ends[owner])
-    items[:, 3] = partial_ends - readers
-    items[:, 4] = partial_ends
-    # Rows: each reads all items of its span.
+    items = np.empty((len(shared_items) + len(owner), 5), np.int64)
+    if shared_items:  # first, since they are the longest
+        items[: len(shared_items), :3] = shared_items
+    own = items[len(shared_items) :]
+    own[:, 0] = table_starts[owner]
+    own[:, 1] = np.maximum(number * units[owner], own_from[owner])
+    own[:, 2] = np.minimum((number + 1) * units[owner], ends[owner])
+    readers = np.concatenate([np.array([len(rows) for rows in shared_rows], np.int64), new[owner]])
+    items[:, 4] = np.cumsum(readers)
+    items[:, 3] = items[:, 4] - readers
+    # Each row of an item is a partial result; a row adds up its own in the order of their positions.
     total = int(new.sum())
-    row_starts = np.cumsum(new) - new
+    own_rows = np.repeat(row_starts[owner], new[owner])
+    if total > len(spans):
+        own_readers = new[owner]
+        own_rows += np.arange(len(own_rows)) - np.repeat(np.cumsum(own_readers) - own_readers, own_readers)
+    partial_rows = np.concatenate([*shared_rows, own_rows])
+    order = np.lexsort((np.repeat(items[:, 1], readers), partial_rows))
+    of_rows = np.bincount(partial_rows, minlength=total)
     rows = np.empty((total, 5), np.int64)
     if total == len(spans):
         rows[:, 0] = [span.row for span in spans]
         rows[:, 1] = firsts
         rows[:, 2] = ends
-        of_rows = counts
-        partial_rows = owner
-        order = np.arange(len(owner))
     else:
         places = [(span.row + i, span.past + i) for span in spans for i in range(span.new)]
         rows[:, 0] = [row for row, _ in places]
         rows[:, 1] = [family.tail_start(position) for _, position in places]
         rows[:, 2] = [position + 1 for _, position in places]
-        of_rows = np.repeat(counts, new)
-        within = np.arange(int(partial_ends[-1])) - np.repeat(items[:, 3], readers)
-        partial_rows = np.repeat(row_starts[owner], readers) + within
-        order = np.argsort(partial_rows, kind="stable")
-    counters = np.concatenate([[0], of_rows])
-    placed: list[tuple[_Shared, int]] = []
-    for together in shared:
-        placed.append((together, len(partial_rows)))
-        readers_of_slices = np.tile(row_starts[list(together.spans)], len(together.slices))
-        partial_rows = np.concatenate([partial_rows, readers_of_slices])
-    if shared:
-        order = np.argsort(partial_rows, kind="stable")
-        of_rows = np.bincount(partial_rows, minlength=total)
     rows[:, 4] = np.cumsum(of_rows)
     rows[:, 3] = rows[:, 4] - of_rows
-    tables = np.concatenate([span.blocks for span in spans]).astype(np.int32, copy=False)
     return _Layout(
-        tables,
+        np.concatenate([span.blocks for span in spans]).astype(np.int32, copy=False),
         items,
         rows,
         partial_rows,
         order,
-        counters,
-        int(new.max()),
+        np.concatenate([[0, 0], of_rows]),
+        int(readers.max()),
+        int((items[:, 2] - items[:, 1] // TILE_ROWS * TILE_ROWS).max()),
         int((items[:, 2] - items[:, 1]).sum()),
-        placed,
     )
 
 
@@ -232,11 +232,13 @@ class _Runner:
 
     def __init__(self, block_size: int, latents: bool, serial_bytes: int) -> None:
         self._latents = latents
+        self._block_size = block_size
         self._serial_bytes = serial_bytes
         self._partials = np.empty(0, np.float32)
         self._counters = np.empty(0, np.int64)
         self._partials_at = 0
         self._filled_in: _Layout | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._job = np.zeros(1, JOB)
         self._job_at = self._job.ctypes.data
         self._job_bytes = memoryview(self._job.view(np.uint8))  # type: ignore[arg-type]
@@ -257,7 +259,6 @@ class _Runner:
         values: PoolRows,
         scores: Scores,
         out: Tensor,
-        together: PagedAttention | None,
     ) -> None:
         """Writes the layout's rows of out [tokens, q_heads, value_dim]; query [tokens, q_heads, key_dim]."""
         _, q_heads, key_dim = query.shape
@@ -274,9 +275,6 @@ class _Runner:
             self._counters = np.empty(len(layout.counters), np.int64)
             self._job["counters"] = self._counters.ctypes.data
         self._counters[: len(layout.counters)] = layout.counters
-        for shared, first in layout.shared:
-            assert together is not None
-            self._attend_together(shared, first, partials, query, keys, values, scores, value_dim, together)
         key_scales = value_scales = 0
         if isinstance(keys, RoundedRows):
             assert isinstance(values, RoundedRows)
@@ -314,37 +312,26 @@ class _Runner:
         )
         read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
         threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
-        run_on_threads(loops_for(keys.dtype), self._job_at, threads)
+        loops = loops_for(keys.dtype)
+        if layout.most_readers > 1 and self._has_matrix_units_for(query, keys, value_dim):
+            loops = matrix_loops()
+            self._provide_scratch(layout, threads)
+        run_on_threads(loops, self._job_at, threads)
 
-    def _attend_together(
-        self,
-        shared: _Shared,
-        first: int,
-        partials: int,
-        query: Tensor,
-        keys: PoolRows,
-        values: PoolRows,
-        scores: Scores,
-        value_dim: int,
-        together: PagedAttention,
-    ) -> None:
-        """Writes partial results from number `first` on: the log-sum-exp stands for the largest score, and so the sum
-        of weights is 1. `partials`: of all heads."""
-        readers, (q_heads, key_dim), kv_heads = len(shared.rows), query.shape[1:], keys.shape[1]
-        memory = torch.from_numpy(self._partials)
-        largest = memory[:partials].view(-1, q_heads)
-        total = memory[partials : 2 * partials].view(-1, q_heads)
-        weighted = memory[2 * partials : (2 + value_dim) * partials].view(-1, q_heads, value_dim)
-        stacked = query[shared.rows].view(readers, kv_heads, -1, key_dim).transpose(0, 1)
-        stacked = stacked.reshape(1, kv_heads, -1, key_dim)
-        total[first : first + readers * len(shared.slices)] = 1
-        for part in shared.slices:
-            out, lse = together.attend_slice(part, stacked, keys, values, scores)
-            mine = slice(first, first + readers)
-            by_reader = out.view(kv_heads, readers, -1, out.shape[-1])[..., :value_dim].transpose(0, 1)
-            weighted[mine].view(readers, kv_heads, -1, value_dim).copy_(by_reader)
-            largest[mine].view(readers, kv_heads, -1).copy_(lse.view(kv_heads, readers, -1).transpose(0, 1))
-            first += readers
+    def _has_matrix_units_for(self, query: Tensor, keys: Tensor, value_dim: int) -> bool:
+        return (
+            keys.dtype == query.dtype == torch.bfloat16
+            and not self._latents
+            and fit_matrix_units(self._block_size, keys.shape[2], value_dim)
+        )
+
+    def _provide_scratch(self, layout: _Layout, threads: int) -> None:
+        job = self._job[0]
+        size = -(-scratch_bytes(layout.most_readers, layout.longest, job) // PAGE_BYTES) * PAGE_BYTES
+        if len(self._scratch) < threads * size:
+            self._scratch = torch.zeros(threads * size, dtype=torch.uint8)
+            job["scratch"] = self._scratch.data_ptr()
+        job["scratch_bytes"] = size
 
 
 class _NumbaStep:
@@ -353,10 +340,8 @@ class _NumbaStep:
         runner: _Runner,
         layout: _Layout | None,
         beside: _Beside | None,
-        together: PagedAttention | None,
         all_beside: Callable[[], StepAttention],
     ) -> None:
-        self._together = together
         self._runner = runner
         self._layout = layout
         self._beside = beside
@@ -371,7 +356,7 @@ class _NumbaStep:
         tokens, q_heads, _ = query.shape
         value_dim = keys.shape[2] if self._runner._latents else values.shape[2]
         out = torch.empty(tokens, q_heads, value_dim, dtype=query.dtype)
-        self._runner.attend(self._layout, query, keys, values, scores, out, self._together)
+        self._runner.attend(self._layout, query, keys, values, scores, out)
         if self._beside is not None:
             self._beside.attend(query, key, value, keys, values, scores, out)
         return out

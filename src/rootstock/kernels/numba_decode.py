@@ -56,11 +56,16 @@ JOB = np.dtype(
         ("items", "i8"),  # address of [items, 5] int64: see ITEM
         ("item_count", "i8"),
         ("rows", "i8"),  # address of [rows, 5] int64: see ROW
+        ("row_count", "i8"),
+        ("partial_count", "i8"),
         ("partial_rows", "i8"),  # address of [partials] int64: the index in `rows` of each partial result
         ("order", "i8"),  # address of [partials] int64: partial results, row by row
         ("most_readers", "i8"),  # of one item
         # Of all steps.
-        ("counters", "i8"),  # address of [1 + rows] int64: the next item, and of each row how many are left
+        # Address of [2 + rows] int64: the next item, the next thread, and of each row how many items are left.
+        ("counters", "i8"),
+        ("scratch", "i8"),  # address of so many bytes for each thread, for the matrix units
+        ("scratch_bytes", "i8"),
         ("are_latents", "i8"),
         ("block_size", "i8"),
     ]
@@ -315,67 +320,100 @@ def _merge(job: Any, row: Any, partials: Any, largest: Any, total: Any, weighted
 
 
 @compiled
-def _work(job: Any, keys: Any, values: Any) -> None:
-    """One thread's share: items, as long as there are any."""
-    items = nb.carray(pointer_to(job.items), (job.item_count, 5), np.int64)
-    rows = nb.carray(pointer_to(job.rows), (1, 5), np.int64)
-    partial_rows = nb.carray(pointer_to(job.partial_rows), (1,), np.int64)
-    counters = nb.carray(pointer_to(job.counters), (1,), np.int64)
-    largest = nb.carray(pointer_to(job.largest), (1, job.q_heads), np.float32)
-    total = nb.carray(pointer_to(job.total), (1, job.q_heads), np.float32)
-    weighted = nb.carray(pointer_to(job.weighted), (1, job.q_heads, job.value_dim), np.float32)
+def end_item(job: Any, item: Any, rows: Any, partial_rows: Any, counters: Any) -> None:
+    """Merges the rows of which this was the last item."""
+    largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
+    total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
+    weighted = nb.carray(pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32)
+    for p in range(item[3], item[4]):
+        row_number = partial_rows[p]
+        if fetch_add(counters, 2 + row_number, -1) == 1:
+            row = rows[row_number]
+            order = nb.carray(pointer_to(job.order + 8 * row[3]), (row[4] - row[3],), np.int64)
+            _merge(job, row[0], order, largest, total, weighted)
+
+
+@compiled
+def arrays_of(job: Any) -> Any:
+    """items, rows, partial_rows and counters"""
+    return (
+        nb.carray(pointer_to(job.items), (job.item_count, 5), np.int64),
+        nb.carray(pointer_to(job.rows), (job.row_count, 5), np.int64),
+        nb.carray(pointer_to(job.partial_rows), (job.partial_count,), np.int64),
+        nb.carray(pointer_to(job.counters), (2 + job.row_count,), np.int64),
+    )
+
+
+@compiled
+def scratch_of(job: Any) -> Any:
+    """by_head, scores and queries of a thread: see `_attend_tile`"""
+    return (
+        np.empty((job.kv_heads, TILE), np.float32),
+        np.empty((job.q_heads, TILE), np.float32),
+        np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32),
+    )
+
+
+@compiled
+def attend(
+    job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows: Any, scratch: Any
+) -> None:
+    """Writes the partial results of an item."""
+    by_head, scores, queries = scratch
+    largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
+    total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
+    weighted = nb.carray(pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32)
     by_position = (1, keys.shape[1], job.kv_heads)
     key_scales = nb.carray(pointer_to(job.key_scales), by_position, np.float32)
     value_scales = nb.carray(pointer_to(job.value_scales), by_position, np.float32)
-    are_rounded = job.key_scales != 0
-    by_head = np.empty((job.kv_heads, TILE), np.float32)
-    scores = np.empty((job.q_heads, TILE), np.float32)
-    queries = np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32)
+    table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
+    begin = item[3]
+    readers = item[4] - begin
+    for reader in range(readers):
+        p = begin + reader
+        _read_query(job, rows[partial_rows[p], 0], queries[reader])
+        largest[p, :] = NOTHING
+        total[p, :] = np.float32(0)
+        weighted[p, :, :] = np.float32(0)
+    for tile in range(item[1], item[2], TILE):
+        tile_end = min(tile + TILE, item[2])
+        for reader in range(readers):
+            p = begin + reader
+            row = rows[partial_rows[p]]
+            first, end = max(tile, row[1]), min(tile_end, row[2])
+            if first < end:
+                _attend_tile(
+                    queries[reader],
+                    keys,
+                    values,
+                    key_scales,
+                    value_scales,
+                    job.are_latents,
+                    job.key_scales != 0,
+                    by_head,
+                    table,
+                    first,
+                    end - first,
+                    job.softcap,
+                    scores,
+                    largest[p],
+                    total[p],
+                    weighted[p],
+                )
+
+
+@compiled
+def _work(job: Any, keys: Any, values: Any) -> None:
+    """One thread's share: items, as long as there are any."""
+    items, rows, partial_rows, counters = arrays_of(job)
+    scratch = scratch_of(job)
     while True:
         number = fetch_add(counters, 0, 1)
         if number >= job.item_count:
             return
         item = items[number]
-        table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
-        begin = item[3]
-        readers = item[4] - begin
-        for reader in range(readers):
-            p = begin + reader
-            _read_query(job, rows[partial_rows[p], 0], queries[reader])
-            largest[p, :] = NOTHING
-            total[p, :] = np.float32(0)
-            weighted[p, :, :] = np.float32(0)
-        for tile in range(item[1], item[2], TILE):
-            tile_end = min(tile + TILE, item[2])
-            for reader in range(readers):
-                p = begin + reader
-                row = rows[partial_rows[p]]
-                first, end = max(tile, row[1]), min(tile_end, row[2])
-                if first < end:
-                    _attend_tile(
-                        queries[reader],
-                        keys,
-                        values,
-                        key_scales,
-                        value_scales,
-                        job.are_latents,
-                        are_rounded,
-                        by_head,
-                        table,
-                        first,
-                        end - first,
-                        job.softcap,
-                        scores,
-                        largest[p],
-                        total[p],
-                        weighted[p],
-                    )
-        for p in range(begin, item[4]):
-            row_number = partial_rows[p]
-            if fetch_add(counters, 1 + row_number, -1) == 1:
-                row = rows[row_number]
-                order = nb.carray(pointer_to(job.order + 8 * row[3]), (row[4] - row[3],), np.int64)
-                _merge(job, row[0], order, largest, total, weighted)
+        attend(job, item, keys, values, rows, partial_rows, scratch)
+        end_item(job, item, rows, partial_rows, counters)
 
 
 @compiled

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
-from rootstock.cache.plan import NO_BLOCK
 from rootstock.kernels.rounded_rows import PoolRows
 from rootstock.kernels.scores import Scores, StepAttention
-from rootstock.kernels.spans import EVERYTHING, Slots, Span, common_blocks, slots_of
+from rootstock.kernels.spans import EVERYTHING, Slots, Span, readings, slots_of
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -111,17 +110,6 @@ class PagedAttention:
     def _is_worth_sharing(self, readers: int, positions: int) -> bool:
         return (readers - 1) * positions >= self._tuning.share_from
 
-    def shared_slices(self, span: Span, first: int, end: int) -> list[Slice]:
-        """The positions first … end - 1 of a sequence, which several decodes read together."""
-        return self._slices((), span, first, end, 4 * self._slice_tokens)
-
-    def attend_slice(
-        self, part: Slice, query: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """query [1, kv_heads, rows, head_dim], keys and values [slots, kv_heads, head_dim] → as the query, and its
-        log-sum-exp [1, kv_heads, rows] float32"""
-        return _Context(keys, values, scores, self._stage).attend(part, query)
-
     def _bands(self, span: Span, family: TokenFamily) -> list[_Band]:
         cuts = [span.past, *self._cuts(span, family), span.end]
         return [self._band(span, family, begin, end) for begin, end in pairwise(cuts)]
@@ -173,7 +161,7 @@ class PagedAttention:
     def _levels(self, decodes: Sequence[Span], family: TokenFamily = EVERYTHING) -> list[_Level]:
         depth = [0] * len(decodes)  # slices of each decode so far
         levels: list[list[Slice]] = []
-        for rows, first, end in self.readings(decodes, family, self._is_worth_sharing):
+        for rows, first, end in readings(decodes, family, self._block_size, self._is_worth_sharing):
             for part in self._slices(tuple(rows), decodes[rows[0]], first, end, self._slice_tokens):
                 level = depth[rows[0]]
                 if level == len(levels):
@@ -182,44 +170,6 @@ class PagedAttention:
                 for row in rows:
                     depth[row] = level + 1
         return [_level(tuple(slices), len(decodes)) for slices in levels]
-
-    def readings(
-        self, decodes: Sequence[Span], family: TokenFamily, worth: Callable[[int, int], bool]
-    ) -> Iterator[tuple[list[int], int, int]]:
-        """Which decodes together read which positions, first … end - 1; in order for each of them, its own last.
-
-        `worth` tells of (readers, positions) whether they read these together.
-        """
-        # Only blocks before the one that a decode writes to can be shared, so each keeps a slice of its own.
-        tables = [span.blocks[: (span.end - 1) // self._block_size] for span in decodes]
-        # Groups that have read what they see before `begin` and have the blocks before `at` in common from there on,
-        # and the one at `at`. Last in, first out: a walk of the tree that they make, which may be deep.
-        pending: list[tuple[list[int], int, int]] = []
-
-        def part(rows: list[int], begin: int, at: int) -> None:
-            groups: dict[int, list[int]] = {}
-            for row in rows:
-                ended = NO_BLOCK - 1 - row  # no block's id, and nobody else's
-                groups.setdefault(int(tables[row][at]) if at < len(tables[row]) else ended, []).append(row)
-            pending.extend((group, begin, at) for group in reversed(groups.values()))
-
-        # What is read together begins at one position, so only decodes that see from the same one on can share.
-        alike: dict[int, list[int]] = {}
-        for row, span in enumerate(decodes):
-            alike.setdefault(family.tail_start(span.past), []).append(row)
-        for first, rows in reversed(alike.items()):
-            part(rows, first, first // self._block_size)
-        while pending:
-            group, begin, at = pending.pop()
-            if len(group) == 1:
-                yield group, begin, decodes[group[0]].end
-                continue
-            at += common_blocks([tables[row] for row in group], at)
-            end = at * self._block_size
-            if worth(len(group), end - begin):
-                yield group, begin, end
-                begin = end
-            part(group, begin, at)
 
 
 def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:

@@ -80,13 +80,7 @@ class Kernels:
 
             self.gather = NumbaAttention(block_size, self.gather)
             if self.paged is not None:
-                self.paged = (
-                    NumbaAttention(block_size, self.paged)
-                    if tuning is None
-                    else NumbaAttention(
-                        block_size, self.paged, share_from=tuning.share_from, sharing_costs_readers=1
-                    )
-                )
+                self.paged = NumbaAttention(block_size, self.paged)
             if any(layer.kind == "latent" and layer.dtype == torch.float32 for layer in layers):
                 beside = paged_latents(block_size, widest, tuning)
                 self.latent = LatentAttention(
