@@ -87,13 +87,14 @@ def _score_block(
     n: Any,
     scores: Any,
     at: Any,
+    readers: Any,
 ) -> None:
     """scores[h, at + i] += query[h, start: start + dim] · pool[block, offset + i, kv head of h], for i < n
 
-    query [q_heads, key_dim], pool [blocks, block_size, kv_heads, dim], scores [q_heads, TILE]; `next_block` of
-    `next_pool` is read after this one.
+    query [readers · q_heads, key_dim], pool [blocks, block_size, kv_heads, dim], scores [readers · q_heads, TILE];
+    `next_block` of `next_pool` is read after this one.
     """
-    q_heads = query.shape[0]
+    q_heads = query.shape[0] // readers
     _, size, kv_heads, dim = pool.shape
     group = q_heads // kv_heads
     i = np.int64(0)
@@ -105,20 +106,22 @@ def _score_block(
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
                     prefetch_rows(next_pool, next_block, ahead - size, kv_head)
-                h = kv_head * group
-                while h + 2 <= (kv_head + 1) * group:
-                    score_two(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
-                    h += 2
-                if h < (kv_head + 1) * group:
-                    score_one(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+                for reader in range(readers):  # all of them while the rows are in the first level of the cache
+                    h = reader * q_heads + kv_head * group
+                    end = h + group
+                    while h + 2 <= end:
+                        score_two(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+                        h += 2
+                    if h < end:
+                        score_one(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
             i += ROWS
     while i < n:
-        for kv_head in range(kv_heads):
-            for h in range(kv_head * group, (kv_head + 1) * group):
-                total = np.float32(0)
-                for d in range(dim):
-                    total += query[h, start + d] * widen(pool[block, offset + i, kv_head, d])
-                scores[h, at + i] += total
+        for h in range(query.shape[0]):
+            kv_head = h % q_heads // group
+            total = np.float32(0)
+            for d in range(dim):
+                total += query[h, start + d] * widen(pool[block, offset + i, kv_head, d])
+            scores[h, at + i] += total
         i += 1
 
 
@@ -159,19 +162,22 @@ def _weigh_block(
 
 
 @compiled
-def _scale_tile(scores: Any, scales: Any, table: Any, first: Any, n: Any, by_head: Any) -> None:
+def _scale_tile(
+    scores: Any, scales: Any, table: Any, first: Any, n: Any, readers: Any, by_head: Any
+) -> None:
     """scores[h, i] *= the scale of position first + i and the KV head of h, for i < n
 
-    scores [q_heads, TILE], scales [blocks, block_size, kv_heads], by_head [kv_heads, TILE] scratch
+    scores [readers · q_heads, TILE], scales [blocks, block_size, kv_heads], by_head [kv_heads, TILE] scratch
     """
     size = scales.shape[1]
-    group = scores.shape[0] // by_head.shape[0]
+    q_heads = scores.shape[0] // readers
+    group = q_heads // by_head.shape[0]
     for i in range(n):
         of_position = scales[table[(first + i) // size], (first + i) % size]
         for kv_head in range(by_head.shape[0]):
             by_head[kv_head, i] = of_position[kv_head]
     for h in range(scores.shape[0]):
-        row, factors = scores[h], by_head[h // group]
+        row, factors = scores[h], by_head[h % q_heads // group]
         for i in range(n):
             row[i] *= factors[i]
 
@@ -221,14 +227,16 @@ def _attend_tile(
     first: Any,
     n: Any,
     softcap: Any,
+    readers: Any,
     scores: Any,
     largest: Any,
     total: Any,
     weighted: Any,
 ) -> None:
-    """One row over the positions first … first + n - 1 of one sequence, n ≤ TILE; adds to largest, total, weighted.
+    """Some rows over the positions first … first + n - 1 of one sequence, n ≤ TILE; adds to largest, total, weighted.
 
-    query [q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [q_heads, TILE] scratch
+    query [readers · q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [readers · q_heads,
+    TILE] scratch, largest and total [readers · q_heads], weighted [readers · q_heads, value_dim]
     Scales, where keys and values are rounded: [blocks, block_size, kv_heads]. A key's belongs to its score, a value's
     to its weight, so nothing is ever multiplied out. by_head [kv_heads, TILE] is scratch for them.
     """
@@ -247,27 +255,30 @@ def _attend_tile(
         following = np.int64(table[index + 1] if index < last else table[begin])
         if are_latents:
             # What comes after the last keys are values: keys again, and in the cache.
-            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at)
-            _score_block(query, rank, values, block, values, following, offset, count, scores, at)
+            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at, readers)
+            _score_block(query, rank, values, block, values, following, offset, count, scores, at, readers)
         elif index < last:
-            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at)
+            _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at, readers)
         else:
-            _score_block(query, beginning, keys, block, values, following, offset, count, scores, at)
+            _score_block(query, beginning, keys, block, values, following, offset, count, scores, at, readers)
         at += count
     if are_rounded:
-        _scale_tile(scores, key_scales, table, first, n, by_head)
+        _scale_tile(scores, key_scales, table, first, n, readers, by_head)
     _weights_of(scores, n, softcap, largest, total, weighted)
     if are_rounded:
-        _scale_tile(scores, value_scales, table, first, n, by_head)
+        _scale_tile(scores, value_scales, table, first, n, readers, by_head)
     weighed = keys if are_latents else values
-    at = beginning
-    for index in range(begin, last + 1):
-        offset = (first + at) % size
-        count = min(n - at, size - offset)
-        block = np.int64(table[index])
-        following = np.int64(table[index + 1] if index < last else table[index])
-        _weigh_block(scores, at, weighed, block, following, offset, count, weighted)
-        at += count
+    q_heads = weighted.shape[0] // readers
+    for reader in range(readers):  # one at a time, while its sums are in the first level of the cache
+        own = slice(reader * q_heads, (reader + 1) * q_heads)
+        at = beginning
+        for index in range(begin, last + 1):
+            offset = (first + at) % size
+            count = min(n - at, size - offset)
+            block = np.int64(table[index])
+            following = np.int64(table[index + 1] if index < last else table[index])
+            _weigh_block(scores[own], at, weighed, block, following, offset, count, weighted[own])
+            at += count
 
 
 @compiled
@@ -349,8 +360,8 @@ def scratch_of(job: Any) -> Any:
     """by_head, scores and queries of a thread: see `_attend_tile`"""
     return (
         np.empty((job.kv_heads, TILE), np.float32),
-        np.empty((job.q_heads, TILE), np.float32),
-        np.empty((job.most_readers, job.q_heads, job.key_dim), np.float32),
+        np.empty((job.most_readers * job.q_heads, TILE), np.float32),
+        np.empty((job.most_readers * job.q_heads, job.key_dim), np.float32),
     )
 
 
@@ -369,21 +380,26 @@ def attend(
     table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
     begin = item[3]
     readers = item[4] - begin
+    all_see_all = True
     for reader in range(readers):
         p = begin + reader
-        _read_query(job, rows[partial_rows[p], 0], queries[reader])
+        row = rows[partial_rows[p]]
+        _read_query(job, row[0], queries[reader * job.q_heads : (reader + 1) * job.q_heads])
+        all_see_all = all_see_all and row[1] <= item[1] and item[2] <= row[2]
         largest[p, :] = NOTHING
         total[p, :] = np.float32(0)
         weighted[p, :, :] = np.float32(0)
+    at_once = readers if all_see_all else 1
+    heads = at_once * job.q_heads
     for tile in range(item[1], item[2], TILE):
         tile_end = min(tile + TILE, item[2])
-        for reader in range(readers):
+        for reader in range(0, readers, at_once):
             p = begin + reader
             row = rows[partial_rows[p]]
             first, end = max(tile, row[1]), min(tile_end, row[2])
             if first < end:
                 _attend_tile(
-                    queries[reader],
+                    queries[reader * job.q_heads : reader * job.q_heads + heads],
                     keys,
                     values,
                     key_scales,
@@ -395,10 +411,15 @@ def attend(
                     first,
                     end - first,
                     job.softcap,
-                    scores,
-                    largest[p],
-                    total[p],
-                    weighted[p],
+                    at_once,
+                    scores[:heads],
+                    nb.carray(pointer_to(job.largest + 4 * p * job.q_heads), (heads,), np.float32),
+                    nb.carray(pointer_to(job.total + 4 * p * job.q_heads), (heads,), np.float32),
+                    nb.carray(
+                        pointer_to(job.weighted + 4 * p * job.q_heads * job.value_dim),
+                        (heads, job.value_dim),
+                        np.float32,
+                    ),
                 )
 
 
