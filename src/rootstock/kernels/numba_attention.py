@@ -105,7 +105,7 @@ class _Layout:
     rows: Numbers  # [rows, 5]
     partial_rows: Numbers  # [partials]
     order: Numbers  # [partials]
-    counters: Numbers  # [2 + rows] as they are before a call
+    counters: Numbers  # [1 + rows + threads] as they are before a call
     most_readers: int
     longest: int  # positions of an item, from a multiple of 16 on
     positions: int  # that are read
@@ -220,7 +220,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
         rows,
         partial_rows,
         order,
-        np.concatenate([[0, 0], of_rows]),
+        np.concatenate([[0], of_rows, np.zeros(torch.get_num_threads(), np.int64)]),
         int(readers.max()),
         int((items[:, 2] - items[:, 1] // TILE_ROWS * TILE_ROWS).max()),
         int((items[:, 2] - items[:, 1]).sum()),
@@ -311,7 +311,9 @@ class _Runner:
             scores.softcap or 0.0,
         )
         read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
-        threads = 1 if read < self._serial_bytes else min(torch.get_num_threads(), len(layout.items))
+        most = len(layout.counters) - 1 - len(layout.rows)
+        threads = 1 if read < self._serial_bytes else min(most, len(layout.items))
+        self._job["threads"] = threads
         loops = loops_for(keys.dtype)
         if layout.most_readers > 1 and self._has_matrix_units_for(query, keys, value_dim):
             loops = matrix_loops()

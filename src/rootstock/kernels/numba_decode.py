@@ -62,8 +62,10 @@ JOB = np.dtype(
         ("order", "i8"),  # address of [partials] int64: partial results, row by row
         ("most_readers", "i8"),  # of one item
         # Of all steps.
-        # Address of [2 + rows] int64: the next item, the next thread, and of each row how many items are left.
+        # Address of [1 + rows + threads] int64: how many threads have come, of each row how many items are left, and
+        # of each thread's items how many are claimed.
         ("counters", "i8"),
+        ("threads", "i8"),
         ("scratch", "i8"),  # address of so many bytes for each thread, for the matrix units
         ("scratch_bytes", "i8"),
         ("are_latents", "i8"),
@@ -338,7 +340,7 @@ def end_item(job: Any, item: Any, rows: Any, partial_rows: Any, counters: Any) -
     weighted = nb.carray(pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32)
     for p in range(item[3], item[4]):
         row_number = partial_rows[p]
-        if fetch_add(counters, 2 + row_number, -1) == 1:
+        if fetch_add(counters, 1 + row_number, -1) == 1:
             row = rows[row_number]
             order = nb.carray(pointer_to(job.order + 8 * row[3]), (row[4] - row[3],), np.int64)
             _merge(job, row[0], order, largest, total, weighted)
@@ -351,8 +353,20 @@ def arrays_of(job: Any) -> Any:
         nb.carray(pointer_to(job.items), (job.item_count, 5), np.int64),
         nb.carray(pointer_to(job.rows), (job.row_count, 5), np.int64),
         nb.carray(pointer_to(job.partial_rows), (job.partial_count,), np.int64),
-        nb.carray(pointer_to(job.counters), (2 + job.row_count,), np.int64),
+        nb.carray(pointer_to(job.counters), (1 + job.row_count + job.threads,), np.int64),
     )
+
+
+@compiled
+def claim(job: Any, counters: Any, thread: Any) -> Any:
+    """The next item for a thread, or -1: one of its own part, which its core may have cached, or else of another's."""
+    for other in range(job.threads):
+        part = (thread + other) % job.threads
+        first, end = part * job.item_count // job.threads, (part + 1) * job.item_count // job.threads
+        number = first + fetch_add(counters, 1 + job.row_count + part, 1)
+        if number < end:
+            return number
+    return np.int64(-1)
 
 
 @compiled
@@ -428,9 +442,10 @@ def _work(job: Any, keys: Any, values: Any) -> None:
     """One thread's share: items, as long as there are any."""
     items, rows, partial_rows, counters = arrays_of(job)
     scratch = scratch_of(job)
+    thread = fetch_add(counters, 0, 1)
     while True:
-        number = fetch_add(counters, 0, 1)
-        if number >= job.item_count:
+        number = claim(job, counters, thread)
+        if number < 0:
             return
         item = items[number]
         attend(job, item, keys, values, rows, partial_rows, scratch)

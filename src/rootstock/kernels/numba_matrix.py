@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.kernels.numba_decode import JOB, NOTHING, arrays_of, attend, end_item, scratch_of
+from rootstock.kernels.numba_decode import JOB, NOTHING, arrays_of, attend, claim, end_item, scratch_of
 from rootstock.kernels.numba_target import c_function, compiled, exp, fetch_add, nb, pointer_to
 from rootstock.kernels.numba_tiles import (
     AT_ONCE,
@@ -303,10 +303,11 @@ def _work(job: Any) -> None:
     keys = nb.carray(pointer_to(job.keys), (1, job.block_size, job.kv_heads, job.key_dim), np.uint16)
     values = nb.carray(pointer_to(job.values), (1, job.block_size, job.kv_heads, job.value_dim), np.uint16)
     for_vectors = scratch_of(job)
-    scratch = job.scratch + fetch_add(counters, 1, 1) * job.scratch_bytes
+    thread = fetch_add(counters, 0, 1)
+    scratch = job.scratch + thread * job.scratch_bytes
     while True:
-        number = fetch_add(counters, 0, 1)
-        if number >= job.item_count:
+        number = claim(job, counters, thread)
+        if number < 0:
             break
         item = items[number]
         if item[4] - item[3] == 1:
