@@ -14,7 +14,8 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels import reference, torch_gather
-from rootstock.kernels.numba_attention import NumbaAttention
+from rootstock.kernels.numba_attention import NumbaAttention, _lay_out
+from rootstock.kernels.numba_tiles import are_there
 from rootstock.kernels.scores import Attention
 from rootstock.kernels.spans import EVERYTHING
 from rootstock.kernels.torch_gather import GatherAttention
@@ -57,17 +58,41 @@ def test_gathered_attention_equals_the_reference(batch: RaggedBatch, most_scores
     assert_equals_reference(run(kernel, batch), batch)
 
 
-def numba_attention(batch: RaggedBatch, few_rows: int = 8, serial_bytes: int = 0) -> NumbaAttention:
+def numba_attention(
+    batch: RaggedBatch, few_rows: int = 8, serial_bytes: int = 0, least_item: int = 128
+) -> NumbaAttention:
     beside = GatherAttention(batch.block_size, torch.device("cpu"))
-    return NumbaAttention(batch.block_size, beside, few_rows=few_rows, serial_bytes=serial_bytes)
+    return NumbaAttention(
+        batch.block_size, beside, few_rows=few_rows, serial_bytes=serial_bytes, least_item=least_item
+    )
 
 
-@given(ragged_batches(), st.sampled_from([1, 8, 20]), st.sampled_from([0, 1 << 30]))
-@settings(max_examples=200)
+@given(
+    ragged_batches(),
+    st.sampled_from([1, 8, 20]),
+    st.sampled_from([0, 1 << 30]),
+    st.sampled_from([4, 16, 48, 128]),
+)
+@settings(max_examples=300)
 def test_compiled_attention_equals_the_reference(
-    batch: RaggedBatch, few_rows: int, serial_bytes: int
+    batch: RaggedBatch, few_rows: int, serial_bytes: int, least_item: int
 ) -> None:
-    assert_equals_reference(run(numba_attention(batch, few_rows, serial_bytes), batch), batch)
+    kernel = numba_attention(batch, few_rows, serial_bytes, least_item)
+    assert_equals_reference(run(kernel, batch), batch)
+
+
+@given(
+    ragged_batches(head_dims=(32, 64, 96), block_sizes=(16, 32, 48), dtypes=(torch.bfloat16,)),
+    st.sampled_from([1, 8, 20]),
+    st.sampled_from([4, 16, 48, 128]),
+)
+@settings(max_examples=200)
+@pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
+def test_attention_by_matrix_units_equals_the_reference(
+    batch: RaggedBatch, few_rows: int, least_item: int
+) -> None:
+    kernel = numba_attention(batch, few_rows, 0, least_item)
+    assert_equals_reference(run(kernel, batch), batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,25 +131,49 @@ def test_pools_that_no_loops_are_compiled_for_go_beside() -> None:
     assert_equals_reference(run(numba_attention(batch), batch), batch)
 
 
-@given(ragged_batches(plain=True), st.sampled_from([1, 8, 100]))
-@settings(max_examples=150)
-def test_compiled_attention_of_shared_prefixes_equals_the_reference(
-    batch: RaggedBatch, share_from: int
-) -> None:
-    beside = PagedAttention(batch.block_size, 1, SLICED)
-    kernel = NumbaAttention(
-        batch.block_size, beside, serial_bytes=0, share_from=share_from, sharing_costs_readers=1
-    )
-    assert_equals_reference(run(kernel, batch), batch)
-
-
 def test_a_prefix_of_all_and_one_of_some_are_each_read_once() -> None:
     batch = make_batch([(70, 1), (81, 1), (77, 4), (90, 1), (75, 20)], shared=64)
     batch.spans[1].blocks[16] = batch.spans[0].blocks[16]  # the first two share 68 positions
-    kernel = NumbaAttention(4, PagedAttention(4, 1), share_from=4, sharing_costs_readers=1)
-    shared = kernel._shared([span for span in batch.spans if span.new <= 8], batch.family)
-    assert [(each.spans, each.end) for each in shared] == [((0, 1, 3), 64), ((0, 1), 68)]
-    assert_equals_reference(run(kernel, batch), batch)
+    few = [span for span in batch.spans if span.new <= 8]
+    layout = _lay_out(few, batch.family, 4, 4)
+    items = [(layout.partial_rows[item[3] : item[4]].tolist(), item[1], item[2]) for item in layout.items]
+    of_all = [([0, 1, 6], at, at + 4) for at in range(0, 64, 4)]
+    assert items[:17] == [*of_all, ([0, 1], 64, 68)]
+    assert all(rows in ([0], [1], [2, 3, 4, 5], [6]) for rows, _, _ in items[17:])
+    own = {row: min(first for rows, first, _ in items[17:] if rows == [row]) for row in (0, 1, 6)}
+    assert own == {0: 68, 1: 68, 6: 64}
+    assert_equals_reference(run(numba_attention(batch, least_item=4), batch), batch)
+
+
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_a_row_in_float32_is_the_same_whether_others_read_with_it_or_not(head_dim: int) -> None:
+    lengths = [(700, 1), (650, 1), (3000, 1), (661, 1), (2999, 1), (655, 3)]
+    batch = make_batch(lengths, block_size=16, head_dim=head_dim, shared=640, sinks=True)
+    out = run(numba_attention(batch), batch)
+    assert _lay_out(batch.spans, batch.family, 16, 128).most_readers == 3
+    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+    for span in batch.spans:
+        alone = numba_attention(batch).prepare([replace(span, row=0)])
+        rows = slice(span.row, span.row + span.new)
+        own = alone(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
+        assert torch.equal(own, out[rows])
+
+
+@pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_by_matrix_units_is_the_same_whoever_reads_with_it(head_dim: int) -> None:
+    lengths = [(700 + i, 1) for i in range(21)]
+    batch = make_batch(
+        lengths, block_size=16, q_heads=14, head_dim=head_dim, shared=640, sinks=True, dtype=torch.bfloat16
+    )
+    out = run(numba_attention(batch), batch)
+    assert_equals_reference(out, batch)
+    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+    for pair in (batch.spans[:2], batch.spans[4:7], batch.spans[15:21]):
+        some = numba_attention(batch).prepare([replace(span, row=i) for i, span in enumerate(pair)])
+        rows = slice(pair[0].row, pair[-1].row + 1)
+        own = some(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
+        assert torch.equal(own, out[rows])
 
 
 @pytest.mark.parametrize("window", [1, 30, 300])

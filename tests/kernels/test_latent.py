@@ -91,8 +91,7 @@ def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], f
         latents=True,
         few_rows=few_rows,
         serial_bytes=0,
-        share_from=few_rows,
-        sharing_costs_readers=1,
+        least_item=4 * few_rows,
     )
     assert_equals_expanded(kernel, batch, up, 1e-5)
 

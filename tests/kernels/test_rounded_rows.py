@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
 from kernels.test_attention import assert_equals_reference, numba_attention
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
-from rootstock.kernels.numba_attention import NumbaAttention
 from rootstock.kernels.numba_rounding import RoundingLoops
 from rootstock.kernels.rounded_rows import RoundedRows, rounded, select_rows, widened
 from rootstock.kernels.scores import Attention
@@ -83,17 +82,10 @@ def test_compiled_attention_over_several_items_of_rounded_rows(dtype: torch.dtyp
             assert_equals_reference(*run_rounded(numba_attention(batch), batch))
 
 
-@given(ragged_batches(plain=True), st.sampled_from([1, 8, 40]))
+@given(ragged_batches(plain=True), st.sampled_from([4, 16, 48]))
 @settings(max_examples=60)
-def test_prefixes_that_decodes_share_in_rounded_rows(batch: RaggedBatch, share_from: int) -> None:
-    kernel = NumbaAttention(
-        batch.block_size,
-        PagedAttention(batch.block_size, 1, Tuning(slice_bytes=7, chunk_slice_bytes=20, share_from=1)),
-        serial_bytes=0,
-        share_from=share_from,
-        sharing_costs_readers=1,
-    )
-    assert_equals_reference(*run_rounded(kernel, batch))
+def test_prefixes_that_decodes_share_in_rounded_rows(batch: RaggedBatch, least_item: int) -> None:
+    assert_equals_reference(*run_rounded(numba_attention(batch, least_item=least_item), batch))
 
 
 def test_pools_of_a_dtype_without_loops_go_beside() -> None:

@@ -43,7 +43,9 @@ LATENT_HEADS = (
 SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
 PAGE_BYTES = 4096
 LEAST_ITEM = 128  # positions: short enough that two threads share a short context
-MOST_READERS = 8  # decodes that read an item together: K and V are read an eighth as often, and threads have a choice
+MOST_READERS = (
+    8  # decodes that read an item together: K and V are read an eighth as often, and threads have a choice
+)
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:
@@ -138,9 +140,7 @@ class _Shared:
     unit: int  # positions of an item
 
 
-def _shared(
-    spans: Sequence[Span], family: TokenFamily, block_size: int, units: Numbers
-) -> list[_Shared]:
+def _shared(spans: Sequence[Span], family: TokenFamily, block_size: int, units: Numbers) -> list[_Shared]:
     """Whole items that several decodes have in common; in order for each of them."""
     found = []
     decodes = [number for number, span in enumerate(spans) if span.new == 1]
@@ -174,7 +174,9 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
         own_from[shared.spans] = shared.end
         readers = row_starts[shared.spans]
         for some in np.array_split(readers, -(-len(readers) // MOST_READERS)):
-            for end in range(shared.first // shared.unit * shared.unit + shared.unit, shared.end + 1, shared.unit):
+            for end in range(
+                shared.first // shared.unit * shared.unit + shared.unit, shared.end + 1, shared.unit
+            ):
                 first = max(shared.first, end - shared.unit)
                 shared_items.append((int(table_starts[shared.spans[0]]), first, end))
                 shared_rows.append(some)
@@ -287,6 +289,9 @@ class _Runner:
             layout.fill_in(self._job[0])
             self._filled_in = layout
         memory, kv_heads = self._partials_at, keys.shape[1]
+        read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
+        most = len(layout.counters) - 1 - len(layout.rows)
+        threads = 1 if read < self._serial_bytes else min(most, len(layout.items))
         OF_CALL.pack_into(
             self._job_bytes,
             0,
@@ -307,13 +312,10 @@ class _Runner:
             memory,
             memory + 4 * partials,
             memory + 8 * partials,
+            threads,
             scores.scale,
             scores.softcap or 0.0,
         )
-        read = layout.positions * kv_heads * (key_dim + value_dim) * keys.element_size()
-        most = len(layout.counters) - 1 - len(layout.rows)
-        threads = 1 if read < self._serial_bytes else min(most, len(layout.items))
-        self._job["threads"] = threads
         loops = loops_for(keys.dtype)
         if layout.most_readers > 1 and self._has_matrix_units_for(query, keys, value_dim):
             loops = matrix_loops()

@@ -49,6 +49,7 @@ JOB = np.dtype(
         ("largest", "i8"),  # address of [partials, q_heads] float32
         ("total", "i8"),  # likewise
         ("weighted", "i8"),  # address of [partials, q_heads, value_dim] float32
+        ("threads", "i8"),
         ("scale", "f4"),
         ("softcap", "f4"),  # or 0
         # Of a step.
@@ -65,14 +66,13 @@ JOB = np.dtype(
         # Address of [1 + rows + threads] int64: how many threads have come, of each row how many items are left, and
         # of each thread's items how many are claimed.
         ("counters", "i8"),
-        ("threads", "i8"),
         ("scratch", "i8"),  # address of so many bytes for each thread, for the matrix units
         ("scratch_bytes", "i8"),
         ("are_latents", "i8"),
         ("block_size", "i8"),
     ]
 )
-OF_CALL = struct.Struct("=17q2f")  # one call of it takes a tenth of the time of as many assignments
+OF_CALL = struct.Struct("=18q2f")  # one call of it takes a tenth of the time of as many assignments
 ITEM = ("table", "first", "end", "first_partial", "end_partial")  # columns of `items`
 ROW = ("row", "first", "end", "first_order", "end_order")  # columns of `rows`
 
@@ -108,7 +108,9 @@ def _score_block(
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
                     prefetch_rows(next_pool, next_block, ahead - size, kv_head)
-                for reader in range(readers):  # all of them while the rows are in the first level of the cache
+                for reader in range(
+                    readers
+                ):  # all of them while the rows are in the first level of the cache
                     h = reader * q_heads + kv_head * group
                     end = h + group
                     while h + 2 <= end:
@@ -164,9 +166,7 @@ def _weigh_block(
 
 
 @compiled
-def _scale_tile(
-    scores: Any, scales: Any, table: Any, first: Any, n: Any, readers: Any, by_head: Any
-) -> None:
+def _scale_tile(scores: Any, scales: Any, table: Any, first: Any, n: Any, readers: Any, by_head: Any) -> None:
     """scores[h, i] *= the scale of position first + i and the KV head of h, for i < n
 
     scores [readers · q_heads, TILE], scales [blocks, block_size, kv_heads], by_head [kv_heads, TILE] scratch
@@ -337,7 +337,9 @@ def end_item(job: Any, item: Any, rows: Any, partial_rows: Any, counters: Any) -
     """Merges the rows of which this was the last item."""
     largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
     total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
-    weighted = nb.carray(pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32)
+    weighted = nb.carray(
+        pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32
+    )
     for p in range(item[3], item[4]):
         row_number = partial_rows[p]
         if fetch_add(counters, 1 + row_number, -1) == 1:
@@ -380,14 +382,14 @@ def scratch_of(job: Any) -> Any:
 
 
 @compiled
-def attend(
-    job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows: Any, scratch: Any
-) -> None:
+def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows: Any, scratch: Any) -> None:
     """Writes the partial results of an item."""
     by_head, scores, queries = scratch
     largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
     total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
-    weighted = nb.carray(pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32)
+    weighted = nb.carray(
+        pointer_to(job.weighted), (job.partial_count, job.q_heads, job.value_dim), np.float32
+    )
     by_position = (1, keys.shape[1], job.kv_heads)
     key_scales = nb.carray(pointer_to(job.key_scales), by_position, np.float32)
     value_scales = nb.carray(pointer_to(job.value_scales), by_position, np.float32)

@@ -90,7 +90,9 @@ def _lay_out_queries(job: Any, rows: Any, of_readers: Any, width: Any, tiles: An
 
 
 @compiled
-def _score(job: Any, table: Any, begin: Any, end: Any, b: Any, tiles: Any, width: Any, to: Any, stride: Any) -> None:
+def _score(
+    job: Any, table: Any, begin: Any, end: Any, b: Any, tiles: Any, width: Any, to: Any, stride: Any
+) -> None:
     """Scores of the positions begin … end - 1, the first a multiple of 16, and as many more as make whole tiles.
 
     b: queries as tiles; to: [positions, columns] float32, their rows `stride` bytes apart
@@ -246,6 +248,10 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
     _lay_out_queries(job, rows, of_readers, width, tiles, queries)
     configure(_CONFIGURATIONS.ctypes.data + 2 * width * CONFIGURATION_BYTES)
     _score(job, table, begin, end, queries, tiles, width, scores_at, stride)
+    scale = job.scale
+    if job.softcap > 0:
+        _cap(scores, scale, job.softcap)
+        scale = np.float32(1)
     if first > begin or end < begin + positions:
         _hide(scores, first - begin, end - begin, 0, wide)
     for reader in range(readers):
@@ -254,10 +260,6 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
             for head in range(job.kv_heads):
                 column = head * tiles * width + reader * group
                 _hide(scores, row[1] - begin, row[2] - begin, column, column + group)
-    scale = job.scale
-    if job.softcap > 0:
-        _cap(scores, scale, job.softcap)
-        scale = np.float32(1)
     for column in range(0, wide, 16):
         along = 4 * column
         largest_of_columns(scores_at + along, stride, positions, tops + along)
@@ -269,7 +271,10 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
         )
         for pair in range(0, positions // 2, 16):
             transpose(
-                pairs + pair * stride + along, stride, weights + (column * positions + 2 * pair) * 2, positions * 2
+                pairs + pair * stride + along,
+                stride,
+                weights + (column * positions + 2 * pair) * 2,
+                positions * 2,
             )
     configure(_CONFIGURATIONS.ctypes.data + (2 * width + 1) * CONFIGURATION_BYTES)
     _weigh(job, table, begin, first, end, weights, positions * 2, tiles, width, zeros, values, sums)

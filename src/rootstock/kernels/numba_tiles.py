@@ -61,6 +61,7 @@ def configuration(shapes: list[tuple[int, int]]) -> NDArray[np.uint8]:
 
 # ---- tiles
 
+
 def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), list(arguments))
@@ -133,13 +134,23 @@ def multiply_four(
     """Four times C = A · B, A [16, 32 · steps] bfloat16 with its rows in one piece, B so many tiles in a row."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        a, a_stride, b, steps, c, c_stride = given[:4], given[4], given[5:9], given[9], given[10:14], given[14]
+        a, a_stride, b, steps, c, c_stride = (
+            given[:4],
+            given[4],
+            given[5:9],
+            given[9],
+            given[10:14],
+            given[14],
+        )
         for i in range(AT_ONCE):
             _call(builder, "llvm.x86.tilezero", _I8(i))
         # One after the other, for the sake of the memory, which likes to be read in order; they overlap all the same.
         for i in range(AT_ONCE):
             with cgutils.for_range(builder, steps, intp=_I64) as loop:
-                along_a, along_b = builder.mul(loop.index, _I64(64)), builder.mul(loop.index, _I64(TILE_BYTES))
+                along_a, along_b = (
+                    builder.mul(loop.index, _I64(64)),
+                    builder.mul(loop.index, _I64(TILE_BYTES)),
+                )
                 _load_tile(builder, 4 + i % 2, builder.add(a[i], along_a), a_stride)
                 _load_tile(builder, 6 + i % 2, builder.add(b[i], along_b), _I64(64))
                 _multiply(builder, i, 4 + i % 2, 6 + i % 2)
@@ -272,7 +283,12 @@ def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: 
         rows = [
             _load(builder, builder.add(source, builder.mul(source_stride, _I64(i))), _INTS) for i in range(16)
         ]
-        for span in (1, 2, 4, 8):  # squares of `span` change places across the diagonal of each of twice the size
+        for span in (
+            1,
+            2,
+            4,
+            8,
+        ):  # squares of `span` change places across the diagonal of each of twice the size
             low = [lane if not lane & span else 16 + (lane ^ span) for lane in range(16)]
             high = [lane | span if not lane & span else 16 + lane for lane in range(16)]
             for i in range(16):
