@@ -361,7 +361,7 @@ def arrays_of(job: Any) -> Any:
 
 @compiled
 def claim(job: Any, counters: Any, thread: Any) -> Any:
-    """The next item for a thread, or -1: one of its own part, which its core may have cached, or else of another's."""
+    """The next item for a thread, or -1: of its own part, which its core may have cached, or else of another's."""
     for other in range(job.threads):
         part = (thread + other) % job.threads
         first, end = part * job.item_count // job.threads, (part + 1) * job.item_count // job.threads

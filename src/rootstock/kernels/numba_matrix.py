@@ -329,6 +329,5 @@ def _work_bfloat16(jobs: Any) -> None:
 
 @cache
 def matrix_loops() -> int:
-    """The address of a C function void (JOB *) for pools in bfloat16: compiled, or loaded from disk, at the first call
-    in a process. Only where there are matrix units."""
+    """As `loops_for`, for pools in bfloat16. Only where `fit_matrix_units` says so."""
     return c_function(_work_bfloat16, JOB)

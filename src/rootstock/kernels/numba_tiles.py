@@ -163,7 +163,7 @@ def multiply_four(
 
 def _add_products(count: int) -> Any:
     def add_products(typing: Any, a: Any, a_stride: Any, b: Any, c: Any, c_stride: Any) -> Any:
-        """`count` times C += A · B, tiles of C side by side; A [rows, 32] bfloat16; tiles of B one after the other."""
+        """`count` times C += A · B, tiles of C side by side, tiles of B one after the other; A [rows, 32]."""
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             a, a_stride, b, c, c_stride = given
