@@ -21,7 +21,7 @@ from rootstock.cache.families import TokenFamily
 from rootstock.kernels import numba_decode
 from rootstock.kernels.numba_decode import JOB, OF_CALL
 from rootstock.kernels.numba_matrix import fit_matrix_units, matrix_loops, scratch_bytes
-from rootstock.kernels.numba_tiles import TILE_ROWS
+from rootstock.kernels.numba_tiles import TILE_ROWS, are_there
 from rootstock.kernels.rounded_rows import PoolRows, RoundedRows
 from rootstock.kernels.scores import Attention, Scores, StepAttention
 from rootstock.kernels.spans import EVERYTHING, Span, readings
@@ -60,6 +60,13 @@ def has_loops_for(dtype: torch.dtype) -> bool:
 def loops_for(dtype: torch.dtype) -> int:
     """The address of the loops for pools of this dtype: compiled, or loaded, at the first call in a process."""
     return numba_decode.loops_for(_SEEN_AS[dtype])
+
+
+def compile_loops(dtype: torch.dtype) -> None:
+    """All that may be called for pools of this dtype, so that no request waits for it."""
+    loops_for(dtype)
+    if dtype == torch.bfloat16 and are_there():
+        matrix_loops()
 
 
 class NumbaAttention:

@@ -133,11 +133,11 @@ def _triton_for(device: torch.device) -> Compiled | None:
 
 def compile_for(dtypes: set[torch.dtype]) -> None:
     """Compiles Numba's loops for pools of these dtypes, or loads them: seconds the first time, then tenths."""
-    from rootstock.kernels.numba_attention import has_loops_for, loops_for
+    from rootstock.kernels.numba_attention import compile_loops, has_loops_for
 
     for dtype in dtypes:
         if has_loops_for(dtype):
-            loops_for(dtype)
+            compile_loops(dtype)
 
 
 @cache
