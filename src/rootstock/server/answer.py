@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Failed, Finished, PromptScored, TokenEvent
 from rootstock.errors import RootstockError, StepFailed
+from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone, error_body
-from rootstock.server.generation import Bridge, Generation, total_usage
+from rootstock.server.generation import Bridge, Generation, Indexed, total_usage
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import Call
 from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage_body
@@ -24,6 +25,7 @@ from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage
 log = logging.getLogger(__name__)
 
 SendText = Callable[[str], Awaitable[None]]
+Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # answers the last text
 
 
 class Answerer:
@@ -74,20 +76,34 @@ class Answerer:
         choices = [call.format.whole(index, history) for index, history in enumerate(histories)]
         return JSONResponse(call.format.head | {"choices": choices, "usage": usage_body(usage)})
 
-    async def _stream(self, call: Call, generation: Generation, route: str, send: SendText) -> None:
-        """Sends what happens as it happens. Raises what ends a stream without anybody left to be told."""
+    async def _stream(
+        self, call: Call, generation: Generation, route: str, send: SendText, write: WriteChunk | None
+    ) -> str:
+        """Sends what happens as it happens; answers what is to be sent last.
+
+        Most of what happens are tokens of nothing but text: with `write` those are written as they arrive, and this
+        task is not woken for them. Raises what ends a stream without anybody left to be told.
+        """
         writer = ChunkWriter(call.format, call.include_usage)
+        if write is not None:
+
+            def write_tokens(events: list[Indexed]) -> bool:
+                text = writer.texts(events)
+                return text is not None and (not text or write(text.encode()))
+
+            generation.offer_to(write_tokens)
         ends: dict[int, Finished] = {}
+        text = ""
         try:
             while events := await generation.next():
-                text = ""
                 for index, event in events:
                     assert not isinstance(event, Failed | Aborted)
                     text += writer.chunks(index, event)
                     if isinstance(event, Finished):
                         ends[index] = event
-                if text:
+                if text and len(ends) < len(call.requests):  # the last goes out with the end of the stream
                     await send(text)
+                    text = ""
         except (ClientGone, asyncio.CancelledError, OSError):
             self._metrics.answered(route, "disconnected")
             raise
@@ -97,11 +113,10 @@ class Answerer:
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
-            await send(error_event(error_body(error)))
-            return
+            return error_event(error_body(error))
         usage = total_usage([ends[index] for index in range(len(ends))], call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        await send((writer.usage(usage) if call.include_usage else "") + DONE)
+        return text + (writer.usage(usage) if call.include_usage else "") + DONE
 
     def _bridge_of_this_loop(self) -> Bridge:
         loop = asyncio.get_running_loop()
@@ -117,7 +132,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, stream: Callable[[SendText], Awaitable[None]]) -> None:
+    def __init__(self, generation: Generation, stream: Stream) -> None:
         self._generation = generation
         self._stream = stream
         self.status_code = 200
@@ -134,8 +149,8 @@ class EventStream(Response):
             def send_text(text: str) -> Awaitable[None]:
                 return send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-            await self._stream(send_text)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = await self._stream(send_text, write_chunk_of(scope))
+            await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
         except (ClientGone, OSError):
             pass  # nobody is left to be told
         finally:

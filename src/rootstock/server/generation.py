@@ -24,6 +24,7 @@ from rootstock.server.metrics import Metrics
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]  # ASGI's
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
+Shortcut = Callable[[list[Indexed]], bool]  # whether it took them, all or none
 
 
 class Bridge:
@@ -60,10 +61,12 @@ class Bridge:
     def _deliver(self) -> None:
         # First the flag, then the events: one that arrives in between wakes the loop once too often, not never.
         self._awaited = False
-        arrived = self._arrived
+        arrived, mail = self._arrived, dict[Mailbox, list[Indexed]]()
         while arrived:
             mailbox, event = arrived.popleft()
-            mailbox.put(event)
+            mail.setdefault(mailbox, []).append(event)
+        for mailbox, events in mail.items():
+            mailbox.put(events)
 
 
 class Mailbox:
@@ -73,10 +76,19 @@ class Mailbox:
         self._events: list[Indexed] = []
         self._hung_up = False
         self._waiter: asyncio.Future[None] | None = None
+        self._shortcut: Shortcut = _takes_nothing
 
-    def put(self, event: Indexed) -> None:
-        self._events.append(event)
-        self._wake()
+    def put(self, events: list[Indexed]) -> None:
+        # Past the task only while it sleeps: then it has dealt with all that came before, and the order is kept.
+        sleeps = self._waiter is not None and not self._waiter.done()
+        if not (sleeps and self._shortcut(events)):
+            self._events += events
+            self._wake()
+
+    def offer_to(self, shortcut: Shortcut) -> None:
+        """From now on events that come while the task waits for some are offered to it first: what it takes the task
+        does not get, and sleeps on."""
+        self._shortcut = shortcut
 
     def hang_up(self) -> None:
         """The client is gone: what has come is still to be had, and then ClientGone."""
@@ -99,6 +111,10 @@ class Mailbox:
             raise ClientGone
         events, self._events = self._events, []
         return events
+
+
+def _takes_nothing(_events: list[Indexed]) -> bool:
+    return False
 
 
 class Generation:
@@ -167,6 +183,24 @@ class Generation:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._mailbox.hang_up()
+
+    def offer_to(self, shortcut: Shortcut) -> None:
+        """From now on events that come while `next` is awaited are offered to it, on the loop's thread; it takes none
+        but tokens. What it did not take, or raised at, comes by `next`."""
+        timing = self._timing
+
+        def timed(events: list[Indexed]) -> bool:
+            try:
+                if not shortcut(events):
+                    return False
+            except Exception:  # to be raised where somebody can deal with it: in the task that awaits `next`
+                return False
+            now = timing.now()
+            for index, _ in events:
+                timing.token(index, now)
+            return True
+
+        self._mailbox.offer_to(timed)
 
     async def next(self) -> list[Indexed]:
         """Events in the order in which they happened, as many at once as there are; none when all have ended.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
+from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.text import TextCodec, token_text
 from rootstock.server.openai_request import Json, Prompt
 
@@ -219,14 +219,31 @@ class ChunkWriter:
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
     def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> str:
-        around = self._around_text.get(index)
-        if around is not None and isinstance(event, TokenEvent) and event.logprob is None:
-            return f"{around[0]}{_quoted(event.text)}{around[1]}" if event.text else ""
+        text = self._text_chunk(index, event)
+        if text is not None:
+            return text
         chunks = "".join(map(self._chunk, self._format.choices(index, event)))
-        if around is None:
+        if index not in self._around_text:
             before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(_quoted(_TEXT))
             self._around_text[index] = before, after
         return chunks
+
+    def texts(self, events: Sequence[tuple[int, Event]]) -> str | None:
+        """Their chunks, if they are tokens of nothing but text in choices that have begun; otherwise None. Changes
+        nothing, so that `chunks` may be asked for the same events afterwards."""
+        chunks = ""
+        for index, event in events:
+            chunk = self._text_chunk(index, event)
+            if chunk is None:
+                return None
+            chunks += chunk
+        return chunks
+
+    def _text_chunk(self, index: int, event: Event) -> str | None:
+        around = self._around_text.get(index)
+        if around is None or not isinstance(event, TokenEvent) or event.logprob is not None:
+            return None
+        return f"{around[0]}{_quoted(event.text)}{around[1]}" if event.text else ""
 
     def _chunk(self, choice: Json) -> str:
         return f"{self._before}{_dumps(choice)}{self._after}"

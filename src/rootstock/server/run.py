@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from rootstock.engine.engine import Engine
 from rootstock.errors import AddressUnavailable
+from rootstock.server.connection import Connection
 
 GRACE_S = 10  # for answers that are being sent when the server stops
 
@@ -70,6 +71,9 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                # Not uvloop, even where it is installed: it holds the interpreter while it writes, and steps wait.
+                loop="asyncio",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -1,0 +1,365 @@
+"""Tokens are written to the connection as they arrive, past the task that answers: the stream is the same, whoever
+writes, and a client who reads slowly or goes away is dealt with as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
+from rootstock.server.app import create_app
+from rootstock.server.connection import Connection, write_chunk_of
+from rootstock.server.errors import ClientGone
+from rootstock.server.generation import Generation, Indexed, Mailbox
+
+ID = RequestId("r")
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a stream", "max_tokens": 60}),
+    ("/v1/completions", {"prompt": "of two", "max_tokens": 30, "n": 2, "temperature": 1, "seed": 3}),
+    ("/v1/completions", {"prompt": "with scores", "max_tokens": 9, "logprobs": 1, "echo": True}),
+    ("/v1/completions", {"prompt": "stopped", "max_tokens": 60, "stop": ["zz", "qq"]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 60}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "usage"}],
+            "max_tokens": 40,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+]
+
+
+def token(number: int) -> TokenEvent:
+    return TokenEvent(ID, number, f"{number} ")
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was written past the tasks."""
+    chunks: list[bytes] = []
+    write = Connection._write_chunk
+
+    def noted(self: Connection, data: bytes) -> bool:
+        if taken := write(self, data):
+            chunks.append(data)
+        return taken
+
+    monkeypatch.setattr(Connection, "_write_chunk", noted)
+    return chunks
+
+
+# ---- what a client gets
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_a_stream_has_the_same_bytes_with_and_without_the_shortcut(
+    serve: Any, written: list[bytes], path: str, body: dict[str, Any]
+) -> None:
+    body = {"temperature": 0, "ignore_eos": True, **body, "stream": True}
+    with serve() as served:
+        with served.client.stream("POST", path, json=body) as response:
+            over_a_socket = b"".join(response.iter_raw())
+        assert bool(written) == ("logprobs" not in body)
+        count = len(written)
+        made = served.assembly
+        app = create_app(made.engine, made.codec, made.description, block_size=8)
+        by_tasks = asyncio.run(asked_of(app, path, body))
+        assert len(written) == count
+        assert told(over_a_socket) == told(by_tasks)
+
+
+def told(stream: bytes) -> list[Any]:
+    """Every event, without what differs between two requests: the id and the time, and how many share a chunk."""
+    events = stream.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    for chunk in chunks:
+        assert list(chunk)[:4] == ["id", "object", "created", "model"]
+        del chunk["id"], chunk["created"]
+        if chunk.get("usage"):
+            del chunk["usage"]["prompt_tokens_details"]  # the second has its prompt in the cache
+    return sorted(chunks, key=lambda chunk: chunk["choices"][0]["index"] if chunk["choices"] else 99)
+
+
+async def asked_of(app: Any, path: str, body: dict[str, Any]) -> bytes:
+    """The body that an application answers straight through ASGI, from a server without the extension."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent = bytearray()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.extend(message.get("body", b""))
+
+    await app(
+        {
+            "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"},
+        },
+        receive,
+        send,
+    )  # fmt: skip
+    return bytes(sent)
+
+
+def test_a_client_that_reads_slowly_gets_everything_and_holds_up_nobody(
+    serve: Any, written: list[bytes]
+) -> None:
+    body = {
+        "prompt": "slow",
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 2500,
+        "n": 4,
+    }
+    with serve() as served:
+        host, port = served.client.base_url.host, served.client.base_url.port
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect((host, port))
+            data = json.dumps(body).encode()
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+            )
+            # It computes to its end although nobody reads, and others are answered meanwhile.
+            other = served.complete("other", max_tokens=5, temperature=0, ignore_eos=True)
+            assert other.json()["usage"]["completion_tokens"] == 5
+            served.settled()
+            count = len(written)
+            received = bytearray()
+            while piece := slow.recv(65536):
+                received += piece
+        assert 0 < count < 4 * 2500 - 100  # from some time on nothing was written past the task
+        text = dechunked(bytes(received).partition(b"\r\n\r\n")[2])
+        assert text.endswith(b"data: [DONE]\n\n")
+        chunks = [json.loads(line[6:]) for line in text.decode().split("\n\n")[:-2]]
+        expected = served.complete("slow", max_tokens=2500, temperature=0, ignore_eos=True).json()
+        for index in range(4):
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(choice["text"] for choice in mine) == expected["choices"][0]["text"]
+
+
+def dechunked(body: bytes) -> bytes:
+    whole = bytearray()
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        whole += body[:length]
+        assert body[length : length + 2] == b"\r\n"
+        body = body[length + 2 :]
+        if length == 0:
+            assert not body
+    return bytes(whole)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(serve: Any, written: list[bytes]) -> None:
+    data = json.dumps({"prompt": "old", "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
+    with serve() as served:
+        address = (served.client.base_url.host, served.client.base_url.port)
+        with socket.create_connection(address) as old:
+            old.sendall(
+                b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(data), data)
+            )
+            received = bytearray()
+            while piece := old.recv(65536):
+                received += piece
+    assert not written
+    assert bytes(received).partition(b"\r\n\r\n")[2].count(b"data: ") > 3
+
+
+# ---- who takes an event
+
+END = Finished(ID, "length", Usage(1, 0, 2))
+
+
+class Reader:
+    """A mailbox, what its shortcut was offered, of which it takes tokens, and what its task took."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.offered: list[list[Indexed]] = []
+        self.taken: list[list[Indexed]] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.mailbox.offer_to(self._shortcut)
+
+    def _shortcut(self, events: list[Indexed]) -> bool:
+        self.offered.append(events)
+        return all(isinstance(event, TokenEvent) for _, event in events)
+
+    async def read(self) -> None:
+        while True:
+            self.taken.append(await self.mailbox.take())
+            await self.may_go_on.wait()
+
+
+def beside_a_reader(scenario: Callable[[Reader], Awaitable[None]]) -> None:
+    async def run() -> None:
+        reader = Reader()
+        task = asyncio.create_task(reader.read())
+        await asyncio.sleep(0)
+        await scenario(reader)
+        task.cancel()
+
+    asyncio.run(run())
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_task_that_waits_is_not_woken_for_what_the_shortcut_takes() -> None:
+    async def scenario(reader: Reader) -> None:
+        steps = [[(0, token(step)), (1, token(step))] for step in range(3)]
+        for step in steps:
+            reader.mailbox.put(list(step))
+        await turns()
+        assert reader.offered == steps
+        assert reader.taken == []
+
+    beside_a_reader(scenario)
+
+
+def test_the_shortcut_is_offered_nothing_while_something_waits_for_the_task() -> None:
+    async def scenario(reader: Reader) -> None:
+        reader.mailbox.put([(0, token(0)), (0, END)])  # all or nothing: the task is to run
+        reader.mailbox.put([(1, token(1))])  # and until it does, what follows is for the task, too
+        assert len(reader.offered) == 1
+        await turns()
+        assert reader.taken == [[(0, token(0)), (0, END), (1, token(1))]]
+        reader.mailbox.put([(1, token(2))])
+        assert reader.offered[1:] == [[(1, token(2))]]
+
+    beside_a_reader(scenario)
+
+
+def test_the_shortcut_is_offered_nothing_while_the_task_is_busy_with_what_it_took() -> None:
+    async def scenario(reader: Reader) -> None:
+        reader.may_go_on.clear()
+        reader.mailbox.put([(0, END)])
+        await turns()
+        reader.mailbox.put([(1, token(0))])
+        reader.may_go_on.set()
+        await turns()
+        assert reader.taken == [[(0, END)], [(1, token(0))]]
+        assert reader.offered == [[(0, END)]]
+
+    beside_a_reader(scenario)
+
+
+def test_of_a_client_that_hung_up_the_shortcut_hears_nothing() -> None:
+    async def run() -> None:
+        reader = Reader()
+        task = asyncio.create_task(reader.mailbox.take())
+        await asyncio.sleep(0)
+        reader.mailbox.hang_up()
+        reader.mailbox.put([(0, token(0))])
+        assert await task == [(0, token(0))]
+        assert reader.offered == []
+        with pytest.raises(ClientGone):
+            await reader.mailbox.take()
+
+    asyncio.run(run())
+
+
+class _Timing:
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def token(self, _index: int, _now: float) -> None:
+        self.tokens += 1
+
+
+class _Metrics:
+    def __init__(self) -> None:
+        self.of_all = _Timing()
+
+    def timing(self, _requests: int) -> _Timing:
+        return self.of_all
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_token_is_timed_once_whoever_takes_it(fails: bool) -> None:
+    """What a shortcut raises at is the task's to deal with."""
+
+    async def run() -> None:
+        metrics = _Metrics()
+        generation = Generation(_Engine(), None, metrics)  # type: ignore[arg-type]
+        generation._open.add(0)
+
+        def take(events: list[Indexed]) -> bool:
+            if fails:
+                raise ValueError("no text")
+            return events != [(0, token(1))]
+
+        generation.offer_to(take)
+        task = asyncio.ensure_future(generation.next())
+        await asyncio.sleep(0)
+        generation._mailbox.put([(0, token(0))])
+        generation._mailbox.put([(0, token(1))])
+        assert await task == ([(0, token(0)), (0, token(1))] if fails else [(0, token(1))])
+        assert metrics.of_all.tokens == 2
+
+    asyncio.run(run())
+
+
+class _Engine:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Engine, name)
+
+
+# ---- the connection
+
+
+class _Transport:
+    def __init__(self) -> None:
+        self.written = b""
+        self.closing = False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+class _Flow:
+    write_paused = False
+
+
+def test_a_chunk_is_written_unless_the_client_is_behind_or_gone() -> None:
+    connection = Connection.__new__(Connection)
+    transport, flow = _Transport(), _Flow()
+    connection.transport, connection.flow = transport, flow  # type: ignore[assignment]
+    assert connection._write_chunk(b"data: 0123456789\n\n")
+    assert transport.written == b"12\r\ndata: 0123456789\n\n\r\n"
+    flow.write_paused = True
+    assert not connection._write_chunk(b"x")
+    flow.write_paused, transport.closing = False, True
+    assert not connection._write_chunk(b"x")
+    assert transport.written.endswith(b"9\n\n\r\n")
+
+
+def test_another_server_and_http_1_0_have_no_shortcut() -> None:
+    extensions = {"rootstock.write_chunk": lambda data: True}
+    assert write_chunk_of({"type": "http", "http_version": "1.1"}) is None
+    assert write_chunk_of({"type": "http", "http_version": "1.0", "extensions": extensions}) is None
+    assert write_chunk_of({"type": "http", "http_version": "1.1", "extensions": extensions}) is not None
