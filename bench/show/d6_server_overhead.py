@@ -10,6 +10,8 @@ The client is as lean as one can be (`streaming_client.py`), because it has no m
 of the cores is taken from the engine. Its CPU seconds are told, and what OpenAI's own client in that place makes of
 it, which parses every chunk into objects.
 
+Threads wait for each other as the command line lets them (`rootstock.openmp`).
+
 The model is small on purpose: its steps are short, so that a server's work per token weighs most.
 """
 
@@ -24,17 +26,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from common import at_least, conclude
-from models_80m import write_streaming_llama
-from streaming_client import ClientProcess
 
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig
-from rootstock.engine.assemble import build_engine
-from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Failed, Finished, Request, RequestId, SamplingParams, StopParams
-from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.openmp import wait_briefly
+
+wait_briefly()  # torch reads it when it is loaded
+
+import torch  # noqa: E402
+from common import at_least, conclude  # noqa: E402
+from models_80m import write_streaming_llama  # noqa: E402
+from streaming_client import ClientProcess  # noqa: E402
+
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig  # noqa: E402
+from rootstock.engine.assemble import build_engine  # noqa: E402
+from rootstock.engine.engine import Engine  # noqa: E402
+from rootstock.engine.request import (  # noqa: E402
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+)
+from rootstock.server.app import create_app  # noqa: E402
+from rootstock.server.run import running  # noqa: E402
 
 SHOW = "D6"
 STREAMS = 32

@@ -29,6 +29,7 @@ from rootstock.config import (
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.openmp import wait_briefly
 
 EXIT_STARTUP_ERROR = 2
 
@@ -50,6 +51,7 @@ app.add_typer(cache_app, name="cache", help="What a disk tier's directory holds,
 
 
 def main() -> None:
+    wait_briefly()
     try:
         app()
     except StartupError as error:

@@ -87,6 +87,7 @@ def build_engine(
     `chat_template` is used instead of the model's own. `progress` is called with a stage and how much of it is
     done, from 0 to 1. Takes seconds to minutes; torch is imported here.
     """
+    from rootstock.kernels.torch_threads import end_team
     from rootstock.runtime.torch_files import locate
     from rootstock.runtime.torch_model import load_model
 
@@ -95,7 +96,9 @@ def build_engine(
     # First what loads fast: a missing tokenizer is told before minutes of weights.
     codec = HFTextCodec.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
     runtime = load_model(model, report)
-    return replace(assemble(runtime, codec, cache, engine, tier), model_directory=directory)
+    made = replace(assemble(runtime, codec, cache, engine, tier), model_directory=directory)
+    end_team()  # from here on the engine's thread computes, and this one does not
+    return made
 
 
 def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> int:

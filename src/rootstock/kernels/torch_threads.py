@@ -31,11 +31,23 @@ def run_on_threads(function: int, argument: int, threads: int) -> None:
         _runner()(function, argument, threads)
 
 
+def end_team() -> None:
+    """The threads that help the calling one end, where torch's runtime is libgomp; computing again, it gets others.
+
+    For a thread that has computed and will not any more. libgomp counts the helpers of all threads, and where there
+    are more than processors it lets none of them spin for long: every parallel region then has to wake somebody.
+    """
+    openmp = _torch_openmp()
+    if openmp is not None:
+        openmp.omp_pause_resource_all(_PAUSE_SOFT)
+
+
 @cache
 def _runner() -> Run:
-    parallel = _torch_openmp()
-    if parallel is None:
+    openmp = _torch_openmp()
+    if openmp is None:
         return _run_on_python_threads
+    parallel = openmp.GOMP_parallel
 
     def run(function: int, argument: int, threads: int) -> None:
         parallel(function, argument, threads, 0)
@@ -43,19 +55,26 @@ def _runner() -> Run:
     return run
 
 
+@cache
 def _torch_openmp() -> Any:
-    """GOMP_parallel of the OpenMP runtime that torch is linked with, or None."""
+    """The OpenMP runtime that torch is linked with if it is libgomp, or None."""
     for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         try:
-            function = ctypes.CDLL(str(library)).GOMP_parallel  # found in what the library depends on
+            openmp = ctypes.CDLL(str(library))
+            parallel, pause = (
+                openmp.GOMP_parallel,
+                openmp.omp_pause_resource_all,
+            )  # of what the library depends on
         except (OSError, AttributeError):
             continue
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        return function
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        pause.argtypes = [ctypes.c_int]
+        return openmp
     return None
 
 
+_PAUSE_SOFT = 1  # omp_pause_soft: what was set stays set
 _VOID_OF_POINTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # calls without the interpreter's lock
 
 

@@ -1,0 +1,77 @@
+"""The threads that compute: how they wait for work, and that they end when they are told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rootstock.kernels import torch_threads
+from rootstock.kernels.torch_threads import end_team
+from rootstock.openmp import SPINS, wait_briefly
+
+
+def threads_of_this_process() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def compute(threads: int) -> torch.Tensor:
+    torch.set_num_threads(threads)
+    return torch.ones(2000, 2000).exp().sum()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_a_team_that_ended_leaves_no_threads_and_is_had_again() -> None:
+    if torch_threads._torch_openmp() is None:
+        pytest.skip("torch computes with another runtime than libgomp")
+    before, seen, results = torch.get_num_threads(), [], []
+
+    def scenario() -> None:  # on a thread that has no team yet
+        seen.append(threads_of_this_process())
+        results.append(compute(3))
+        seen.append(threads_of_this_process())
+        end_team()
+        seen.append(threads_of_this_process())
+        results.append(compute(3))
+        end_team()
+
+    thread = threading.Thread(target=scenario)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert seen[1] >= seen[0] + 2
+    assert seen[2] == seen[1] - 2
+    assert results[0] == results[1]
+
+
+def test_without_libgomp_there_is_no_team_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_threads, "_torch_openmp", lambda: None)
+    end_team()
+
+
+@pytest.mark.parametrize("said", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_what_the_environment_says_about_waiting_is_kept(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(said, "7")
+    before = dict(os.environ)
+    wait_briefly()
+    assert dict(os.environ) == before
+
+
+def test_threads_wait_briefly_if_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == str(SPINS)
+
+
+def test_the_command_line_says_so_before_torch_is_loaded() -> None:
+    code = "import sys, rootstock.cli, rootstock.server.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
