@@ -18,11 +18,22 @@ from rootstock.kernels.numba_target import c_function, compiled, exp, fetch_add,
 from rootstock.kernels.numba_vectors import (
     LANES,
     ROWS,
+    holds_bfloat16,
+    join_row,
+    part_row,
     prefetch_rows,
+    score_last,
+    score_last_parted,
     score_one,
+    score_one_parted,
     score_two,
+    score_two_parted,
+    weigh_last,
+    weigh_last_parted,
     weigh_one,
+    weigh_one_parted,
     weigh_two,
+    weigh_two_parted,
 )
 
 TILE = 64  # positions whose scores are weighed together
@@ -99,34 +110,50 @@ def _score_block(
     q_heads = query.shape[0] // readers
     _, size, kv_heads, dim = pool.shape
     group = q_heads // kv_heads
+    parted = _are_parted(pool)
     i = np.int64(0)
     if dim % LANES == 0:
         while i + ROWS <= n:
             ahead = offset + i + AHEAD
+            row = offset + i
             for kv_head in range(kv_heads):
                 if ahead + ROWS <= size:
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
                     prefetch_rows(next_pool, next_block, ahead - size, kv_head)
-                for reader in range(
-                    readers
-                ):  # all of them while the rows are in the first level of the cache
+                for reader in range(readers):  # all, while these rows are in the first level of the cache
                     h = reader * q_heads + kv_head * group
                     end = h + group
                     while h + 2 <= end:
-                        score_two(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+                        if parted:
+                            score_two_parted(query, h, start, pool, block, row, kv_head, scores, at + i)
+                        else:
+                            score_two(query, h, start, pool, block, row, kv_head, scores, at + i)
                         h += 2
-                    if h < end:
-                        score_one(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+                    if h < end and parted:
+                        score_one_parted(query, h, start, pool, block, row, kv_head, scores, at + i)
+                    elif h < end:
+                        score_one(query, h, start, pool, block, row, kv_head, scores, at + i)
             i += ROWS
     while i < n:
         for h in range(query.shape[0]):
             kv_head = h % q_heads // group
-            total = np.float32(0)
-            for d in range(dim):
-                total += query[h, start + d] * widen(pool[block, offset + i, kv_head, d])
-            scores[h, at + i] += total
+            if parted:
+                score_last_parted(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+            elif dim % LANES == 0:
+                score_last(query, h, start, pool, block, offset + i, kv_head, scores, at + i)
+            else:
+                total = np.float32(0)
+                for d in range(dim):
+                    total += query[h, start + d] * widen(pool[block, offset + i, kv_head, d])
+                scores[h, at + i] += total
         i += 1
+
+
+@compiled
+def _are_parted(pool: Any) -> Any:
+    """Whether the loops part even and odd dimensions; pool [blocks, block_size, kv_heads, dim]"""
+    return holds_bfloat16(pool) and pool.shape[3] % (2 * LANES) == 0
 
 
 @compiled
@@ -140,25 +167,38 @@ def _weigh_block(
     q_heads, dim = weighted.shape
     _, size, kv_heads, _ = pool.shape
     group = q_heads // kv_heads
+    parted = _are_parted(pool)
     i = np.int64(0)
     if dim % LANES == 0:
         while i + ROWS <= n:
             ahead = offset + i + AHEAD
+            row = offset + i
             for kv_head in range(kv_heads):
                 if ahead + ROWS <= size:
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
                     prefetch_rows(pool, next_block, ahead - size, kv_head)
                 h = kv_head * group
-                while h + 2 <= (kv_head + 1) * group:
-                    weigh_two(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+                end = h + group
+                while h + 2 <= end:
+                    if parted:
+                        weigh_two_parted(scores, at + i, h, pool, block, row, kv_head, weighted)
+                    else:
+                        weigh_two(scores, at + i, h, pool, block, row, kv_head, weighted)
                     h += 2
-                if h < (kv_head + 1) * group:
-                    weigh_one(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+                if h < end and parted:
+                    weigh_one_parted(scores, at + i, h, pool, block, row, kv_head, weighted)
+                elif h < end:
+                    weigh_one(scores, at + i, h, pool, block, row, kv_head, weighted)
             i += ROWS
     while i < n:
-        for kv_head in range(kv_heads):
-            for h in range(kv_head * group, (kv_head + 1) * group):
+        for h in range(q_heads):
+            kv_head = h // group
+            if parted:
+                weigh_last_parted(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+            elif dim % LANES == 0:
+                weigh_last(scores, at + i, h, pool, block, offset + i, kv_head, weighted)
+            else:
                 weight = scores[h, at + i]
                 for d in range(dim):
                     weighted[h, d] += weight * widen(pool[block, offset + i, kv_head, d])
@@ -405,6 +445,9 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
         largest[p, :] = NOTHING
         total[p, :] = np.float32(0)
         weighted[p, :, :] = np.float32(0)
+    if _are_parted(keys):
+        for row_of_query in range(readers * job.q_heads):
+            part_row(queries, row_of_query)
     at_once = readers if all_see_all else 1
     heads = at_once * job.q_heads
     for tile in range(item[1], item[2], TILE):
@@ -437,6 +480,14 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
                         np.float32,
                     ),
                 )
+    if _are_parted(values):
+        sums = nb.carray(
+            pointer_to(job.weighted + 4 * begin * job.q_heads * job.value_dim),
+            (readers * job.q_heads, job.value_dim),
+            np.float32,
+        )
+        for row_of_sums in range(readers * job.q_heads):
+            join_row(sums, row_of_sums)
 
 
 @compiled

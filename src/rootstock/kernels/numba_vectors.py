@@ -5,7 +5,8 @@ adds up the lanes of each sum on its own: at 128 dimensions that cost three time
 vectors, their order and the sums of eight products at once are written down in LLVM's intermediate code, which it
 compiles for any processor.
 
-Each of these reads `ROWS` rows of one head of a block. Dimensions are multiples of `LANES`.
+Dimensions are multiples of `LANES`. Of bfloat16, where they are multiples of twice as many, the even and the odd ones
+of each 32 are parted in registers, and so they are in queries and sums.
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ def _load(builder: ir.IRBuilder, address: ir.Value, dtype: Any) -> ir.Value:
         return builder.sitofp(loaded, _FLOATS)
     wide = builder.shl(builder.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
     return builder.bitcast(wide, _FLOATS)
+
+
+def _load_pairs(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """`2 · LANES` elements of bfloat16 as float32: those with even numbers, and those with odd ones. To take apart what
+    lies in 32 bits takes one instruction for each half, and to widen in order two."""
+    both = builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2)
+    even = builder.shl(both, ir.Constant(_INTS, [16] * LANES))
+    odd = builder.and_(both, ir.Constant(_INTS, [-0x10000] * LANES))
+    return [builder.bitcast(half, _FLOATS) for half in (even, odd)]
+
+
+def _load_row(builder: ir.IRBuilder, address: ir.Value, dtype: Any, paired: bool) -> list[ir.Value]:
+    return _load_pairs(builder, address) if paired else [_load(builder, address, dtype)]
 
 
 def _size_of(dtype: Any) -> int:
@@ -101,7 +115,7 @@ class _Array:
 # ---- what compiled code calls
 
 
-def _score_rows(heads: int) -> Any:
+def _score_rows(heads: int, rows: int, paired: bool) -> Any:
     def score(
         typing: Any,
         query: Any,
@@ -114,28 +128,35 @@ def _score_rows(heads: int) -> Any:
         scores: Any,
         at: Any,
     ) -> Any:
-        """scores[head + h, at + r] += query[head + h, start …] · pool[block, row + r, kv_head], of `ROWS` rows
+        """scores[head + h, at + r] += query[head + h, start …] · pool[block, row + r, kv_head], over some rows
 
         query [q_heads, ≥ start + dim] and scores [q_heads, …] float32, pool [blocks, block_size, kv_heads, dim]
         """
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            if paired and pool.dtype != types.uint16:
+                return context.get_dummy_value()  # never called
             queries, keys, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
             head, start, block, row, kv_head, at = (given[i] for i in (1, 2, 4, 5, 6, 8))
-            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(heads * ROWS)]
+            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(heads * rows)]
             for total in totals:
                 builder.store(ir.Constant(_FLOATS, [0.0] * LANES), total)
             numbers = [builder.add(head, _I64(h)) for h in range(heads)]
-            rows = [builder.add(row, _I64(r)) for r in range(ROWS)]
-            with cgutils.for_range_slice(builder, _I64(0), keys.shape[3], _I64(LANES), _I64) as (d, _):
-                vectors = [_load(builder, keys.address(block, r, kv_head, d), pool.dtype) for r in rows]
+            places = [builder.add(row, _I64(r)) for r in range(rows)]
+            step = _I64(2 * LANES if paired else LANES)
+            with cgutils.for_range_slice(builder, _I64(0), keys.shape[3], step, _I64) as (d, _):
+                of_rows = [
+                    _load_row(builder, keys.address(block, r, kv_head, d), pool.dtype, paired) for r in places
+                ]
                 for h, number in enumerate(numbers):
-                    q = _load(builder, queries.address(number, builder.add(start, d)), types.float32)
-                    for vector, total in zip(vectors, totals[h * ROWS : (h + 1) * ROWS], strict=True):
-                        builder.store(_add_product(builder, builder.load(total), q, vector), total)
+                    for part in range(len(of_rows[0])):
+                        along = builder.add(start, builder.add(d, _I64(part * LANES)))
+                        q = _load(builder, queries.address(number, along), types.float32)
+                        for vectors, total in zip(of_rows, totals[h * rows : (h + 1) * rows], strict=True):
+                            builder.store(_add_product(builder, builder.load(total), q, vectors[part]), total)
             sums = _sums(builder, [builder.load(total) for total in totals])
             for h, number in enumerate(numbers):
-                of_head = _shuffle(builder, sums, sums, [h * ROWS + r for r in range(ROWS)])
+                of_head = _shuffle(builder, sums, sums, [h * rows + r for r in range(rows)])
                 place = builder.inttoptr(out.address(number, at), of_head.type.as_pointer())
                 builder.store(builder.fadd(builder.load(place, align=4), of_head), place, align=4)
             return context.get_dummy_value()
@@ -146,7 +167,7 @@ def _score_rows(heads: int) -> Any:
     return intrinsic(score)
 
 
-def _weigh_rows(heads: int) -> Any:
+def _weigh_rows(heads: int, rows: int, paired: bool) -> Any:
     def weigh(
         typing: Any,
         weights: Any,
@@ -158,32 +179,77 @@ def _weigh_rows(heads: int) -> Any:
         kv_head: Any,
         sums: Any,
     ) -> Any:
-        """sums[head + h] += Σ weights[head + h, at + r] · pool[block, row + r, kv_head], over `ROWS` rows
+        """sums[head + h] += Σ weights[head + h, at + r] · pool[block, row + r, kv_head], over some rows
 
         weights [q_heads, …] and sums [q_heads, dim] float32, pool [blocks, block_size, kv_heads, dim]
         """
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            if paired and pool.dtype != types.uint16:
+                return context.get_dummy_value()  # never called
             weighing, values, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
             at, head, block, row, kv_head = (given[i] for i in (1, 2, 4, 5, 6))
             numbers = [builder.add(head, _I64(h)) for h in range(heads)]
-            rows = [builder.add(row, _I64(r)) for r in range(ROWS)]
-            places = [builder.add(at, _I64(r)) for r in range(ROWS)]
-            splats = [[_splat(builder, weighing.address(n, place)) for place in places] for n in numbers]
-            with cgutils.for_range_slice(builder, _I64(0), values.shape[3], _I64(LANES), _I64) as (d, _):
-                vectors = [_load(builder, values.address(block, r, kv_head, d), pool.dtype) for r in rows]
+            places = [builder.add(row, _I64(r)) for r in range(rows)]
+            columns = [builder.add(at, _I64(r)) for r in range(rows)]
+            splats = [[_splat(builder, weighing.address(n, column)) for column in columns] for n in numbers]
+            step = _I64(2 * LANES if paired else LANES)
+            with cgutils.for_range_slice(builder, _I64(0), values.shape[3], step, _I64) as (d, _):
+                of_rows = [
+                    _load_row(builder, values.address(block, r, kv_head, d), pool.dtype, paired)
+                    for r in places
+                ]
                 for number, of_head in zip(numbers, splats, strict=True):
-                    place = builder.inttoptr(out.address(number, d), _FLOATS.as_pointer())
-                    total = builder.load(place, align=4)
-                    for vector, weight in zip(vectors, of_head, strict=True):
-                        total = _add_product(builder, total, weight, vector)
-                    builder.store(total, place, align=4)
+                    for part in range(len(of_rows[0])):
+                        along = builder.add(d, _I64(part * LANES))
+                        place = builder.inttoptr(out.address(number, along), _FLOATS.as_pointer())
+                        total = builder.load(place, align=4)
+                        for vectors, weight in zip(of_rows, of_head, strict=True):
+                            total = _add_product(builder, total, weight, vectors[part])
+                        builder.store(total, place, align=4)
             return context.get_dummy_value()
 
         int64 = types.int64
         return types.none(weights, int64, int64, pool, int64, int64, int64, sums), compile_call
 
     return intrinsic(weigh)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def holds_bfloat16(typing: Any, pool: Any) -> Any:
+    """Whether an array's elements are; settled when a loop is compiled."""
+
+    def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return context.get_constant(types.boolean, pool.dtype == types.uint16)
+
+    return types.boolean(pool), compile_call
+
+
+def _rearranged(into_pairs: bool) -> Any:
+    def rearrange(typing: Any, rows: Any, row: Any) -> Any:
+        """rows [n, dim] float32, dim a multiple of 32: the even and the odd ones of each 32 elements of a row are parted,
+        or joined again."""
+
+        def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            array = _Array(context, builder, signature.args[0], given[0])
+            if into_pairs:
+                lanes = [[2 * i + half for i in range(LANES)] for half in range(2)]
+            else:
+                lanes = [
+                    [LANES * (i % 2) + i // 2 for i in range(LANES * half, LANES * (half + 1))]
+                    for half in range(2)
+                ]
+            with cgutils.for_range_slice(builder, _I64(0), array.shape[1], _I64(2 * LANES), _I64) as (d, _):
+                places = [array.address(given[1], builder.add(d, _I64(half * LANES))) for half in range(2)]
+                first, second = (_load(builder, place, types.float32) for place in places)
+                for place, half in zip(places, lanes, strict=True):
+                    moved = _shuffle(builder, first, second, half)
+                    builder.store(moved, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.none(rows, types.int64), compile_call
+
+    return intrinsic(rearrange)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -206,5 +272,14 @@ def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) ->
     return types.none(pool, types.int64, types.int64, types.int64), compile_call
 
 
-score_one, score_two = _score_rows(1), _score_rows(2)
-weigh_one, weigh_two = _weigh_rows(1), _weigh_rows(2)
+# `two` query heads or `one`, over `ROWS` rows; `last`: one head, over one row.
+score_two, score_one, score_last = (_score_rows(*size, False) for size in ((2, ROWS), (1, ROWS), (1, 1)))
+weigh_two, weigh_one, weigh_last = (_weigh_rows(*size, False) for size in ((2, ROWS), (1, ROWS), (1, 1)))
+# So, of bfloat16 whose dimensions are a multiple of 32: queries and sums are parted.
+score_two_parted, score_one_parted, score_last_parted = (
+    _score_rows(*size, True) for size in ((2, ROWS), (1, ROWS), (1, 1))
+)
+weigh_two_parted, weigh_one_parted, weigh_last_parted = (
+    _weigh_rows(*size, True) for size in ((2, ROWS), (1, ROWS), (1, 1))
+)
+part_row, join_row = _rearranged(True), _rearranged(False)
