@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from rootstock.kernels.numba_lanes import LANES
 from rootstock.kernels.numba_target import c_function, compiled, exp, fetch_add, narrow, nb, pointer_to, widen
 from rootstock.kernels.numba_vectors import (
-    LANES,
     ROWS,
     holds_bfloat16,
     join_row,
+    largest_score,
     part_row,
     prefetch_rows,
     score_last,
@@ -34,6 +35,7 @@ from rootstock.kernels.numba_vectors import (
     weigh_one_parted,
     weigh_two,
     weigh_two_parted,
+    weights_of_scores,
 )
 
 TILE = 64  # positions whose scores are weighed together
@@ -237,14 +239,11 @@ def _weights_of(scores: Any, n: Any, softcap: Any, largest: Any, total: Any, wei
                 e = exp(np.float32(-2) * abs(row[i]) / softcap)
                 tanh = (np.float32(1) - e) / (np.float32(1) + e)
                 row[i] = softcap * (tanh if row[i] > 0 else -tanh)
-        top = largest[h]
-        for i in range(n):
-            top = max(top, row[i])
-        s = np.float32(0)
-        for i in range(n):
-            weight = exp(row[i] - top)
-            row[i] = weight
-            s += weight
+        vectors = (n + LANES - 1) // LANES
+        for i in range(n, vectors * LANES):
+            row[i] = NOTHING
+        top = largest_score(scores, h, vectors, largest[h])
+        s = weights_of_scores(scores, h, vectors, top)
         if top != largest[h]:
             shrink = exp(largest[h] - top)
             out = weighted[h]

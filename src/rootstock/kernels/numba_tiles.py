@@ -21,6 +21,22 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from rootstock.kernels.numba_lanes import (
+    FLOATS,
+    I8,
+    I16,
+    I64,
+    INTS,
+    add_product,
+    exp,
+    floats,
+    greater,
+    ints,
+    load,
+    shuffle,
+    splat,
+    store,
+)
 from rootstock.kernels.numba_target import cgutils, intrinsic, types
 
 TILE_ROWS = 16
@@ -32,10 +48,8 @@ AT_ONCE = 4  # products that are under way at a time: each takes 52 cycles, and 
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl
 _ARCH_PRCTL = 158
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES = _I8.as_pointer()
-_INTS, _FLOATS = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
-_HALVES = ir.VectorType(_I16, 32)
+_BYTES = I8.as_pointer()
+_HALVES = ir.VectorType(I16, 32)
 
 
 @cache
@@ -68,15 +82,15 @@ def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
 
 
 def _load_tile(builder: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
-    _call(builder, "llvm.x86.tileloadd64", _I8(tile), builder.inttoptr(address, _BYTES), stride)
+    _call(builder, "llvm.x86.tileloadd64", I8(tile), builder.inttoptr(address, _BYTES), stride)
 
 
 def _store_tile(builder: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
-    _call(builder, "llvm.x86.tilestored64", _I8(tile), builder.inttoptr(address, _BYTES), stride)
+    _call(builder, "llvm.x86.tilestored64", I8(tile), builder.inttoptr(address, _BYTES), stride)
 
 
 def _multiply(builder: ir.IRBuilder, c: int, a: int, b: int) -> None:
-    _call(builder, "llvm.x86.tdpbf16ps", _I8(c), _I8(a), _I8(b))
+    _call(builder, "llvm.x86.tdpbf16ps", I8(c), I8(a), I8(b))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -143,16 +157,16 @@ def multiply_four(
             given[14],
         )
         for i in range(AT_ONCE):
-            _call(builder, "llvm.x86.tilezero", _I8(i))
+            _call(builder, "llvm.x86.tilezero", I8(i))
         # One after the other, for the sake of the memory, which likes to be read in order; they overlap all the same.
         for i in range(AT_ONCE):
-            with cgutils.for_range(builder, steps, intp=_I64) as loop:
+            with cgutils.for_range(builder, steps, intp=I64) as loop:
                 along_a, along_b = (
-                    builder.mul(loop.index, _I64(64)),
-                    builder.mul(loop.index, _I64(TILE_BYTES)),
+                    builder.mul(loop.index, I64(64)),
+                    builder.mul(loop.index, I64(TILE_BYTES)),
                 )
                 _load_tile(builder, 4 + i % 2, builder.add(a[i], along_a), a_stride)
-                _load_tile(builder, 6 + i % 2, builder.add(b[i], along_b), _I64(64))
+                _load_tile(builder, 6 + i % 2, builder.add(b[i], along_b), I64(64))
                 _multiply(builder, i, 4 + i % 2, 6 + i % 2)
         for i in range(AT_ONCE):
             _store_tile(builder, i, c[i], c_stride)
@@ -169,11 +183,11 @@ def _add_products(count: int) -> Any:
             a, a_stride, b, c, c_stride = given
             _load_tile(builder, 4, a, a_stride)
             for i in range(count):
-                _load_tile(builder, i, builder.add(c, _I64(64 * i)), c_stride)
-                _load_tile(builder, 6 + i % 2, builder.add(b, _I64(TILE_BYTES * i)), _I64(64))
+                _load_tile(builder, i, builder.add(c, I64(64 * i)), c_stride)
+                _load_tile(builder, 6 + i % 2, builder.add(b, I64(TILE_BYTES * i)), I64(64))
                 _multiply(builder, i, 4, 6 + i % 2)
             for i in range(count):
-                _store_tile(builder, i, builder.add(c, _I64(64 * i)), c_stride)
+                _store_tile(builder, i, builder.add(c, I64(64 * i)), c_stride)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 5), compile_call
@@ -185,45 +199,6 @@ add_four_products, add_two_products = _add_products(4), _add_products(2)
 
 
 # ---- vectors
-
-
-def _load(builder: ir.IRBuilder, address: Any, vector: Any = _FLOATS) -> Any:
-    return builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
-
-
-def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
-
-
-def _shuffle(builder: ir.IRBuilder, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
-
-def _splat(builder: ir.IRBuilder, number: Any) -> Any:
-    vector = ir.VectorType(number.type, 16)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
-    return _shuffle(builder, first, first, [0] * 16)
-
-
-def _constant(number: float) -> Any:
-    return ir.Constant(_FLOATS, [float(np.float32(number))] * 16)
-
-
-def _whole(number: int) -> Any:
-    return ir.Constant(_INTS, [number] * 16)
-
-
-def _pure(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(arguments))
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), list(arguments))
-
-
-def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    return _pure(builder, "llvm.fma.v16f32", a, b, c)
-
-
-def _greater(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 # Of each 32 neighbours, what lies in the first and in the second half of each 128 bits: one instruction each.
@@ -240,13 +215,13 @@ def pair_rows(typing: Any, even: Any, odd: Any, count: Any, to: Any) -> Any:
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         even, odd, count, to = given
-        with cgutils.for_range_slice(builder, _I64(0), count, _I64(32), _I64) as (d, _):
-            along = builder.mul(d, _I64(2))
-            a, b = (_load(builder, builder.add(row, along), _HALVES) for row in (even, odd))
-            place = builder.add(to, builder.mul(d, _I64(TILE_BYTES // 16)))
+        with cgutils.for_range_slice(builder, I64(0), count, I64(32), I64) as (d, _):
+            along = builder.mul(d, I64(2))
+            a, b = (load(builder, builder.add(row, along), _HALVES) for row in (even, odd))
+            place = builder.add(to, builder.mul(d, I64(TILE_BYTES // 16)))
             for half, lanes in enumerate(_LANES):
-                mixed = _shuffle(builder, a, b, [x for lane in lanes for x in (lane, lane + 32)])
-                _store(builder, mixed, builder.add(place, _I64(half * TILE_BYTES)))
+                mixed = shuffle(builder, a, b, [x for lane in lanes for x in (lane, lane + 32)])
+                store(builder, mixed, builder.add(place, I64(half * TILE_BYTES)))
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 4), compile_call
@@ -262,13 +237,13 @@ def in_order(typing: Any, source: Any, count: Any, to: Any) -> Any:
         for half, lanes in enumerate(_LANES):
             for i, lane in enumerate(lanes):
                 where[lane] = 16 * half + i
-        with cgutils.for_range_slice(builder, _I64(0), count, _I64(32), _I64) as (d, _):
-            along = builder.mul(d, _I64(4))
+        with cgutils.for_range_slice(builder, I64(0), count, I64(32), I64) as (d, _):
+            along = builder.mul(d, I64(4))
             here = builder.add(source, along)
-            a, b = _load(builder, here), _load(builder, builder.add(here, _I64(64)))
+            a, b = load(builder, here), load(builder, builder.add(here, I64(64)))
             for half in range(2):
-                place = builder.add(builder.add(to, along), _I64(64 * half))
-                _store(builder, _shuffle(builder, a, b, where[16 * half : 16 * half + 16]), place)
+                place = builder.add(builder.add(to, along), I64(64 * half))
+                store(builder, shuffle(builder, a, b, where[16 * half : 16 * half + 16]), place)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3), compile_call
@@ -281,7 +256,7 @@ def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, source_stride, to, to_stride = given
         rows = [
-            _load(builder, builder.add(source, builder.mul(source_stride, _I64(i))), _INTS) for i in range(16)
+            load(builder, builder.add(source, builder.mul(source_stride, I64(i))), INTS) for i in range(16)
         ]
         for span in (
             1,
@@ -294,9 +269,9 @@ def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: 
             for i in range(16):
                 if not i & span:
                     a, b = rows[i], rows[i | span]
-                    rows[i], rows[i | span] = _shuffle(builder, a, b, low), _shuffle(builder, a, b, high)
+                    rows[i], rows[i | span] = shuffle(builder, a, b, low), shuffle(builder, a, b, high)
         for i, row in enumerate(rows):
-            _store(builder, row, builder.add(to, builder.mul(to_stride, _I64(i))))
+            store(builder, row, builder.add(to, builder.mul(to_stride, I64(i))))
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 4), compile_call
@@ -308,27 +283,14 @@ def largest_of_columns(typing: Any, source: Any, stride: Any, rows: Any, to: Any
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, stride, rows, to = given
-        top = cgutils.alloca_once_value(builder, _load(builder, source))
-        with cgutils.for_range(builder, rows, intp=_I64) as loop:
-            row = _load(builder, builder.add(source, builder.mul(stride, loop.index)))
-            builder.store(_greater(builder, row, builder.load(top)), top)
-        _store(builder, builder.load(top), to)
+        top = cgutils.alloca_once_value(builder, load(builder, source))
+        with cgutils.for_range(builder, rows, intp=I64) as loop:
+            row = load(builder, builder.add(source, builder.mul(stride, loop.index)))
+            builder.store(greater(builder, row, builder.load(top)), top)
+        store(builder, builder.load(top), to)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 4), compile_call
-
-
-def _exp(builder: ir.IRBuilder, x: Any) -> Any:
-    """As `numba_target.exp`, of vectors."""
-    x = builder.fmul(_greater(builder, x, _constant(-87.0)), _constant(1.44269504))
-    whole = _pure(builder, "llvm.floor.v16f32", builder.fadd(x, _constant(0.5)))
-    r = builder.fmul(builder.fsub(x, whole), _constant(0.693147182))
-    p = _constant(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
-        p = _fma(builder, p, r, _constant(factor))
-    p = builder.fadd(_fma(builder, builder.fmul(p, r), r, r), _constant(1.0))
-    power = builder.shl(builder.add(builder.fptosi(whole, _INTS), _whole(127)), _whole(23))
-    return builder.fmul(p, builder.bitcast(power, _FLOATS))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -343,22 +305,22 @@ def weights_of_columns(
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, stride, pairs, scale, top, total, to = given
-        scales, tops = _splat(builder, scale), _load(builder, top)
+        scales, tops = splat(builder, scale), load(builder, top)
         below = builder.fneg(tops)
-        sums = cgutils.alloca_once_value(builder, _constant(0.0))
-        with cgutils.for_range(builder, pairs, intp=_I64) as loop:
-            even = builder.add(source, builder.mul(stride, builder.mul(loop.index, _I64(2))))
+        sums = cgutils.alloca_once_value(builder, floats(0.0))
+        with cgutils.for_range(builder, pairs, intp=I64) as loop:
+            even = builder.add(source, builder.mul(stride, builder.mul(loop.index, I64(2))))
             odd = builder.add(even, stride)
             rounded = []
             for row in (even, odd):
-                weight = _exp(builder, _fma(builder, _load(builder, row), scales, below))
-                bits = builder.add(builder.bitcast(weight, _INTS), _whole(0x8000))
-                rounded.append(builder.and_(bits, _whole(-0x10000)))
-            both = builder.fadd(*(builder.bitcast(bits, _FLOATS) for bits in rounded))
+                weight = exp(builder, add_product(builder, below, load(builder, row), scales))
+                bits = builder.add(builder.bitcast(weight, INTS), ints(0x8000))
+                rounded.append(builder.and_(bits, ints(-0x10000)))
+            both = builder.fadd(*(builder.bitcast(bits, FLOATS) for bits in rounded))
             builder.store(builder.fadd(builder.load(sums), both), sums)
-            pair = builder.or_(builder.lshr(rounded[0], _whole(16)), rounded[1])
-            _store(builder, pair, builder.add(to, builder.mul(stride, loop.index)))
-        _store(builder, builder.load(sums), total)
+            pair = builder.or_(builder.lshr(rounded[0], ints(16)), rounded[1])
+            store(builder, pair, builder.add(to, builder.mul(stride, loop.index)))
+        store(builder, builder.load(sums), total)
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 3, types.float32, *[types.int64] * 3), compile_call

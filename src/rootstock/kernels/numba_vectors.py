@@ -15,40 +15,57 @@ from typing import Any
 
 from llvmlite import ir
 
+from rootstock.kernels.numba_lanes import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    add_product,
+    exp,
+    floats,
+    greater,
+    greatest_lane,
+    ints,
+    load,
+    shuffle,
+    splat,
+    store,
+    sum_of_lanes,
+)
 from rootstock.kernels.numba_target import cgutils, intrinsic, types
 
 ROWS = 4
-LANES = 16
 
 _LINE_BYTES = 64
-
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
-
 
 # ---- vectors
 
 
 def _load(builder: ir.IRBuilder, address: ir.Value, dtype: Any) -> ir.Value:
     """`LANES` elements of this dtype as float32: float32, bfloat16 as uint16, or int8."""
-    element = {types.float32: _F32, types.uint16: ir.IntType(16), types.int8: ir.IntType(8)}[dtype]
+    element = {types.float32: F32, types.uint16: I16, types.int8: I8}[dtype]
     vector = ir.VectorType(element, LANES)
     loaded = builder.load(builder.inttoptr(address, vector.as_pointer()), align=_size_of(dtype))
     if dtype == types.float32:
         return loaded
     if dtype == types.int8:
-        return builder.sitofp(loaded, _FLOATS)
-    wide = builder.shl(builder.zext(loaded, _INTS), ir.Constant(_INTS, [16] * LANES))
-    return builder.bitcast(wide, _FLOATS)
+        return builder.sitofp(loaded, FLOATS)
+    return builder.bitcast(builder.shl(builder.zext(loaded, INTS), ints(16)), FLOATS)
 
 
 def _load_pairs(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """`2 · LANES` elements of bfloat16 as float32: those with even numbers, and those with odd ones. To take apart what
-    lies in 32 bits takes one instruction for each half, and to widen in order two."""
-    both = builder.load(builder.inttoptr(address, _INTS.as_pointer()), align=2)
-    even = builder.shl(both, ir.Constant(_INTS, [16] * LANES))
-    odd = builder.and_(both, ir.Constant(_INTS, [-0x10000] * LANES))
-    return [builder.bitcast(half, _FLOATS) for half in (even, odd)]
+    """`2 · LANES` elements of bfloat16 as float32: those with even numbers, and those with odd ones.
+
+    To part what lies in 32 bits takes an instruction for each half; to widen in order takes two.
+    """
+    both = builder.load(builder.inttoptr(address, INTS.as_pointer()), align=2)
+    even = builder.shl(both, ints(16))
+    odd = builder.and_(both, ints(-0x10000))
+    return [builder.bitcast(half, FLOATS) for half in (even, odd)]
 
 
 def _load_row(builder: ir.IRBuilder, address: ir.Value, dtype: Any, paired: bool) -> list[ir.Value]:
@@ -59,20 +76,9 @@ def _size_of(dtype: Any) -> int:
     return int(dtype.bitwidth) // 8
 
 
-def _add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, total]
-    )
-
-
-def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
-
 def _neighbours(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: int) -> ir.Value:
     """The first `lanes` lanes of a and b side by side, every two neighbours added."""
-    even, odd = (_shuffle(builder, a, b, [lane + i for lane in range(0, lanes, 2)]) for i in range(2))
+    even, odd = (shuffle(builder, a, b, [lane + i for lane in range(0, lanes, 2)]) for i in range(2))
     return builder.fadd(even, odd)
 
 
@@ -89,9 +95,7 @@ def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 def _splat(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    number = builder.load(builder.inttoptr(address, _F32.as_pointer()), align=4)
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
-    return _shuffle(builder, first, first, [0] * LANES)
+    return splat(builder, builder.load(builder.inttoptr(address, F32.as_pointer()), align=4))
 
 
 class _Array:
@@ -100,7 +104,7 @@ class _Array:
     def __init__(self, context: Any, builder: ir.IRBuilder, kind: Any, given: Any) -> None:
         array = context.make_array(kind)(context, builder, given)
         self._builder = builder
-        self._data = builder.ptrtoint(array.data, _I64)
+        self._data = builder.ptrtoint(array.data, I64)
         self._strides = cgutils.unpack_tuple(builder, array.strides, kind.ndim)
         self.shape = cgutils.unpack_tuple(builder, array.shape, kind.ndim)
         self.size = _size_of(kind.dtype)
@@ -138,25 +142,25 @@ def _score_rows(heads: int, rows: int, paired: bool) -> Any:
                 return context.get_dummy_value()  # never called
             queries, keys, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
             head, start, block, row, kv_head, at = (given[i] for i in (1, 2, 4, 5, 6, 8))
-            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(heads * rows)]
+            totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(heads * rows)]
             for total in totals:
-                builder.store(ir.Constant(_FLOATS, [0.0] * LANES), total)
-            numbers = [builder.add(head, _I64(h)) for h in range(heads)]
-            places = [builder.add(row, _I64(r)) for r in range(rows)]
-            step = _I64(2 * LANES if paired else LANES)
-            with cgutils.for_range_slice(builder, _I64(0), keys.shape[3], step, _I64) as (d, _):
+                builder.store(floats(0.0), total)
+            numbers = [builder.add(head, I64(h)) for h in range(heads)]
+            places = [builder.add(row, I64(r)) for r in range(rows)]
+            step = I64(2 * LANES if paired else LANES)
+            with cgutils.for_range_slice(builder, I64(0), keys.shape[3], step, I64) as (d, _):
                 of_rows = [
                     _load_row(builder, keys.address(block, r, kv_head, d), pool.dtype, paired) for r in places
                 ]
                 for h, number in enumerate(numbers):
                     for part in range(len(of_rows[0])):
-                        along = builder.add(start, builder.add(d, _I64(part * LANES)))
+                        along = builder.add(start, builder.add(d, I64(part * LANES)))
                         q = _load(builder, queries.address(number, along), types.float32)
                         for vectors, total in zip(of_rows, totals[h * rows : (h + 1) * rows], strict=True):
-                            builder.store(_add_product(builder, builder.load(total), q, vectors[part]), total)
+                            builder.store(add_product(builder, builder.load(total), q, vectors[part]), total)
             sums = _sums(builder, [builder.load(total) for total in totals])
             for h, number in enumerate(numbers):
-                of_head = _shuffle(builder, sums, sums, [h * rows + r for r in range(rows)])
+                of_head = shuffle(builder, sums, sums, [h * rows + r for r in range(rows)])
                 place = builder.inttoptr(out.address(number, at), of_head.type.as_pointer())
                 builder.store(builder.fadd(builder.load(place, align=4), of_head), place, align=4)
             return context.get_dummy_value()
@@ -189,23 +193,23 @@ def _weigh_rows(heads: int, rows: int, paired: bool) -> Any:
                 return context.get_dummy_value()  # never called
             weighing, values, out = (_Array(context, builder, signature.args[i], given[i]) for i in (0, 3, 7))
             at, head, block, row, kv_head = (given[i] for i in (1, 2, 4, 5, 6))
-            numbers = [builder.add(head, _I64(h)) for h in range(heads)]
-            places = [builder.add(row, _I64(r)) for r in range(rows)]
-            columns = [builder.add(at, _I64(r)) for r in range(rows)]
+            numbers = [builder.add(head, I64(h)) for h in range(heads)]
+            places = [builder.add(row, I64(r)) for r in range(rows)]
+            columns = [builder.add(at, I64(r)) for r in range(rows)]
             splats = [[_splat(builder, weighing.address(n, column)) for column in columns] for n in numbers]
-            step = _I64(2 * LANES if paired else LANES)
-            with cgutils.for_range_slice(builder, _I64(0), values.shape[3], step, _I64) as (d, _):
+            step = I64(2 * LANES if paired else LANES)
+            with cgutils.for_range_slice(builder, I64(0), values.shape[3], step, I64) as (d, _):
                 of_rows = [
                     _load_row(builder, values.address(block, r, kv_head, d), pool.dtype, paired)
                     for r in places
                 ]
                 for number, of_head in zip(numbers, splats, strict=True):
                     for part in range(len(of_rows[0])):
-                        along = builder.add(d, _I64(part * LANES))
-                        place = builder.inttoptr(out.address(number, along), _FLOATS.as_pointer())
+                        along = builder.add(d, I64(part * LANES))
+                        place = builder.inttoptr(out.address(number, along), FLOATS.as_pointer())
                         total = builder.load(place, align=4)
                         for vectors, weight in zip(of_rows, of_head, strict=True):
-                            total = _add_product(builder, total, weight, vectors[part])
+                            total = add_product(builder, total, weight, vectors[part])
                         builder.store(total, place, align=4)
             return context.get_dummy_value()
 
@@ -227,8 +231,7 @@ def holds_bfloat16(typing: Any, pool: Any) -> Any:
 
 def _rearranged(into_pairs: bool) -> Any:
     def rearrange(typing: Any, rows: Any, row: Any) -> Any:
-        """rows [n, dim] float32, dim a multiple of 32: the even and the odd ones of each 32 elements of a row are parted,
-        or joined again."""
+        """Parts the even and the odd ones of each 32 elements of rows[row], or joins them; rows [n, dim] float32"""
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             array = _Array(context, builder, signature.args[0], given[0])
@@ -239,17 +242,50 @@ def _rearranged(into_pairs: bool) -> Any:
                     [LANES * (i % 2) + i // 2 for i in range(LANES * half, LANES * (half + 1))]
                     for half in range(2)
                 ]
-            with cgutils.for_range_slice(builder, _I64(0), array.shape[1], _I64(2 * LANES), _I64) as (d, _):
-                places = [array.address(given[1], builder.add(d, _I64(half * LANES))) for half in range(2)]
+            with cgutils.for_range_slice(builder, I64(0), array.shape[1], I64(2 * LANES), I64) as (d, _):
+                places = [array.address(given[1], builder.add(d, I64(half * LANES))) for half in range(2)]
                 first, second = (_load(builder, place, types.float32) for place in places)
                 for place, half in zip(places, lanes, strict=True):
-                    moved = _shuffle(builder, first, second, half)
-                    builder.store(moved, builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+                    moved = shuffle(builder, first, second, half)
+                    builder.store(moved, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.none(rows, types.int64), compile_call
 
     return intrinsic(rearrange)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest_score(typing: Any, scores: Any, row: Any, vectors: Any, before: Any) -> Any:
+    """The largest of `before` and scores[row, : 16 · vectors]; scores [n, …] float32"""
+
+    def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        array = _Array(context, builder, signature.args[0], given[0])
+        top = cgutils.alloca_once_value(builder, splat(builder, given[3]))
+        with cgutils.for_range(builder, given[2], intp=I64) as loop:
+            place = array.address(given[1], builder.mul(loop.index, I64(LANES)))
+            builder.store(greater(builder, load(builder, place), builder.load(top)), top)
+        return greatest_lane(builder, builder.load(top))
+
+    return types.float32(scores, types.int64, types.int64, types.float32), compile_call
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def weights_of_scores(typing: Any, scores: Any, row: Any, vectors: Any, top: Any) -> Any:
+    """scores[row, : 16 · vectors] become exp(… - top); their sum. scores [n, …] float32"""
+
+    def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        array = _Array(context, builder, signature.args[0], given[0])
+        tops = splat(builder, given[3])
+        sums = cgutils.alloca_once_value(builder, floats(0.0))
+        with cgutils.for_range(builder, given[2], intp=I64) as loop:
+            place = array.address(given[1], builder.mul(loop.index, I64(LANES)))
+            weights = exp(builder, builder.fsub(load(builder, place), tops))
+            store(builder, weights, place)
+            builder.store(builder.fadd(builder.load(sums), weights), sums)
+        return sum_of_lanes(builder, builder.load(sums))
+
+    return types.float32(scores, types.int64, types.int64, types.float32), compile_call
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -259,14 +295,14 @@ def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) ->
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         rows = _Array(context, builder, signature.args[0], given[0])
         byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
         ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        line = _I64(_LINE_BYTES // rows.size)
-        with cgutils.for_range_slice(builder, _I64(0), rows.shape[3], line, _I64) as (d, _):
+        line = I64(_LINE_BYTES // rows.size)
+        with cgutils.for_range_slice(builder, I64(0), rows.shape[3], line, I64) as (d, _):
             for r in range(ROWS):
-                address = rows.address(given[1], builder.add(given[2], _I64(r)), given[3], d)
+                address = rows.address(given[1], builder.add(given[2], I64(r)), given[3], d)
                 # To read, into the first level, of data.
-                builder.call(ask, [builder.inttoptr(address, byte), _I32(0), _I32(3), _I32(1)])
+                builder.call(ask, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
         return context.get_dummy_value()
 
     return types.none(pool, types.int64, types.int64, types.int64), compile_call
