@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from common import conclude, exactly
 from transformers.utils import logging as transformers_logging
@@ -28,11 +29,12 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.lease import BlockTable
 from rootstock.cache.plan import Plan, StateCopy
+from rootstock.kernels import numba_attention
 from rootstock.kernels.scores import Scores
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_paged import PagedAttention
-from rootstock.runtime import torch_hooks
+from rootstock.runtime import torch_hooks, torch_step
 from rootstock.runtime.torch_masks import MaskPattern
 from rootstock.runtime.torch_model import TorchRuntime
 from rootstock.runtime.torch_pool import LayerMemory, TorchPool
@@ -81,19 +83,30 @@ class Mutation:
 
 def scores(change: Callable[[Scores], Scores]) -> Callable[[Any], Any]:
     """What attention does to products of queries and keys."""
-    return lambda right: lambda *args: change(right(*args))
+    return lambda right: lambda *args, **kwargs: right(*_changed(args, Scores, change), **kwargs)
 
 
 def family(change: Callable[[TokenFamily], TokenFamily]) -> Callable[[Any], Any]:
     """What a kernel believes that the rows of a layer may see."""
 
     def wrong(right: Any) -> Any:
-        def prepare(self: Any, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> Any:
-            return right(self, spans, change(family))
+        def prepare(*args: Any) -> Any:
+            # Blocks that a window has given back are read as others: compiled loops do not look for them, and would
+            # read outside of the pool, which ends the process.
+            whole = _changed(args, list, lambda spans: [_with_all_blocks(span) for span in spans])
+            return right(*_changed(whole, TokenFamily, change))
 
         return prepare
 
     return wrong
+
+
+def _changed(args: Sequence[Any], kind: Any, change: Callable[[Any], Any]) -> list[Any]:
+    return [change(arg) if isinstance(arg, kind) else arg for arg in args]
+
+
+def _with_all_blocks(span: Span) -> Span:
+    return replace(span, blocks=np.maximum(span.blocks, 0))
 
 
 def wider(by: int) -> Callable[[TokenFamily], TokenFamily]:
@@ -238,8 +251,10 @@ def counted_in_the_step(right: Any) -> Any:
     return call
 
 
-KERNELS = ((PagedAttention, "prepare"), (GatherAttention, "prepare"))
-SCORES = ((torch_hooks, "Scores"),)
+# Of chunks, and of decodes: their loops lay a step out by themselves.
+KERNELS = ((PagedAttention, "prepare"), (GatherAttention, "prepare"), (numba_attention, "_lay_out"))
+# Of modules that are fused, and of those that run as they are.
+SCORES = ((PackedCache, "attend"), (torch_step._PagedLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
 STORE = ((StatePool, "write"),)
 
