@@ -5,7 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rootstock.kernels.numba_target import forget_older_code
+import pytest
+
+from rootstock.kernels.numba_target import compiles_for, forget_older_code, nb
+from rootstock.kernels.numba_tiles import are_there
+
+
+def test_matrix_units_that_the_environment_keeps_from_the_compiler_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiling for them all the same would end the process."""
+    for told in ("", "+avx512bw", "+amx-tile,-amx-bf16,+avx512bw"):
+        monkeypatch.setattr(nb.config, "CPU_FEATURES", told)
+        assert not compiles_for("amx-tile", "amx-bf16")
+        assert not are_there.__wrapped__()
+    for told in (None, "+avx512bw,+amx-bf16,+amx-tile"):
+        monkeypatch.setattr(nb.config, "CPU_FEATURES", told)
+        assert compiles_for("amx-tile", "amx-bf16")
 
 
 def test_what_was_compiled_before_any_of_the_sources_changed_is_compiled_anew(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ __all__ = [
     "cgutils",
     "compiled",
     "compiled_exactly",
+    "compiles_for",
     "exp",
     "fetch_add",
     "float32_bits",
@@ -113,6 +114,15 @@ def _decorated(function: Function, **more: Any) -> Function:
     options = {"cache": True, "fastmath": True, "boundscheck": False, "error_model": "numpy", "nogil": True}
     decorated: Function = nb.njit(**(options | more))(function)
     return decorated
+
+
+def compiles_for(*features: str) -> bool:
+    """Whether the environment leaves LLVM these features of the host (NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic).
+
+    Asked for an instruction of which it was not told, LLVM ends the process.
+    """
+    told = nb.config.CPU_FEATURES  # None: all that the host has
+    return told is None or {f"+{feature}" for feature in features} <= set(told.split(","))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

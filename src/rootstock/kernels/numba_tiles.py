@@ -37,7 +37,7 @@ from rootstock.kernels.numba_lanes import (
     splat,
     store,
 )
-from rootstock.kernels.numba_target import cgutils, intrinsic, types
+from rootstock.kernels.numba_target import cgutils, compiles_for, intrinsic, types
 
 TILE_ROWS = 16
 TILE_BYTES = 1024  # of 16 rows of 64 bytes
@@ -45,6 +45,7 @@ PAIRED = 32  # rows of B, columns of A
 CONFIGURATION_BYTES = 64
 AT_ONCE = 4  # products that are under way at a time: each takes 52 cycles, and one begins every 16
 
+_FEATURES = ("amx-tile", "amx-bf16", "avx512bw")
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl
 _ARCH_PRCTL = 158
 
@@ -54,11 +55,11 @@ _HALVES = ir.VectorType(I16, 32)
 
 @cache
 def are_there() -> bool:
-    """Whether this processor has such units for bfloat16, and the system lets this process use them."""
+    """Whether this processor has such units for bfloat16, and Numba and the system let this process use them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvm.get_host_cpu_features()
-    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512bw")):
+    if not all(features.get(name) for name in _FEATURES) or not compiles_for(*_FEATURES):
         return False
     return int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)) == 0
 
@@ -122,7 +123,7 @@ def scores_configuration(columns: int) -> NDArray[np.uint8]:
 
 
 def sums_configuration(rows: int) -> NDArray[np.uint8]:
-    """For `add_products`, where C and A have so many rows."""
+    """For `add_four_products` and `add_two_products`, where C and A have so many rows."""
     return configuration([(rows, 64)] * 4 + [(rows, 64)] * 2 + [(16, 64)] * 2)
 
 
@@ -258,12 +259,8 @@ def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: 
         rows = [
             load(builder, builder.add(source, builder.mul(source_stride, I64(i))), INTS) for i in range(16)
         ]
-        for span in (
-            1,
-            2,
-            4,
-            8,
-        ):  # squares of `span` change places across the diagonal of each of twice the size
+        # Squares of `span` change places across the diagonal of each of twice the size.
+        for span in (1, 2, 4, 8):
             low = [lane if not lane & span else 16 + (lane ^ span) for lane in range(16)]
             high = [lane | span if not lane & span else 16 + lane for lane in range(16)]
             for i in range(16):
