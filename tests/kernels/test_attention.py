@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
-from rootstock.cache.families import ChunkedAttention, SlidingWindow
+from kernels.batches import RaggedBatch, families, make_batch, ragged_batches, tunings
+from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.kernels import reference, torch_gather
 from rootstock.kernels.numba_attention import NumbaAttention, _lay_out
 from rootstock.kernels.numba_tiles import are_there
 from rootstock.kernels.scores import Attention
-from rootstock.kernels.spans import EVERYTHING
+from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 from rootstock.kernels.torch_gather import GatherAttention
 from rootstock.kernels.torch_paged import PagedAttention, Scratch, Tuning
 
@@ -143,6 +144,75 @@ def test_a_prefix_of_all_and_one_of_some_are_each_read_once() -> None:
     own = {row: min(first for rows, first, _ in items[17:] if rows == [row]) for row in (0, 1, 6)}
     assert own == {0: 68, 1: 68, 6: 64}
     assert_equals_reference(run(numba_attention(batch, least_item=4), batch), batch)
+
+
+@st.composite
+def branching_spans(draw: st.DrawFn, block_size: int) -> list[Span]:
+    """Decodes and drafts whose tables branch off each other's anywhere before their new positions."""
+    spans: list[Span] = []
+    row = block = 0
+    for _ in range(draw(st.integers(1, 12))):
+        past, new = draw(st.integers(0, 60)), draw(st.sampled_from([1, 1, 1, 1, 3]))
+        blocks = np.arange(block, block + -(-(past + new) // block_size), dtype=np.int32)
+        if spans:
+            other = draw(st.sampled_from(spans))
+            common = draw(st.integers(0, min(past, other.past) // block_size))
+            blocks[:common] = other.blocks[:common]
+        spans.append(Span(row, new, past, blocks))
+        row, block = row + new, block + len(blocks)
+    return spans
+
+
+@given(st.data(), families, st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 4, 6, 16]))
+@settings(max_examples=150)
+def test_every_row_reads_what_it_sees_once_and_a_decode_as_if_it_were_alone(
+    data: st.DataObject, family: TokenFamily, block_size: int, least_item: int
+) -> None:
+    spans = data.draw(branching_spans(block_size))
+    layout = _lay_out(spans, family, block_size, least_item)
+    for span in spans:
+        for row in range(span.row, span.row + span.new):
+            position = span.past + row - span.row
+            _, first, end, begin_order, end_order = layout.rows[row]
+            assert (first, end) == (family.tail_start(position), position + 1)
+            partials = layout.order[begin_order:end_order]
+            assert (layout.partial_rows[partials] == row).all()
+            assert len(partials) == layout.counters[1 + row] == (layout.partial_rows == row).sum()
+            items = layout.items[np.searchsorted(layout.items[:, 4], partials, side="right")]
+            read: list[int] = []
+            for table, item_first, item_end in items[:, :3]:
+                seen = max(item_first, first), min(item_end, end)
+                read += slots_of(layout.tables[table:], *seen, block_size).tolist()
+            assert read == slots_of(span.blocks, first, end, block_size).tolist()
+            if span.new == 1:
+                alone = _lay_out([replace(span, row=0)], family, block_size, least_item)
+                assert items[:, 1:3].tolist() == alone.items[:, 1:3].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_different_shapes_and_other_numbers_of_threads_share_a_step(dtype: torch.dtype) -> None:
+    lengths = [(140, 1), (141, 1), (142, 1), (20, 3)]
+    shapes = [(2, 1, 32), (40, 1, 64), (7, 7, 160), (4, 2, 32)]
+    batches = [
+        make_batch(lengths, block_size=16, q_heads=q, kv_heads=kv, head_dim=dim, dtype=dtype, shared=128)
+        for q, kv, dim in shapes
+    ]
+    expected = [run(numba_attention(batch), batch) for batch in batches]
+    threads = torch.get_num_threads()
+    try:
+        for before, after in ((1, 2), (2, 1)):
+            torch.set_num_threads(before)
+            step = numba_attention(batches[0]).prepare(batches[0].spans)
+            torch.set_num_threads(after)
+            for number in (0, 1, 2, 3, 2, 1, 0):
+                batch = batches[number]
+                pools = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+                out = step(batch.query, batch.key, batch.value, *pools, batch.scores)
+                assert torch.equal(out, expected[number])
+    finally:
+        torch.set_num_threads(threads)
+    for out, batch in zip(expected, batches, strict=True):
+        assert_equals_reference(out, batch)
 
 
 @pytest.mark.parametrize("head_dim", [24, 64])
