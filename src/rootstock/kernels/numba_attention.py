@@ -41,15 +41,13 @@ _SEEN_AS: dict[torch.dtype, np.dtype[Any]] = {
 # with heads that do not fit them, which from 12 on are slower; the others break even at 24 to 32.)
 FEW_ROWS = 8
 LATENT_ROWS = 4  # so, of latents
-LATENT_HEADS = (
-    32  # query heads up to which latents are, in float32; in bfloat16 matrix units are always faster
-)
+# Query heads up to which latents are, in float32; in bfloat16 matrix units are always faster.
+LATENT_HEADS = 32
 SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
 PAGE_BYTES = 4096
 LEAST_ITEM = 128  # positions: short enough that two threads share a short context
-MOST_READERS = (
-    8  # decodes that read an item together: K and V are read an eighth as often, and threads have a choice
-)
+# Decodes that read an item together: K and V are read an eighth as often, and threads have a choice.
+MOST_READERS = 8
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:

@@ -1,9 +1,9 @@
 """Attention of few rows over long contexts, read in place through the block table: the compiled loops.
 
 Memory is what it costs, so K and V are read once, in order, widened to float32 in registers, and prefetched. A
-context is cut into chunks which threads claim one after the other; each gives the largest score, the sum of weights
-and the weighted sum of values (flash-decoding), and whoever ends a row's last chunk merges them in the chunks' order.
-So a row's result depends neither on threads nor on what else is in the step.
+context is cut into items, which threads claim one after the other; each gives the largest score, the sum of weights
+and the weighted sum of values (flash-decoding) of every row that reads it, and whoever ends a row's last item merges
+them in the order of their positions. So a row's result depends neither on threads nor on what else is in the step.
 """
 
 from __future__ import annotations
