@@ -229,6 +229,19 @@ def test_a_row_in_float32_is_the_same_whether_others_read_with_it_or_not(head_di
         assert torch.equal(own, out[rows])
 
 
+@pytest.mark.parametrize("family", [EVERYTHING, SlidingWindow(1, 1, 300), ChunkedAttention(1, 1, 100)])
+def test_a_drafts_rows_in_float32_are_those_of_plain_decodes(family: TokenFamily) -> None:
+    batch = make_batch([(700, 4), (150, 3)], block_size=16, head_dim=32, family=family)
+    out = run(numba_attention(batch), batch)
+    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
+    for span in batch.spans:
+        for i in range(span.new):
+            row = slice(span.row + i, span.row + i + 1)
+            alone = numba_attention(batch).prepare([Span(0, 1, span.past + i, span.blocks)], family)
+            own = alone(batch.query[row], batch.key[row], batch.value[row], keys, values, batch.scores)
+            assert torch.equal(own, out[row])
+
+
 @pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_by_matrix_units_is_the_same_whoever_reads_with_it(head_dim: int) -> None:

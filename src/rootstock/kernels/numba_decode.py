@@ -449,12 +449,13 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
             part_row(queries, row_of_query)
     at_once = readers if all_see_all else 1
     heads = at_once * job.q_heads
-    for tile in range(item[1], item[2], TILE):
+    # Cut at multiples of the tile, wherever the item begins: under a window, too, a draft's rows add up as alone.
+    for tile in range(item[1] // TILE * TILE, item[2], TILE):
         tile_end = min(tile + TILE, item[2])
         for reader in range(0, readers, at_once):
             p = begin + reader
             row = rows[partial_rows[p]]
-            first, end = max(tile, row[1]), min(tile_end, row[2])
+            first, end = max(tile, item[1], row[1]), min(tile_end, row[2])
             if first < end:
                 _attend_tile(
                     queries[reader * job.q_heads : reader * job.q_heads + heads],
