@@ -30,6 +30,14 @@ from twins.checkpoints import save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
 CPU = torch.device("cpu")
+SIZES: dict[str, int] = {  # of models that are made without files
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def model_of(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -122,12 +130,7 @@ def test_an_activation_that_is_nearly_another_is_told_apart_in_bfloat16_too(
 ) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         hidden_act=activation,
         initializer_range=0.1,
     )
@@ -144,12 +147,7 @@ def test_a_layer_that_adds_a_share_to_large_hidden_states_stays_as_its_file_says
     """What is added is 1 % of these hidden states, which is about what bfloat16 rounds of them."""
     torch.manual_seed(0)
     config = GraniteConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **SIZES,
         embedding_multiplier=100.0,
         residual_multiplier=share,
     )
