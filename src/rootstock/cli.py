@@ -199,6 +199,13 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a Jinja chat template, instead of the model's own.")
     ] = None,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special-tokens",
+            help="Read special tokens that messages spell out as control tokens. By default they are plain text.",
+        ),
+    ] = _SERVER.parse_special_tokens,
     sampling_defaults: Annotated[
         SamplingSource,
         typer.Option(
@@ -242,7 +249,7 @@ def serve(
         tier_compress,
         verify_hits,
     )
-    server_config = ServerConfig(host, port, api_key)
+    server_config = ServerConfig(host, port, api_key, parse_special_tokens)
     template = None if chat_template is None else _read_template(chat_template)
 
     from rootstock.server.run import listen, serve, url_of

@@ -154,6 +154,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
 
     def __post_init__(self) -> None:
         if not (0 <= self.port <= 65535):

@@ -3,11 +3,14 @@
     RootstockError
     ├── RequestError                    400  something in one request; the server goes on
     │   ├── InvalidJson                 400  the body of the request
+    │   ├── JsonTooComplex              400  refused before it is parsed
     │   ├── InvalidParameter            400  a field has a wrong type or value
     │   ├── MissingParameter            400
     │   ├── Unsupported                 400  a field that would change the answer, and that we cannot obey
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
+    │   ├── PromptTextTooLong           400  refused by its characters, before it is tokenized
+    │   ├── SpecialTokenInText          400
     │   ├── CompletionTooLong           400
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
@@ -68,6 +71,13 @@ class InvalidJson(RequestError):
         super().__init__(f"The body of the request is not JSON: {detail}.")
 
 
+class JsonTooComplex(RequestError):
+    code = "json_too_complex"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"The body of the request has {detail}. Send less in one request.")
+
+
 class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
@@ -111,6 +121,31 @@ class PromptTooLong(RequestError):
         )
         self.prompt_tokens = prompt_tokens
         self.limit_tokens = limit_tokens
+
+
+class PromptTextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, chars: int, limit_tokens: int, *, param: str = "prompt") -> None:
+        super().__init__(
+            f"The prompt has {chars:,} characters, which make more than {limit_tokens:,} tokens, the limit of prompt "
+            "and answer. Shorten the prompt, or serve with a larger --kv-budget or --context-limit.",
+            param=param,
+        )
+        self.chars = chars
+        self.limit_tokens = limit_tokens
+
+
+class SpecialTokenInText(RequestError):
+    code = "special_token_in_text"
+
+    def __init__(self, token: str) -> None:
+        super().__init__(
+            f"A message holds the special token {token!r}, which this model's tokenizer cannot read as plain text. "
+            "Leave it out, or serve with --parse-special-tokens to have it act as a control token.",
+            param="messages",
+        )
+        self.token = token
 
 
 class CompletionTooLong(RequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from tokenizers import (
     trainers,
 )
 
-from rootstock.engine.pieces import cut_for, cut_whole
+from rootstock.engine.pieces import any_of, cut_for, cut_whole
 
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|user|>\n", "<|end|>", "[INST]", "[INST][/INST]")
 TEXT = [Path(__file__).read_text(), "héllo wörld ﬁne 你好 नमस्ते 🙂👩‍👩‍👧 İstanbul e\u0301 café"]
@@ -183,3 +184,22 @@ def test_a_tokenizer_that_is_not_understood_is_given_whole_texts() -> None:
     none = Tokenizer(models.WordLevel({"a": 0}))
     for tokenizer in (written, random, as_text, looks_around, none):
         assert cut_for(tokenizer) is cut_whole
+
+
+@given(
+    strings=st.sets(st.text("ab<|>\n", min_size=1, max_size=5), min_size=1, max_size=8),
+    text=st.text("ab<|>\n", max_size=60),
+)
+def test_a_pattern_of_many_strings_finds_the_leftmost_and_longest(strings: set[str], text: str) -> None:
+    longest_first = sorted(strings, key=lambda string: (-len(string), string))
+    alternation = re.compile("|".join(map(re.escape, longest_first)))
+    found = [match.span() for match in any_of(strings).finditer(text)]
+    assert found == [match.span() for match in alternation.finditer(text)]
+
+
+def test_a_pattern_may_have_strings_that_begin_each_other_however_deep() -> None:
+    assert any_of("a" * length for length in range(1, 3000)).match("a" * 5000)[0] == "a" * 2999  # type: ignore[index]
+
+
+def test_thousands_of_strings_are_tried_as_one_trie() -> None:
+    assert any_of(f"<unused{i}>" for i in range(6000)).pattern.count("<unused") == 1

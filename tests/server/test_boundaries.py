@@ -16,6 +16,7 @@ from rootstock.errors import RootstockError
 from rootstock.server.alignment import common_chars, common_tokens, shared
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, conversation_of, placed_chat
+from rootstock.server.tokenized import PromptTokenizer
 from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 
 Json = dict[str, Any]
@@ -57,7 +58,7 @@ def found(
     """What the prompt says up to each boundary, by its last 80 characters."""
     codec = codec_of(template, kind)
     conversation = conversation_of(messages, tools or [], options)
-    placed = placed_chat(codec, conversation)
+    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
     told: dict[CheckpointKind, list[str]] = {}
     for boundary in boundaries_of(codec, conversation, placed):
         end = placed.char_at(boundary.position) if boundary.position < len(placed.tokens) else None
@@ -127,7 +128,7 @@ def test_what_a_template_refuses_says_nothing_and_fails_nothing(template: str) -
     )
     codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
     conversation = conversation_of([user("What?")])
-    assert boundaries_of(codec, conversation, placed_chat(codec, conversation)) == ()
+    assert boundaries_of(codec, conversation, placed_chat(conversation, PromptTokenizer(codec, 10**6))) == ()
 
 
 def test_system_messages_in_the_middle_are_part_of_the_history() -> None:
@@ -191,7 +192,7 @@ def test_the_boundaries_are_where_whole_renderings_leave_the_prompt(template: st
     for seed in range(3):
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_chat(codec, conversation)
+            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
             boundaries = boundaries_of(codec, conversation, placed)
             positions = [boundary.position for boundary in boundaries]
             assert positions == sorted(set(positions))
@@ -217,7 +218,7 @@ def test_every_request_of_an_agent_leaves_the_ones_before_at_a_boundary_or_goes_
         known: list[tuple[np.ndarray[Any, Any], set[int]]] = []
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_chat(codec, conversation)
+            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
             if known:
                 longest, at = max((shared(tokens, placed.tokens), at) for at, (tokens, _) in enumerate(known))
                 tokens, positions = known[at]
@@ -250,7 +251,7 @@ def test_a_window_finds_what_whole_tokenising_finds(kind: str) -> None:
 def test_a_codec_that_tells_no_places_is_served_by_tokenising_whole() -> None:
     codec = ByteTextCodec()
     conversation = conversation_of([RULES, user("What is a tree?")])
-    placed = placed_chat(codec, conversation)
+    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
     system, turn = boundaries_of(codec, conversation, placed)
     assert system.kind is SYSTEM
     assert placed.tokens[system.position - 1] == 256 + ByteTextCodec.SPECIAL.index("<|user|>")
@@ -315,7 +316,7 @@ def test_a_long_conversation_costs_no_more_than_a_few_renderings(
     else:
         messages = [RULES, user(long), *[m for i in range(49) for m in (call(i, long), result(i))]]
     conversation = conversation_of(messages, TOOLS)
-    placed = placed_chat(codec, conversation)
+    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
 
     rendered = [0]
     render = codec.render_chat
@@ -337,7 +338,7 @@ def test_a_long_conversation_costs_no_more_than_a_few_renderings(
 
         return statistics.median(once() for _ in range(7))
 
-    prompt_s = median_s(lambda: placed_chat(codec, conversation))
+    prompt_s = median_s(lambda: placed_chat(conversation, PromptTokenizer(codec, 10**6)))
     assert median_s(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_s
 
 
@@ -382,7 +383,7 @@ def test_any_conversation_that_can_be_rendered_has_boundaries_within_its_prompt(
         messages = [message() for _ in range(rng.randint(1, 24))]
         conversation = conversation_of(messages, rng.choice(all_tools), rng.choice(all_options))
         try:
-            placed = placed_chat(codec, conversation)
+            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
         except RootstockError:  # the template refuses it
             continue
         rendered += 1

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.text import ByteTextCodec
-from rootstock.server.tokenized import TokenizedPieces
+from rootstock.errors import PromptTextTooLong
+from rootstock.server.tokenized import PromptTokenizer, TokenizedPieces
 
 
 class CountingCodec(ByteTextCodec):
@@ -100,3 +102,41 @@ def test_threads_may_ask_at_once() -> None:
         thread.join()
     assert not wrong
     assert tokenized.held_bytes <= 5_000
+
+
+def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenized() -> None:
+    codec = CountingCodec()
+    tokenizer = PromptTokenizer(codec, limit_tokens=100)
+    text = "a" * (100 * codec.longest_token_chars + 1)
+    for refused in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_chat(text, ""),
+        lambda: tokenizer.place_chat(text),
+    ):
+        with pytest.raises(
+            PromptTextTooLong, match=f"{len(text):,} characters, which make more than 100 tokens"
+        ):
+            refused()
+    assert codec.encoded == []
+
+
+def test_a_text_of_likely_too_many_tokens_is_tokenized_no_further_than_twice_the_limit() -> None:
+    codec = CountingCodec()
+    limit = 1_000_000
+    tokenizer = PromptTokenizer(codec, limit)
+    with pytest.raises(PromptTextTooLong):
+        tokenizer.encode_chat("a" * (9 * limit), "")
+    assert sum(map(len, codec.encoded)) < 2 * limit + 65_536 + 1
+
+
+class LongTokenCodec(CountingCodec):
+    """A token for each ten characters."""
+
+    def encode_chat(self, rendered: str) -> Tokens:
+        return super().encode_chat(rendered)[::10]
+
+
+def test_a_text_of_many_characters_and_few_tokens_is_accepted() -> None:
+    codec = LongTokenCodec()
+    tokenizer = PromptTokenizer(codec, limit_tokens=10_000)
+    assert len(tokenizer.encode_chat("a" * 90_000, "")) == 9_000

@@ -210,6 +210,10 @@ class Engine:
     # ---------------------------------------------------------------------------------- for any thread
 
     @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
     def context_limit(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         limits = [self._runtime.description.context_limit, self._cache.capacity_tokens]

@@ -7,8 +7,9 @@ into the pieces of text that are certain.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,10 @@ import numpy as np
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.pieces import cut_for, cut_whole
-from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
+from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer, searched_texts
+from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, SpecialTokenInText, TokenizerUnusable
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates take them
 Tool = Mapping[str, Any]
@@ -42,8 +46,29 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def longest_token_chars(self) -> int:
+        """The most characters of a text that one token stands for."""
+        ...
+
     def encode(self, text: str) -> Tokens:
-        """A plain prompt, with the tokens that the model wants before every text."""
+        """A plain prompt, with the tokens that the model wants before every text. A special token that is spelled out
+        in it is a control token."""
+        ...
+
+    def escape(self, text: str) -> str:
+        """Escapes special tokens that `text` spells out, so that `encode_chat` reads them as plain text.
+
+        Raises SpecialTokenInText if this tokenizer can only read them as control tokens.
+        """
+        ...
+
+    def escape_answer(self, text: str) -> str:
+        """Escapes like `escape`, except the special tokens for which the chat template searches messages."""
+        ...
+
+    def escaped_position(self, escaped: str, chars: int) -> int:
+        """Where the first `chars` characters of a text end in its escaped form."""
         ...
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
@@ -54,7 +79,7 @@ class TextCodec(Protocol):
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
-        """A rendered conversation, which holds all of its special tokens already."""
+        """A rendered conversation, which holds all of its special tokens already, and may hold escapes."""
         ...
 
     def pieces(self, rendered: str) -> list[str]:
@@ -222,14 +247,22 @@ class HFTextCodec:
             self._fast.no_padding()
             self._cut = cut_for(self._fast)
             added = self._fast.get_added_tokens_decoder()
+            vocabulary = self._fast.get_vocab()
             decoder = self._fast.decoder
             self._decoder_types = _type_names(json.loads(decoder.__getstate__()) if decoder else None)
         else:
             self._cut = cut_whole
             added = tokenizer.added_tokens_decoder
+            vocabulary = tokenizer.get_vocab()
             self._decoder_types = {"ByteFallback", "Metaspace"}
         self._added = {int(id): str(token.content) for id, token in added.items()}
         self._special = frozenset(int(id) for id, token in added.items() if token.special)
+        self.longest_token_chars = max(map(len, (*vocabulary, *self._added.values())), default=1)
+        names = {str(token.content) for token in added.values() if token.special}
+        self._names = EscapedNames(names)
+        self._literal = _literal_tokenizer(self._fast, self._names)
+        self._searched = _searched_names(tokenizer.chat_template, names)
+        self._names_are_normalized = _normalizes(self._fast, added.values())
         eos = tokenizer.eos_token_id
         self._eos: tuple[int, ...] = (
             tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -258,20 +291,46 @@ class HFTextCodec:
     def encode(self, text: str) -> Tokens:
         if self._fast is None:
             return np.array(self._tokenizer.encode(text), dtype=np.int32)
-        return np.array(self._fast.encode(text).ids, dtype=np.int32)
+        # As a batch: `Tokenizer.encode` holds the interpreter's lock, for 0.3 s in 360 kB, and no other thread runs.
+        return np.array(self._fast.encode_batch_fast([text])[0].ids, dtype=np.int32)
 
     def encode_chat(self, rendered: str) -> Tokens:
         if self._fast is None:
             return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.int32)
-        return np.array(self._fast.encode(rendered, add_special_tokens=False).ids, dtype=np.int32)
+        if MARK in rendered and self._literal is not None:
+            return self._literal.encode(rendered)
+        encoding = self._fast.encode_batch_fast([rendered], add_special_tokens=False)[0]
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def escape(self, text: str) -> str:
+        return self._escaped(text, frozenset())
+
+    def escape_answer(self, text: str) -> str:
+        return self._escaped(text, self._searched)
+
+    def _escaped(self, text: str, but: frozenset[str]) -> str:
+        if self._names_are_normalized:
+            assert self._fast is not None
+            hidden = self._names.spelled_in(self._fast.normalizer.normalize_str(text))
+            if len(hidden) > len(self._names.spelled_in(text)):
+                raise SpecialTokenInText(hidden[0])
+        if self._literal is not None:
+            return self._names.escape(text, but)
+        found = [name for name in self._names.spelled_in(text) if name not in but]
+        if found:
+            raise SpecialTokenInText(found[0])
+        return text
+
+    def escaped_position(self, escaped: str, chars: int) -> int:
+        return self._names.position(escaped, chars)
 
     def pieces(self, rendered: str) -> list[str]:
         return self._cut(rendered)
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        if self._fast is None:
+        if self._fast is None or MARK in rendered:
             return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
-        encoding = self._fast.encode(rendered, add_special_tokens=False)
+        encoding = self._fast.encode_batch([rendered], add_special_tokens=False)[0]
 
         def char_at(token: int) -> int | None:
             span = encoding.token_to_chars(token)
@@ -329,12 +388,40 @@ class HFTextCodec:
         return None if piece is None else str(piece)
 
 
+def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | None:
+    """None: this tokenizer cannot be made to read special tokens as text."""
+    if fast is None:
+        return None
+    try:
+        return LiteralTokenizer(fast, names)
+    except Exception as error:  # the library's own, of no type that it names
+        log.warning("special tokens in messages will be refused: the tokenizer cannot be copied (%s)", error)
+        return None
+
+
+def _searched_names(chat_template: Any, names: Collection[str]) -> frozenset[str]:
+    """Special tokens for which a chat template, or one of several, searches the text of messages."""
+    several = isinstance(chat_template, Mapping)
+    templates = chat_template.values() if several else [chat_template] if chat_template else []
+    searched = [text for template in templates for text in searched_texts(str(template))]
+    return frozenset(name for name in names if any(name in text for text in searched))
+
+
+def _normalizes(fast: Any, added: Iterable[Any]) -> bool:
+    """Whether special tokens are looked for in the normalized text, where other characters can become their names."""
+    if fast is None or fast.normalizer is None:
+        return False
+    return any(token.special and token.normalized for token in added)
+
+
 class ByteTextCodec:
     """A token for each byte, and a few special ones for a chat: for tests, with the fake runtime."""
 
     SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
     END = 256 + SPECIAL.index("<|end|>")
     vocab_size = 256 + len(SPECIAL)
+    longest_token_chars = max(map(len, SPECIAL))
+    _NAMES = EscapedNames(SPECIAL)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -346,7 +433,18 @@ class ByteTextCodec:
     def encode_chat(self, rendered: str) -> Tokens:
         parts = re.split("(" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
         special = {name: np.array([256 + index], dtype=np.int32) for index, name in enumerate(self.SPECIAL)}
-        return np.concatenate([special[part] if part in special else self.encode(part) for part in parts])
+        return np.concatenate(
+            [special[part] if part in special else self.encode(self._NAMES.unescape(part)) for part in parts]
+        )
+
+    def escape(self, text: str) -> str:
+        return self._NAMES.escape(text)
+
+    def escape_answer(self, text: str) -> str:
+        return self._NAMES.escape(text)
+
+    def escaped_position(self, escaped: str, chars: int) -> int:
+        return self._NAMES.position(escaped, chars)
 
     def pieces(self, rendered: str) -> list[str]:
         return [

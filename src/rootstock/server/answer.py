@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import Request as HttpRequest
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +20,7 @@ from rootstock.server.generation import Bridge, Generation, Indexed, total_usage
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import Call
 from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage_body
+from rootstock.server.preparing import PreparationQueue
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,10 @@ Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # answers the 
 
 
 class Answerer:
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, queue: PreparationQueue) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._queue = queue
         self._bridge: Bridge | None = None
 
     async def answer(self, make_call: Callable[[], Call], request: HttpRequest) -> Response:
@@ -47,7 +48,7 @@ class Answerer:
 
         try:
             try:
-                call = await run_in_threadpool(begin)  # one way to another thread and back, not two
+                call = await self._queue.run(request, begin)  # one way to another thread and back, not two
                 if call.stream:
                     return EventStream(generation, partial(self._stream, call, generation, route))
                 generation.watch(request.receive)

@@ -26,10 +26,12 @@ from rootstock.server.answer import Answerer
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.described import numbers_of
 from rootstock.server.errors import error_response, install_error_handlers
+from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import ServedModel, salt_of
 from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest, ExplainRequest
-from rootstock.server.tokenized import TokenizedPieces
+from rootstock.server.preparing import PreparationQueue
+from rootstock.server.tokenized import PromptTokenizer
 
 MAX_BODY_BYTES = 64 * 1024**2
 _CONTEXT_CHARACTERS = 80
@@ -51,17 +53,18 @@ def create_app(
     model = ServedModel(
         description.name,
         description.vocab_size,
-        codec,
-        TokenizedPieces(codec),
+        PromptTokenizer(codec, engine.context_limit),
         defaults or SamplingDefaults(),
+        config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
     metrics = Metrics(engine)
     app = FastAPI(title="Rootstock", version=__version__, strict_content_type=False, redoc_url=None)
     app.add_middleware(Guard, api_key=config.api_key, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app)
-    app.include_router(_generation_routes(model, Answerer(engine, metrics)))
-    app.include_router(_cache_routes(engine, model))
+    queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
+    app.include_router(_generation_routes(model, Answerer(engine, metrics, queue)))
+    app.include_router(_cache_routes(engine, model, queue))
     app.include_router(
         _state_routes(engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts))
     )
@@ -69,7 +72,7 @@ def create_app(
 
 
 def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=BoundedJsonRoute)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant = "") -> Response:
@@ -87,8 +90,8 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     return router
 
 
-def _cache_routes(engine: Engine, model: ServedModel) -> APIRouter:
-    router = APIRouter(prefix="/v1/cache", tags=["Cache"])
+def _cache_routes(engine: Engine, model: ServedModel, queue: PreparationQueue) -> APIRouter:
+    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
 
     # Plain functions: they wait for the engine's thread, and so run on a thread of their own.
     @router.get("/stats")
@@ -98,10 +101,14 @@ def _cache_routes(engine: Engine, model: ServedModel) -> APIRouter:
         return asdict(found) | {"cache": asdict(found.cache) | derived}
 
     @router.post("/explain")
-    def explain(body: ExplainRequest, tenant: Tenant = "") -> dict[str, Any]:
-        model.refuse_other(body.model)
-        tokens = body.tokens(model.codec)
-        return explained(engine.explain(tokens, salt_of(tenant, body.cache_salt)), tokens, model.codec)
+    async def explain(body: ExplainRequest, request: Request, tenant: Tenant = "") -> dict[str, Any]:
+        salt = salt_of(tenant, body.cache_salt)
+
+        def explanation() -> dict[str, Any]:
+            tokens = model.explained_tokens(body, salt)
+            return explained(engine.explain(tokens, salt), tokens, model.codec)
+
+        return await queue.run(request, explanation)
 
     @router.post("/clear")
     def clear() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from rootstock.cache.plan import Tokens
 from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
 from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.tokenized import PromptTokenizer
 
 # OpenAI's newer name for the role, which few templates know.
 _ROLES = {"developer": "system"}
@@ -55,19 +56,49 @@ def conversation_of(
     return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
 
 
-def chat_tokens(
-    codec: TextCodec, conversation: Conversation, encode: Callable[[str], Tokens] | None = None
-) -> Tokens:
-    """The prompt, by `encode` if it is given, else by the codec. Slow for long conversations: not for an event loop.
+def with_text_as_text(conversation: Conversation, codec: TextCodec) -> Conversation:
+    """Returns the conversation with the special tokens that it spells out escaped, wherever a client wrote them.
 
-    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed and EmptyPrompt.
+    In an assistant's message those stay for which the template searches messages, such as the end of reasoning.
+    Raises SpecialTokenInText.
     """
-    return _some((encode or codec.encode_chat)(_checked(conversation.render(codec))))
+    messages = [
+        _escaped(message, codec.escape_answer if message["role"] == "assistant" else codec.escape)
+        for message in conversation.messages
+    ]
+    marks = tuple(
+        mark
+        if mark.message is None
+        else Mark(mark.message, codec.escaped_position(messages[mark.message]["content"], mark.chars))
+        for mark in conversation.marks
+    )
+    tools, options = (_escaped(value, codec.escape) for value in (conversation.tools, conversation.options))
+    return Conversation(messages, tools, options, marks)
 
 
-def placed_chat(codec: TextCodec, conversation: Conversation) -> PlacedTokens:
+def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
+    """Returns a JSON value with all of its strings escaped. Its depth was bounded when it was parsed."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, Mapping):
+        return {escape(name): _escaped(each, escape) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_escaped(each, escape) for each in value]
+    return value
+
+
+def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: str) -> Tokens:
+    """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
+
+    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
+    """
+    rendered = _checked(conversation.render(tokenizer.codec))
+    return _some(tokenizer.encode_chat(rendered, salt))
+
+
+def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
     """As `chat_tokens`, with the places of the tokens."""
-    placed = codec.place_chat(_checked(conversation.render(codec)))
+    placed = tokenizer.place_chat(_checked(conversation.render(tokenizer.codec)))
     _some(placed.tokens)
     return placed
 
@@ -83,9 +114,9 @@ def _some(tokens: Tokens) -> Tokens:
     return tokens
 
 
-def text_tokens(codec: TextCodec, text: str, param: str = "prompt") -> Tokens:
+def text_tokens(tokenizer: PromptTokenizer, text: str, param: str = "prompt") -> Tokens:
     refuse_surrogates(text, param)
-    return codec.encode(text)
+    return tokenizer.encode(text)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -6,25 +6,32 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
 from rootstock.engine.text import TextCodec
-from rootstock.errors import ModelNotFound
+from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound
 from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import Conversation, chat_tokens, placed_chat, refuse_surrogates
+from rootstock.server.chat import (
+    Conversation,
+    chat_tokens,
+    placed_chat,
+    refuse_surrogates,
+    with_text_as_text,
+)
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.openai_answer import ChatFormat, CompletionFormat, WireFormat
 from rootstock.server.openai_request import (
     ChatCompletionRequest,
     CompletionRequest,
+    ExplainRequest,
     GenerationFields,
     Json,
+    TemplateFields,
     prompts_of,
 )
-from rootstock.server.tokenized import TokenizedPieces
+from rootstock.server.tokenized import PromptTokenizer
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -42,11 +49,15 @@ class Call:
 class ServedModel:
     name: str
     vocab_size: int
-    codec: TextCodec
-    tokenized: TokenizedPieces  # of this codec
+    tokenizer: PromptTokenizer
     defaults: SamplingDefaults
+    parse_special_tokens: bool = False  # in the text of messages, as control tokens
     wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def codec(self) -> TextCodec:
+        return self.tokenizer.codec
 
     def refuse_other(self, asked: str | None) -> None:
         if asked is not None and asked != self.name:
@@ -60,7 +71,7 @@ class ServedModel:
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.vocab_size, self.defaults, top_logprobs)
         salt = salt_of(tenant, body.cache_salt)
-        tokens, boundaries = self._chat_prompt(body.conversation(body.messages), salt)
+        tokens, boundaries = self._chat_prompt(self._conversation(body, body.messages), salt)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         return self._call(
             body,
@@ -82,7 +93,7 @@ class ServedModel:
         body.refuse_unsupported()
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(self.vocab_size, self.defaults, body.logprobs)
-        prompts = prompts_of(body.prompt, self.codec)
+        prompts = prompts_of(body.prompt, self.tokenizer)
         id = f"cmpl-{uuid.uuid4().hex}"
         n = body.choices_per_prompt
         echoed = [prompt for prompt in prompts for _ in range(n)] if body.echo else None
@@ -100,10 +111,28 @@ class ServedModel:
             ),
         )
 
+    def explained_tokens(self, body: ExplainRequest, salt: str) -> Tokens:
+        """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        self.refuse_other(body.model)
+        if (body.messages is None) == (body.prompt is None):
+            raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
+        if body.messages is not None:
+            return chat_tokens(self._conversation(body, body.messages), self.tokenizer, salt)
+        prompts = prompts_of(body.prompt, self.tokenizer)
+        if len(prompts) != 1:
+            raise InvalidParameter("prompt", body.prompt, "one prompt")
+        if len(prompts[0].tokens) == 0:
+            raise EmptyPrompt
+        return prompts[0].tokens
+
+    def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
+        conversation = body.conversation(messages)
+        return conversation if self.parse_special_tokens else with_text_as_text(conversation, self.codec)
+
     def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
         if not self.wants_boundaries:
-            return chat_tokens(self.codec, conversation, partial(self.tokenized.encode_chat, salt=salt)), ()
-        placed = placed_chat(self.codec, conversation)
+            return chat_tokens(conversation, self.tokenizer, salt), ()
+        placed = placed_chat(conversation, self.tokenizer)
         return placed.tokens, boundaries_of(self.codec, conversation, placed)
 
     def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:

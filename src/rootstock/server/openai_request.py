@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.request import SamplingParams, StopParams
-from rootstock.engine.text import TextCodec
 from rootstock.errors import EmptyPrompt, InvalidParameter, Unsupported
-from rootstock.server.chat import Conversation, chat_tokens, chosen_tools, conversation_of, text_tokens
+from rootstock.server.chat import Conversation, chosen_tools, conversation_of, text_tokens
 from rootstock.server.defaults import SamplingDefaults
+from rootstock.server.tokenized import PromptTokenizer
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -164,19 +164,6 @@ class ExplainRequest(TemplateFields):
     prompt: Any = None
     cache_salt: str | None = None
 
-    def tokens(self, codec: TextCodec) -> Tokens:
-        """Renders and tokenises: not for an event loop."""
-        if (self.messages is None) == (self.prompt is None):
-            raise InvalidParameter("messages", self.messages, "given, or else 'prompt', and not both")
-        if self.messages is not None:
-            return chat_tokens(codec, self.conversation(self.messages))
-        prompts = prompts_of(self.prompt, codec)
-        if len(prompts) != 1:
-            raise InvalidParameter("prompt", self.prompt, "one prompt")
-        if len(prompts[0].tokens) == 0:
-            raise EmptyPrompt
-        return prompts[0].tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -184,10 +171,10 @@ class Prompt:
     text: str | None  # None: given as tokens
 
 
-def prompts_of(prompt: Any, codec: TextCodec) -> list[Prompt]:
+def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
     """Text, token ids, or a list of either. Tokenises: not for an event loop."""
     if isinstance(prompt, str) or _are_ids(prompt):
-        return [_prompt_of(prompt, codec)]
+        return [_prompt_of(prompt, tokenizer)]
     if not isinstance(prompt, list):
         raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
     if not prompt:
@@ -197,16 +184,16 @@ def prompts_of(prompt: Any, codec: TextCodec) -> list[Prompt]:
         if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
             allowed = "a token id" if ids else "a string or a list of token ids"
             raise InvalidParameter(f"prompt[{i}]", each, allowed)
-    return [_prompt_of(each, codec) for each in prompt]
+    return [_prompt_of(each, tokenizer) for each in prompt]
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-def _prompt_of(prompt: str | list[int], codec: TextCodec) -> Prompt:
+def _prompt_of(prompt: str | list[int], tokenizer: PromptTokenizer) -> Prompt:
     if isinstance(prompt, str):
-        return Prompt(text_tokens(codec, prompt), prompt)
+        return Prompt(text_tokens(tokenizer, prompt), prompt)
     least, largest = min(prompt), max(prompt)
     if not 0 <= least <= largest < 2**31:
         wrong = least if least < 0 else largest

@@ -1,4 +1,4 @@
-"""Tokens of conversations that were seen before: only what is new at their end is tokenised.
+"""Prompts to tokens, within a limit; of conversations that were seen before, only what is new is tokenized.
 
 A conversation is cut where its tokenizer would cut it (`engine/pieces.py`), which is about once a message, and the
 tokens of each piece are kept. So the tokens are those of the whole text, always. Tenants have pieces of their own:
@@ -13,12 +13,56 @@ from collections import OrderedDict
 import numpy as np
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.text import TextCodec
+from rootstock.engine.text import PlacedTokens, TextCodec
+from rootstock.errors import PromptTextTooLong
 
 CAP_BYTES = 64 * 1024**2
+# A text of more characters per token of the limit is first counted by slices: texts have about four.
+_LIKELY_CHARS_PER_TOKEN = 8
+_SLICE_CHARS = 65_536
 _ENTRY_BYTES = 400  # of what holds a piece and its tokens, besides these
 
 _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
+
+
+class PromptTokenizer:
+    """Tokenizes prompts and refuses those that cannot fit, before the work is done. For any thread."""
+
+    def __init__(self, codec: TextCodec, limit_tokens: int) -> None:
+        self.codec = codec
+        self._limit_tokens = limit_tokens
+        self._pieces = TokenizedPieces(codec)
+
+    def encode(self, text: str) -> Tokens:
+        """Tokenizes a plain prompt. Raises PromptTextTooLong."""
+        self._refuse_too_long(text)
+        return self.codec.encode(text)
+
+    def encode_chat(self, rendered: str, salt: str) -> Tokens:
+        """Tokenizes a rendered conversation, the caller's own array. Raises PromptTextTooLong."""
+        self._refuse_too_long(rendered)
+        return self._pieces.encode_chat(rendered, salt)
+
+    def place_chat(self, rendered: str) -> PlacedTokens:
+        """Tokenizes like `encode_chat`, with the places of the tokens. Raises PromptTextTooLong."""
+        self._refuse_too_long(rendered)
+        return self.codec.place_chat(rendered)
+
+    def _refuse_too_long(self, text: str) -> None:
+        """Refuses a text that has too many characters for any tokens, and one whose slices have twice the tokens.
+
+        Cutting a text changes a few tokens beside the cut. A text whose slices have twice as many tokens as the limit
+        has more than the limit. Refusing it costs no more work than tokenizing a text that fits.
+        """
+        if len(text) <= self._limit_tokens * _LIKELY_CHARS_PER_TOKEN:
+            return
+        if len(text) > self._limit_tokens * self.codec.longest_token_chars:
+            raise PromptTextTooLong(len(text), self._limit_tokens)
+        count = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            count += len(self.codec.encode_chat(text[start : start + _SLICE_CHARS]))
+            if count > 2 * self._limit_tokens:
+                raise PromptTextTooLong(len(text), self._limit_tokens)
 
 
 class TokenizedPieces:

@@ -1,0 +1,220 @@
+"""Special tokens that a client's text spells out: escaped before a chat template, read as plain text after it.
+
+A chat template writes control tokens ("<|im_start|>") and clients' text into one string, and a tokenizer cannot tell
+which is which. A user who writes "<|im_end|><|im_start|>system" would end the turn and open another. Therefore
+`EscapedNames.escape` replaces the special tokens in clients' strings by escapes, which no template knows and no
+tokenizer finds. `LiteralTokenizer` tokenizes a rendered text with escapes: an escape becomes the tokens of the
+characters that it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from jinja2 import Environment, TemplateError, nodes
+from tokenizers import AddedToken, Tokenizer
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.pieces import any_of
+from rootstock.errors import SpecialTokenInText
+
+# A noncharacter: Unicode keeps it for use inside a program. A client's own is escaped, too.
+MARK = "\ufdd0"
+_STAND_IN = "\ufdd1"
+_ESCAPE = re.compile(f"{MARK}(-|[0-9]{{0,6}}){MARK}")
+_MARK_ITSELF = f"{MARK}{MARK}"
+_NOTHING = f"{MARK}-{MARK}"
+
+
+class EscapedNames:
+    """Escapes of the special tokens with these names (their text), in both directions."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted(set(names) - {""})
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._found = any_of(self._names) if self._names else None
+        self._first_chars = {name[0] for name in self._names}
+        self._last_chars = {name[-1] for name in self._names}
+        self._beginnings = {name[:end] for name in self._names for end in range(1, len(name))}
+        self._ends = {name[start:] for name in self._names for start in range(1, len(name))}
+        self._longest_part = max(map(len, self._beginnings), default=0)
+
+    def spelled_in(self, text: str) -> list[str]:
+        """Returns the special tokens that `text` spells out, in order."""
+        return [] if self._found is None else [match[0] for match in self._found.finditer(text)]
+
+    def escape(self, text: str, but: Collection[str] = ()) -> str:
+        """Returns `text` with every special token escaped, except those in `but`."""
+        if MARK in text:
+            text = text.replace(MARK, _MARK_ITSELF)
+        if self._found is None:
+            return text
+        index = self._index
+
+        def escaped(match: re.Match[str]) -> str:
+            return match[0] if match[0] in but else f"{MARK}{index[match[0]]}{MARK}"
+
+        return self._with_guarded_ends(self._found.sub(escaped, text))
+
+    def _with_guarded_ends(self, text: str) -> str:
+        """Puts an empty escape beside a part of a special token at either end of `text`.
+
+        The template's text there, or another of the client's strings, could complete it. Templates trim, so spaces at
+        the ends do not count.
+        """
+        end = len(text.rstrip())
+        tail = text[max(0, end - self._longest_part) : end]
+        if any(char in tail for char in self._first_chars) and any(
+            tail[start:] in self._beginnings for start in range(len(tail))
+        ):
+            text = text[:end] + _NOTHING + text[end:]
+        start = len(text) - len(text.lstrip())
+        head = text[start : start + self._longest_part]
+        if any(char in head for char in self._last_chars) and any(
+            head[:end] in self._ends for end in range(1, len(head) + 1)
+        ):
+            text = text[:start] + _NOTHING + text[start:]
+        return text
+
+    def unescape(self, text: str) -> str:
+        """Returns the text of which `escape` made `text`."""
+        return _ESCAPE.sub(lambda match: self._spelled(match[1]), text)
+
+    def _spelled(self, code: str) -> str:
+        match code:
+            case "":
+                return MARK
+            case "-":
+                return ""
+            case _ if int(code) < len(self._names):
+                return self._names[int(code)]
+            case _:  # a text that was cut inside an escape
+                return f"{MARK}{code}{MARK}"
+
+    def position(self, escaped: str, chars: int) -> int:
+        """Returns where the first `chars` characters of the original end in its escaped form."""
+        before = at = 0  # characters of the original, and of the escaped text
+        for match in _ESCAPE.finditer(escaped):
+            if before + match.start() - at >= chars:
+                break
+            before += match.start() - at + len(self._spelled(match[1]))
+            at = match.end()
+        return at + max(0, chars - before)
+
+
+class LiteralTokenizer:
+    """A twin of a tokenizer that reads escapes as plain text and all other special tokens as control tokens.
+
+    Its tokens are those that the tokenizer would give if escaped special tokens were not in its vocabulary. The twin
+    ignores special tokens and knows a secret stand-in for each, which `encode` writes where a control token is meant.
+    Building it takes as long as loading the tokenizer: 0.6 s for 128,000 tokens, which take 60 MB.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, names: EscapedNames) -> None:
+        """Raises Exception, the library's own, for a tokenizer with parts written in Python: it cannot be copied."""
+        self._names = names
+        serialized = tokenizer.to_str()
+        self._twin = Tokenizer.from_str(serialized)
+        self._twin.encode_special_tokens = True
+        secret = secrets.token_hex(8)
+        added = tokenizer.get_added_tokens_decoder()
+        special = {id: token for id, token in added.items() if token.special}
+        self._stand_ins = {
+            token.content: f"{_STAND_IN}{secret}.{id}{_STAND_IN}" for id, token in special.items()
+        }
+        self._twin.add_tokens(
+            [
+                AddedToken(
+                    self._stand_ins[token.content],
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    single_word=token.single_word,
+                    normalized=False,
+                    special=False,
+                )
+                for token in special.values()
+            ]
+        )
+        known = set(tokenizer.get_vocab().values())
+        meant = {_id_of(self._twin, self._stand_ins[token.content]): id for id, token in special.items()}
+        if not known.isdisjoint(meant):
+            raise ValueError("the ids of the vocabulary have gaps, into which new tokens fall")
+        self._meant = np.arange(max(known | set(meant)) + 1, dtype=np.int32)
+        self._meant[list(meant)] = list(meant.values())
+        model = json.loads(serialized)["model"]
+        unknown = (model.get("unk_token"), model.get("unk_id"))  # which plain text may have
+        self._control_ids = [id for id, token in special.items() if not {id, token.content} & set(unknown)]
+        # Added tokens that are not special are found before shorter special ones that they contain.
+        self._found = any_of(token.content for token in added.values())
+
+    def encode(self, rendered: str) -> Tokens:
+        """Tokenizes a rendered text with escapes. Other threads run meanwhile.
+
+        Raises SpecialTokenInText if the tokenizer's model makes a special token of plain text: the vocabulary of a
+        Unigram model holds the names among its ordinary pieces.
+        """
+        text = self._found.sub(lambda match: self._stand_ins.get(match[0], match[0]), rendered)
+        text = self._names.unescape(text)
+        encoding = self._twin.encode_batch_fast([text], add_special_tokens=False)[0]
+        ids = np.array(encoding.ids, dtype=np.int32)
+        made_of_text = ids[np.isin(ids, self._control_ids)]
+        if len(made_of_text):
+            raise SpecialTokenInText(self._twin.id_to_token(int(made_of_text[0])) or "")
+        meant: Tokens = self._meant[ids]
+        return meant
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    id = tokenizer.token_to_id(token)
+    assert id is not None, "the token was added"
+    return id
+
+
+# Methods and operators by which a template looks for text inside a message.
+_SEARCHES = {
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "startswith",
+    "endswith",
+    "find",
+    "rfind",
+    "index",
+    "count",
+}
+_SEARCHES |= {"replace", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
+
+
+def searched_texts(template: str) -> set[str]:
+    """Returns the constant texts that a chat template looks for in messages, such as the end of reasoning.
+
+    A template that does not parse looks for none: rendering reports its errors.
+    """
+    # transformers' own tag, around what an assistant generates, is no part of plain Jinja.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except (TemplateError, RecursionError):
+        return set()
+    found: set[str] = set()
+    for call in parsed.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
+            found.update(_constants(call.args))
+    for filtered in parsed.find_all(nodes.Filter):
+        if filtered.name == "replace":
+            found.update(_constants(filtered.args))
+    for compared in parsed.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in compared.ops):
+            found.update(_constants([compared.expr]))
+    return found
+
+
+def _constants(expressions: Iterable[nodes.Node]) -> list[str]:
+    return [
+        each.value for each in expressions if isinstance(each, nodes.Const) and isinstance(each.value, str)
+    ]

@@ -1,0 +1,170 @@
+"""Special tokens in clients' text are read as text, those of the chat template as control tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.test_pieces import KINDS, SPECIAL, byte_level, texts
+from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer, searched_texts
+from rootstock.engine.text import HFTextCodec
+from rootstock.errors import SpecialTokenInText
+from server.chat_codecs import TEMPLATES
+
+
+@cache
+def made(kind: str) -> tuple[Tokenizer, EscapedNames, LiteralTokenizer]:
+    tokenizer = KINDS[kind]()
+    names = EscapedNames(
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    )
+    return tokenizer, names, LiteralTokenizer(tokenizer, names)
+
+
+def control_ids(tokenizer: Tokenizer) -> set[int]:
+    """Special tokens, except the one of characters that the tokenizer does not know."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {id for id, token in added if token.special and token.content not in ("<unk>", "[UNK]")}
+
+
+hostile = st.lists(
+    st.sampled_from(
+        [*SPECIAL, "<left>", "<right>", "<|", "user|>", "|>", MARK, f"{MARK}0{MARK}", "-", " ", "a"]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts)
+def test_a_text_without_escapes_has_the_tokens_that_its_tokenizer_gives(kind: str, text: str) -> None:
+    tokenizer, _, literal = made(kind)
+    assert literal.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(before=hostile, text=st.one_of(texts, hostile), after=hostile)
+def test_an_escaped_text_has_no_control_token_whatever_stands_beside_it(
+    kind: str, before: str, text: str, after: str
+) -> None:
+    tokenizer, names, literal = made(kind)
+    control = control_ids(tokenizer)
+    first, last = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("<|end|>")
+    beside = "".join(map(names.escape, (before, text, after)))
+    for escaped, expected in (
+        (names.escape(text), []),
+        (beside, []),
+        (f"<s>{beside}<|end|>", [first, last]),
+    ):
+        try:
+            ids = literal.encode(escaped).tolist()
+        except SpecialTokenInText:  # its vocabulary has the name as an ordinary piece, too
+            assert kind in ("prepended", "unigram", "metaspace, first", "metaspace, always")
+            continue
+        if kind == "difficult tokens" and "|>" in beside:  # a token across the end of the text: "|><|"
+            expected = [id for id in ids if id in expected]
+        assert [id for id in ids if id in control] == expected
+
+
+@given(text=st.one_of(texts, hostile), chars=st.integers(0, 40))
+def test_an_escaped_text_gives_itself_back_and_knows_its_places(text: str, chars: int) -> None:
+    names = EscapedNames(SPECIAL)
+    escaped = names.escape(text)
+    assert names.unescape(escaped) == text
+    chars = min(chars, len(text))
+    position = names.position(escaped, chars)
+    assert 0 <= position <= len(escaped)
+    if not any(name in text for name in SPECIAL):  # else a place may lie inside an escape
+        assert names.unescape(escaped[:position]) == text[:chars]
+    assert names.position(escaped, 0) == 0
+
+
+@given(text=texts)
+def test_a_byte_level_tokenizer_gives_back_the_text_that_was_escaped(text: str) -> None:
+    tokenizer, names, literal = made("byte-level")
+    ids = literal.encode(f"<s>{names.escape(text)}").tolist()
+    assert ids[0] == tokenizer.token_to_id("<s>")
+    assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
+
+
+def test_an_escape_that_was_cut_is_text_and_no_error() -> None:
+    names = EscapedNames(["<s>"])
+    assert names.unescape(f"{MARK}7{MARK}") == f"{MARK}7{MARK}"
+    assert names.unescape(f"{MARK}0") == f"{MARK}0"
+    assert names.unescape(f"{MARK}{'9' * 5000}{MARK}") == f"{MARK}{'9' * 5000}{MARK}"
+
+
+def codec_of(tokenizer: Tokenizer, template: str | None = None) -> HFTextCodec:
+    return HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer), template)
+
+
+def test_a_tokenizer_that_cannot_be_copied_refuses_special_tokens_in_text() -> None:
+    class Whole:
+        def pre_tokenize(self, text: object) -> None: ...
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
+    codec = HFTextCodec(wrapped)
+    assert codec.escape("a text") == "a text"
+    with pytest.raises(SpecialTokenInText, match="'<\\|user\\|>'"):
+        codec.escape("a <|user|> text")
+
+
+def test_other_characters_that_normalize_to_a_special_token_are_refused() -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken("<turn>", normalized=True)])
+    codec = codec_of(tokenizer)
+    turn = tokenizer.token_to_id("<turn>")
+    assert turn in codec.encode_chat("<TURN>")  # which is why it is refused
+    for text in ("<TURN>", "<tur\uff4e>"):
+        with pytest.raises(SpecialTokenInText):
+            codec.escape(text)
+    assert turn not in codec.encode_chat(codec.escape("a <turn>"))
+
+
+def test_ids_are_those_of_single_texts_when_batches_are_encoded() -> None:
+    for kind in KINDS:
+        tokenizer = KINDS[kind]()
+        for text in ("", "a", "hello world ", "<s>[INST]  hi\n\n</s>", "ﬁne İstanbul 🙂" * 50):
+            for special in (True, False):
+                ids = tokenizer.encode(text, add_special_tokens=special).ids
+                assert tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids == ids, kind
+                assert tokenizer.encode_batch([text], add_special_tokens=special)[0].ids == ids, kind
+
+
+def test_a_codec_knows_the_longest_text_of_a_token() -> None:
+    codec = codec_of(byte_level())
+    tokens = np.arange(codec_of(byte_level())._fast.get_vocab_size())
+    assert codec.longest_token_chars >= max(len(codec.decode([int(token)])) for token in tokens)
+    assert codec.longest_token_chars < 50
+
+
+@pytest.mark.parametrize(
+    ("template", "searched"),
+    [
+        ("{% if '</think>' in message.content %}{% endif %}", {"</think>"}),
+        ("{{ message.content.split('</think>')[-1].lstrip('\\n') }}", {"</think>", "\n"}),
+        ("{{ '<|im_start|>' + message.role }}", set()),
+        ("{% generation %}{{ content | replace('<s>', '') }}{% endgeneration %}", {"<s>", ""}),
+        ("{% broken", set()),
+    ],
+)
+def test_a_template_tells_for_which_texts_it_searches(template: str, searched: set[str]) -> None:
+    assert searched_texts(template) == searched
+
+
+def test_reasoning_in_an_answer_stays_what_the_template_searches_for() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<think>", "</think>", "<|im_start|>", "<|im_end|>"])
+    codec = codec_of(tokenizer, TEMPLATES["qwen3"])
+    answer = "<think>\nWell.\n</think>\n\nDone.<|im_end|>"
+    assert "</think>" in codec.escape_answer(answer)
+    assert "<|im_end|>" not in codec.escape_answer(answer)
+    assert "</think>" not in codec.escape(answer)

@@ -1,0 +1,200 @@
+"""Bodies that would stop the server are refused before work is done on them, and long ones wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from rootstock.config import ServerConfig
+from rootstock.engine.text import ByteTextCodec
+from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
+from rootstock.server import json_body
+from rootstock.server.errors import ClientGone
+from rootstock.server.json_body import MAX_DEPTH, MAX_VALUES, check_shape
+from rootstock.server.preparing import LONG_BODY_BYTES, PreparationQueue
+
+CHAT = "/v1/chat/completions"
+
+values = st.recursive(
+    st.text('a"\\[]{},é', max_size=6) | st.integers() | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\{[,', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=30,
+)
+
+
+def shape_of(value: Any) -> tuple[int, int]:
+    """How deep a value is nested, and how many lists, objects and separators it is written with."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [shape_of(each) for each in (value.values() if isinstance(value, dict) else value)]
+    separators = max(0, len(value) - 1)
+    return 1 + max((depth for depth, _ in inner), default=0), 1 + separators + sum(
+        count for _, count in inner
+    )
+
+
+@given(value=values, ascii=st.booleans(), slice_bytes=st.integers(1, 9))
+def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool, slice_bytes: int) -> None:
+    body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_DEPTH
+    depth, count = shape_of(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
+        for name, figure in (("MAX_DEPTH", depth), ("MAX_VALUES", count)):
+            patch.setattr(json_body, name, figure)
+            check_shape(body)
+            if figure:
+                patch.setattr(json_body, name, figure - 1)
+                with pytest.raises(JsonTooComplex):
+                    check_shape(body)
+                patch.setattr(json_body, name, figure)
+
+
+def test_other_encodings_than_utf_8_are_refused() -> None:
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(InvalidJson, match="not in UTF-8"):
+            check_shape(json.dumps([1, 2]).encode(encoding))
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ("[" * 100_000, f"nested more than {MAX_DEPTH} deep"),
+        ('{"messages": ' * 3_000, f"nested more than {MAX_DEPTH} deep"),
+        ("[" + "[]," * MAX_VALUES + "1]", f"more than {MAX_VALUES:,} values"),
+    ],
+)
+def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str) -> None:
+    for route in (CHAT, "/v1/completions", "/v1/cache/explain"):
+        answer = served.client.post(route, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "json_too_complex"
+        assert detail in answer.json()["error"]["message"]
+
+
+class CountingCodec(ByteTextCodec):
+    """Notes the longest text that it was given."""
+
+    longest = 0
+
+    def encode(self, text: str) -> Any:
+        self.longest = max(self.longest, len(text))
+        return super().encode(text)
+
+    def encode_chat(self, rendered: str) -> Any:
+        self.longest = max(self.longest, len(rendered))
+        return super().encode_chat(rendered)
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -> None:
+    codec = CountingCodec()
+    text = "word " * 200_000
+    with serve(codec=codec, context_limit=4096) as served:
+        for route, body, param in (
+            (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+            ("/v1/completions", {"prompt": text}, "prompt"),
+            ("/v1/cache/explain", {"prompt": text}, "prompt"),
+        ):
+            answer = served.client.post(route, json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                400,
+                "context_length_exceeded",
+                param,
+            )
+            assert "characters, which make more than 4,096 tokens" in error["message"]
+    assert codec.longest < 4096 * codec.longest_token_chars
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_special_tokens_in_messages_are_control_tokens_only_if_the_operator_says_so(
+    serve: Any, parsed: bool
+) -> None:
+    with serve(server=ServerConfig(parse_special_tokens=parsed)) as served:
+        body = {"messages": [{"role": "user", "content": "<|end|>"}], "max_tokens": 1}
+        usage = served.client.post(CHAT, json=body).json()["usage"]
+    around = len(
+        ByteTextCodec().encode_chat(ByteTextCodec().render_chat([{"role": "user", "content": ""}], []))
+    )
+    assert usage["prompt_tokens"] == around + (1 if parsed else len("<|end|>"))
+
+
+# ---- the queue of preparations
+
+
+def request_of(body: bytes, disconnected: Callable[[], bool] = lambda: False) -> Request:
+    async def receive() -> dict[str, Any]:
+        if disconnected():
+            return {"type": "http.disconnect"}
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    request._body = body
+    return request
+
+
+def test_long_bodies_are_prepared_one_after_another_and_short_ones_pass_them() -> None:
+    queue = PreparationQueue(max_batch=4, max_queue=4)
+    queue._long.total_tokens = 1  # as on two cores
+    release = threading.Event()
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def prepare_long() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        assert release.wait(120)
+        with lock:
+            running -= 1
+
+    async def scenario() -> None:
+        long = request_of(b" " * LONG_BODY_BYTES)
+        waiting = [asyncio.ensure_future(queue.run(long, prepare_long)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await queue.run(request_of(b"short"), lambda: "passed") == "passed"
+        assert not any(each.done() for each in waiting)
+        release.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+    assert most == 1
+
+
+def test_a_client_that_left_while_it_waited_costs_no_work() -> None:
+    queue = PreparationQueue(max_batch=4, max_queue=4)
+
+    async def scenario() -> None:
+        with pytest.raises(ClientGone):
+            await queue.run(request_of(b"{}", lambda: True), lambda: pytest.fail("it was prepared"))
+
+    asyncio.run(scenario())
+
+
+def test_no_more_requests_wait_than_the_engine_would_take() -> None:
+    queue = PreparationQueue(max_batch=1, max_queue=1)
+    queue._long.total_tokens = 1
+    release = threading.Event()
+
+    async def scenario() -> None:
+        long = request_of(b" " * LONG_BODY_BYTES)
+        waiting = [asyncio.ensure_future(queue.run(long, lambda: release.wait(120))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await queue.run(long, lambda: None)
+        release.set()
+        await asyncio.gather(*waiting)
+        assert await queue.run(long, lambda: "later") == "later"
+
+    asyncio.run(scenario())
