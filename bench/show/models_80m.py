@@ -34,10 +34,10 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def write_llama(directory: Path) -> Path:
+def write_llama(directory: Path, vocab_size: int = VOCAB) -> Path:
     """The 80M model of A6: 13 layers of full attention."""
     config = LlamaConfig(
-        **_COMMON,
+        **(_COMMON | {"vocab_size": vocab_size}),
         hidden_size=640,
         intermediate_size=1728,
         num_hidden_layers=13,

@@ -198,7 +198,7 @@ def test_a_pattern_of_many_strings_finds_the_leftmost_and_longest(strings: set[s
 
 
 def test_a_pattern_may_have_strings_that_begin_each_other_however_deep() -> None:
-    assert any_of("a" * length for length in range(1, 3000)).match("a" * 5000)[0] == "a" * 2999  # type: ignore[index]
+    assert any_of("a" * length for length in range(1, 500)).match("a" * 5000)[0] == "a" * 499  # type: ignore[index]
 
 
 def test_thousands_of_strings_are_tried_as_one_trie() -> None:

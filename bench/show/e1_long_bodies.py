@@ -1,0 +1,346 @@
+"""E1: long bodies beside running streams: the gaps between tokens, /health, and memory.
+
+`rootstock serve` runs an 80M Llama in a process of its own, with 8 streams. Beside them a client sends chats of
+360 kB, 3.6 MB, 8 MB and 63 MB of words, each of which is refused, and the longest prompt that is accepted. The
+tokenizer is a byte-level BPE with merges, and has tokens of 128 spaces, as real ones have: a text may therefore have
+128 characters for each token of the limit before its characters alone refuse it.
+
+A stream's gap is the time between two of its chunks. A gap beside a body is compared with the longest gap of quiet
+time. An accepted prompt is also computed: it is compared with as many token ids, which need no tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import at_most, conclude, exactly
+
+SHOW = "E1"
+STREAMS = 8
+REFUSED_BYTES = {"360 kB": 360_000, "3.6 MB": 3_600_000, "8 MB": 8_000_000, "63 MB": 63_000_000}
+QUIET_S = 8.0
+CONTEXT = 16_384
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=3, help="of each body; the longest gap of all counts")
+    options.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more options for the server")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), given.serve) as server:
+        figures = measure(server, given.rounds)
+    bars = {
+        "refused": exactly(len(REFUSED_BYTES) * given.rounds),
+        "accepted": exactly(given.rounds),
+        "worst_gap_over_quiet_ms": at_most(100),
+        "accepted_gap_over_ids_ms": at_most(100),
+        "worst_health_ms": at_most(200),
+        "kept_after_refused_mb": at_most(max(100.0, 0.05 * figures["rss_before_mb"])),
+        "kept_after_accepted_mb": at_most(max(100.0, 0.05 * figures["rss_before_mb"])),
+    }
+    conclude(SHOW, figures, bars)
+
+
+# ---- the server
+
+
+class Server:
+    def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
+        self.address = re.fullmatch(r"http://([\d.]+):(\d+)/v1", url)
+        assert self.address is not None, url
+        self.host, self.port = self.address[1], int(self.address[2])
+        self.process = process
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=300)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        connection = self.connect()
+        try:
+            # A body that is too large is refused before all of it is sent.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def rss_mb(self) -> float:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def cache_mb(self) -> float:
+        return float(self.ask("GET", "/v1/cache/stats")[1]["cache"]["resident_bytes"]) / 1e6
+
+
+@contextlib.contextmanager
+def served(folder: Path, options: list[str]) -> Iterator[Server]:
+    model = write_model(folder / "model")
+    command = [sys.executable, "-m", "rootstock.cli", "serve", str(model), "--port", "0", "--device", "cpu"]
+    command += ["--dtype", "bfloat16", "--kv-budget", "2GiB", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        found = re.search(r"at (http://\S+/v1)", ready)
+        assert found, f"the server did not start: {ready!r}"
+        yield Server(found[1], process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def write_model(directory: Path) -> Path:
+    """The 80M Llama with a tokenizer that has merges, and a chat template."""
+    from models_80m import CONTEXT as OF_MODEL
+    from models_80m import write_llama
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    assert OF_MODEL == CONTEXT
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=31_000,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([words(2_000_000)], trainer)
+    tokenizer.add_tokens([AddedToken(" " * length, normalized=False) for length in (32, 64, 128)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    wrapped.chat_template = template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    write_llama(
+        directory, tokenizer.get_vocab_size()
+    )  # each token that it can choose has text, and is a chunk
+    wrapped.save_pretrained(directory)
+    return directory
+
+
+_SYLLABLES = [
+    "ka",
+    "to",
+    "ri",
+    "men",
+    "so",
+    "lu",
+    "ver",
+    "an",
+    "dis",
+    "pro",
+    "te",
+    "gol",
+    "in",
+    "ma",
+    "su",
+    "ber",
+]
+
+
+def words(count_bytes: int, seed: int = 0) -> str:
+    """Made-up words, a sentence a line: about four characters a token."""
+    rng = np.random.default_rng(seed)
+    made = ["".join(rng.choice(_SYLLABLES, rng.integers(1, 5))) for _ in range(20_000)]
+    chosen = rng.zipf(1.3, count_bytes // 6 + 16) % len(made)
+    return " ".join(made[index] for index in chosen)[:count_bytes].ljust(count_bytes, "x")
+
+
+# ---- what is measured
+
+
+class Streams:
+    """Streams that run until the end of the block, each on a thread, and the longest gap between two chunks."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ends = threading.Event()
+        self._gaps: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()  # when it ended, how long
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(STREAMS)]
+        self._begun = threading.Semaphore(0)
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self._begun.acquire(timeout=120)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()
+
+    def gaps_ms(self) -> list[float]:
+        """The gaps since the last call."""
+        found = []
+        while not self._gaps.empty():
+            found.append(self._gaps.get()[1] * 1000)
+        return found
+
+    def _run(self, index: int) -> None:
+        begun = False
+        while not self._ends.is_set():  # a stream ends with the context: then another begins
+            connection = self._server.connect()
+            body = {
+                "prompt": [100 + index, 200, 300],
+                "max_tokens": 8_000,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            last: float | None = None
+            while not self._ends.is_set():
+                line = answer.readline()
+                if line.startswith(b"data: [DONE]") or not line:
+                    break
+                if not line.startswith(b"data: "):
+                    continue
+                now = time.perf_counter()
+                if last is not None:
+                    self._gaps.put((now, now - last))
+                elif not begun:
+                    begun = True
+                    self._begun.release()
+                last = now
+            connection.close()
+
+
+class Health:
+    """Asks /health all the time, on a thread and a connection of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ends = threading.Event()
+        self.times_ms: list[float] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Health:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        connection = self._server.connect()
+        while not self._ends.wait(0.02):
+            began = time.perf_counter()
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            self.times_ms.append((time.perf_counter() - began) * 1000)
+        connection.close()
+
+
+def measure(server: Server, rounds: int) -> dict[str, Any]:
+    refused = {name: chat_of(words(size - 100, seed=1)) for name, size in REFUSED_BYTES.items()}
+    figures: dict[str, Any] = {"refused": 0, "accepted": 0}
+    quiet: list[float] = []
+    worst: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
+    # Everything that is made on first use is made, and the streams' prompts are cached.
+    with Streams(server), Health(server):
+        server.ask("POST", "/v1/chat/completions", chat_of(words(30_000, seed=2)))
+        time.sleep(2)
+    before_mb, cache_before_mb = server.rss_mb(), server.cache_mb()
+    figures["rss_before_mb"] = round(before_mb, 1)
+    with Streams(server) as streams, Health(server) as health:
+        for _ in range(rounds):
+            streams.gaps_ms()
+            time.sleep(QUIET_S)
+            quiet += streams.gaps_ms()
+            for name, body in refused.items():
+                began = time.perf_counter()
+                status, answer = server.ask("POST", "/v1/chat/completions", body)
+                times.setdefault(name, []).append(time.perf_counter() - began)
+                figures["refused"] += status in (400, 413)
+                figures[f"answer to {name}"] = answer["error"]["message"]
+                time.sleep(0.5)
+                worst[name] = max(worst.get(name, 0.0), max(streams.gaps_ms()))
+                print(f"{name}: {times[name][-1]:.3f} s, longest gap {worst[name]:.1f} ms", flush=True)
+        figures["worst_health_ms"] = round(max(health.times_ms), 1)
+    time.sleep(2)
+    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
+    figures |= {
+        "quiet_gap_ms": round(max(quiet), 1),
+        "worst_gap_ms": {name: round(gap, 1) for name, gap in worst.items()},
+        "worst_gap_over_quiet_ms": round(max(worst.values()) - max(quiet), 1),
+        "seconds_until_refused": {name: round(max(each), 3) for name, each in times.items()},
+        "kept_after_refused_mb": round(kept_mb, 1),
+    }
+    figures |= accepted(server, rounds, before_mb, cache_before_mb)
+    figures["worst_health_ms"] = max(figures["worst_health_ms"], figures["worst_health_accepted_ms"])
+    return figures
+
+
+def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: float) -> dict[str, Any]:
+    """The longest prompts that fit, as text and as token ids, each new to the cache."""
+    as_text: list[float] = []
+    as_ids: list[float] = []
+    count = 0
+    health_ms = 0.0
+    with Streams(server) as streams, Health(server) as health:
+        for turn in range(rounds):
+            text = longest_accepted(server, seed=10 + turn)
+            ids = np.random.default_rng(turn).integers(300, 3_000, CONTEXT - 8).tolist()
+            for prompt, gaps in ((ids, as_ids), (text, as_text)):
+                body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+                streams.gaps_ms()
+                status, answer = server.ask("POST", "/v1/completions", body)
+                if prompt is text:
+                    count += status == 200 and answer["usage"]["prompt_tokens"] > 0.95 * CONTEXT
+                gaps.append(max(streams.gaps_ms()))
+                print(f"accepted, {type(prompt).__name__}: gap {gaps[-1]:.1f} ms", flush=True)
+        health_ms = max(health.times_ms)
+    time.sleep(2)
+    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
+    return {
+        "accepted": count,
+        "accepted_gap_ms": round(max(as_text), 1),
+        "accepted_gap_of_ids_ms": round(max(as_ids), 1),
+        "accepted_gap_over_ids_ms": round(max(as_text) - max(as_ids), 1),
+        "worst_health_accepted_ms": round(health_ms, 1),
+        "kept_after_accepted_mb": round(kept_mb, 1),
+    }
+
+
+def longest_accepted(server: Server, seed: int) -> str:
+    """As much text as the context takes: found by asking how many tokens a part of it has."""
+    text = words(8 * CONTEXT, seed)
+    part = text[:20_000]
+    body = json.dumps({"prompt": part}).encode()
+    status, answer = server.ask("POST", "/v1/cache/explain", body)
+    assert status == 200, answer
+    return text[: int(0.98 * CONTEXT * len(part) / answer["prompt_tokens"])]
+
+
+def chat_of(text: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
+
+
+if __name__ == "__main__":
+    main()
