@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
 
@@ -15,6 +19,7 @@ from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.guard import Guard
+from server.test_cli import Process, rootstock
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -370,3 +375,58 @@ def test_lists_of_names_are_written_with_commas_or_as_json() -> None:
 def test_a_wrong_option_is_refused(fields: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidOption, match=option):
         ServerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-body", "lots"], "--max-body is 'lots', but must be a size"),
+        (["--allowed-origins", "chat.example.com"], "--allowed-origins is 'chat.example.com'"),
+        (["--allowed-hosts", '["a"'], "--allowed-hosts is"),
+    ],
+)
+def test_the_command_line_refuses_a_wrong_option(options: list[str], said: str) -> None:
+    done = rootstock("serve", "nowhere", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_the_options_of_the_command_line_reach_the_server() -> None:
+    options = ("--max-body", "2KiB", "--allowed-origins", PAGE, "--allowed-hosts", "llm.example.com")
+    process = Process(*options, "--max-connections", "1")
+    try:
+        with httpx.Client(base_url=process.url, timeout=30) as client:
+            assert client.get("/health", headers={"Host": "llm.example.com"}).status_code == 200
+            assert client.get("/health", headers={"Host": "example.com"}).status_code == 403
+            from_page = client.get("/health", headers={"Origin": PAGE})
+            assert from_page.headers["access-control-allow-origin"] == PAGE
+            large = client.post(TEXT, json={"prompt": "x" * 3000})
+            assert_error(large, 413, "body_too_large", "2,048 bytes")
+            second = httpx.get(f"{process.url}/health")
+            assert_error(second, 503, "too_many_connections", "1 (--max-connections)")
+    finally:
+        code, _, _ = process.stop(signal.SIGTERM)
+    assert code == 0
+
+
+FILES = """
+import logging, resource, sys
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
+from rootstock.server.run import _allow_files
+print(_allow_files(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_the_limit_of_open_files_is_raised_for_connections_or_bounds_them() -> None:
+    def allowed(hard: int) -> tuple[str, str]:
+        command = [sys.executable, "-c", FILES, str(hard)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return done.stdout.strip(), done.stderr
+
+    assert allowed(2000) == ("1000 1256", "")
+    found, warned = allowed(300)
+    assert found == "44 300"
+    assert "--max-connections is 1000" in warned
+    assert "only 44" in warned

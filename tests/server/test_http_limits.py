@@ -328,7 +328,9 @@ def test_an_idle_connection_is_kept_for_longer_than_clients_and_proxies_keep_it(
 def test_a_connection_without_a_request_is_closed_without_an_answer(serve: Any, clock: Clock) -> None:
     with serve() as served, RawClient(served) as client:
         clock.received(lambda c: c._receive_timer is not None)
-        clock.pass_time(LIMITS.head_s + 1)
+        clock.pass_time(LIMITS.keep_alive_s - 1)
+        assert not clock.connections[-1].transport.is_closing()
+        clock.pass_time(2)
         assert client.is_closed()
 
 

@@ -115,7 +115,8 @@ class Connection(HttpToolsProtocol):
         elif excess > 0:
             self._refuse(TooManyConnections(self._limits.connections))
         else:
-            self._receive_timer = self.loop.call_later(self._limits.head_s, self._head_is_late)
+            # Idle before the first request is as after one; pools of clients may connect ahead.
+            self._receive_timer = self.loop.call_later(self._limits.keep_alive_s, self._close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -256,10 +257,7 @@ class Connection(HttpToolsProtocol):
             self._receive_timer = None
 
     def _head_is_late(self) -> None:
-        if self._phase is Phase.IDLE:  # a connection that was never used; nobody waits for an answer
-            self._close()
-        else:
-            self._refuse(RequestTimeout(f"its head took more than {self._limits.head_s:g} s"))
+        self._refuse(RequestTimeout(f"its head took more than {self._limits.head_s:g} s"))
 
     def _body_window_ends(self) -> None:
         self._receive_timer = None
@@ -308,6 +306,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()  # its answer can no longer be completed
         else:
             receiving.disconnected = True
+            receiving.waiting_for_100_continue = False  # nothing is written after the error
             receiving.message_event.set()
             self._answer_and_close(error)
 

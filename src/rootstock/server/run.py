@@ -103,7 +103,7 @@ def _allow_files(connections: int) -> int:
     found = min(connections, max(1, soft - _OTHER_FILES))
     if found < connections:
         log.warning(
-            "--max-connections is %d, but the limit of open files (ulimit -n) is %d: %d",
+            "--max-connections is %d, but the limit of open files (ulimit -n) is %d: only %d are accepted",
             connections,
             soft,
             found,
