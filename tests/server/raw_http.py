@@ -14,6 +14,8 @@ import uvicorn
 
 from rootstock.server.connection import Connection
 
+GIVE_UP_S = 120  # only a server that never gets there takes so long
+
 
 class RawClient:
     """One connection to a server."""
@@ -22,7 +24,7 @@ class RawClient:
         self.socket = socket.socket()
         if receive_buffer_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        self.socket.settimeout(30)
+        self.socket.settimeout(GIVE_UP_S)
         self.socket.connect((served.client.base_url.host, served.client.base_url.port))
         self._file = self.socket.makefile("rb")
 
@@ -96,7 +98,7 @@ def post(path: str, body: Any, *headers: str, version: str = "1.1") -> bytes:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + GIVE_UP_S
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -116,6 +118,7 @@ class Clock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.connections: list[Connection] = []
+        self.send_buffer_bytes: int | None = None  # of further connections, in the kernel
         self._loops: list[MovedClock] = []
         made = Connection.connection_made
 
@@ -128,6 +131,9 @@ class Clock:
 
         def noted(connection: Connection, transport: asyncio.Transport) -> None:
             self.connections.append(connection)
+            if self.send_buffer_bytes is not None:
+                connected = transport.get_extra_info("socket")
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer_bytes)
             made(connection, transport)
 
         monkeypatch.setattr(uvicorn.Config, "get_loop_factory", loop_factory)
@@ -142,7 +148,7 @@ class Clock:
             for _ in range(3):
                 await asyncio.sleep(0)
 
-        asyncio.run_coroutine_threadsafe(move(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(move(), loop).result(GIVE_UP_S)
 
     def received(self, condition: Callable[[Connection], bool]) -> None:
         """Waits until it holds of the connection that was made last."""
