@@ -24,6 +24,7 @@ from rootstock.config import (
     TierConfig,
     parse_bytes,
     parse_draft_tokens,
+    parse_names,
     parse_seconds,
 )
 from rootstock.engine.assemble import Assembly, build_engine
@@ -89,6 +90,25 @@ def serve(
             envvar="ROOTSTOCK_API_KEY", show_envvar=True, help="Ask every client but /health for it."
         ),
     ] = None,
+    max_body: Annotated[
+        str, typer.Option(help="Largest body of a request, such as 16MiB; larger ones get 413.")
+    ] = "16MiB",
+    max_connections: Annotated[
+        int, typer.Option(help="Open connections; further ones get 503.")
+    ] = _SERVER.max_connections,
+    allowed_origins: Annotated[
+        str,
+        typer.Option(
+            help="Origins whose web pages may use the server, comma-separated: https://chat.example.com. *: all."
+        ),
+    ] = "",
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            help="Names by which clients may address the server, comma-separated. *: any. Default: if --host is a "
+            "loopback address, localhost and IP addresses; any otherwise."
+        ),
+    ] = "",
     served_model_name: Annotated[str | None, typer.Option(help="How clients call the model.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = _MODEL.dtype,
@@ -249,7 +269,16 @@ def serve(
         tier_compress,
         verify_hits,
     )
-    server_config = ServerConfig(host, port, api_key, parse_special_tokens)
+    server_config = ServerConfig(
+        host,
+        port,
+        api_key,
+        max_body_bytes=parse_bytes(max_body, "--max-body"),
+        max_connections=max_connections,
+        allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
+        allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
+        parse_special_tokens=parse_special_tokens,
+    )
     template = None if chat_template is None else _read_template(chat_template)
 
     from rootstock.server.run import listen, serve, url_of
@@ -274,7 +303,7 @@ def serve(
     gc.freeze()
     with made.engine:
         ready = ready_line(made, url_of(taken), block_size)
-        serve(web, made.engine, taken, on_ready=lambda: print(ready, flush=True))
+        serve(web, made.engine, taken, lambda: print(ready, flush=True), server_config.max_connections)
         if made.tier is not None and made.tier.state != "off":
             print("rootstock: writing down what only memory has", file=sys.stderr, flush=True)
 

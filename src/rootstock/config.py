@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,19 @@ def parse_seconds(text: str, option: str) -> float:
     if found is None:
         raise InvalidOption(option, text, "a time with its unit, such as 100ms or 0.1s")
     return float(found[1]) * (0.001 if found[2] == "ms" else 1.0)
+
+
+def parse_names(text: str, option: str) -> tuple[str, ...]:
+    """Parses a list of names: 'a,b', or '["a", "b"]' as vLLM writes it."""
+    if not text.strip().startswith("["):
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(option, text, 'names such as a,b or ["a", "b"]')
+    return tuple(names)
 
 
 def parse_draft_tokens(text: str) -> int | None:
@@ -155,7 +169,32 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = None
     parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
+    max_body_bytes: int = 16 * KIB**2  # of one request
+    max_connections: int = 2048
+    # Web pages of these origins may use the server; "*": all. A page of the server's own always may.
+    allowed_origins: tuple[str, ...] = ()
+    # Names in Host headers, "*" for any. Without them a server bound to a loopback address has only its local names,
+    # and any other server all.
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
+        if self.max_body_bytes < KIB:
+            raise InvalidOption("--max-body", self.max_body_bytes, "at least 1KiB")
+        if self.max_connections < 1:
+            raise InvalidOption("--max-connections", self.max_connections, "at least 1")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+", origin):
+                raise InvalidOption(
+                    "--allowed-origins",
+                    origin,
+                    "*, or origins such as https://chat.example.com, in lower case",
+                )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[a-z0-9._-]+|[0-9a-f:]+", host):
+                raise InvalidOption(
+                    "--allowed-hosts",
+                    host,
+                    "*, or names without a port, in lower case, such as *.example.com",
+                )

@@ -16,9 +16,18 @@
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
     │   ├── Unauthorized                401
-    │   └── BodyTooLarge                413
+    │   ├── HostNotAllowed              403  a name that this server is not known by: DNS rebinding
+    │   ├── OriginNotAllowed            403  a web page of another origin
+    │   ├── BodyTooLarge                413
+    │   ├── ContentTypeNotJson          415
+    │   ├── MalformedHttp               400  the head or the framing of the request
+    │   ├── RequestTimeout              408  a head or a body that comes too slowly
+    │   ├── UrlTooLong                  414
+    │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
-    │   └── QueueFull                   429
+    │   ├── QueueFull                   429
+    │   ├── TooManyConnections          503
+    │   └── TooManyBodyBytes            503  in the bodies of all requests together
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
     │   ├── EngineFault                 500  a bug of ours: every open request fails, the cache is emptied
@@ -205,8 +214,85 @@ class BodyTooLarge(RequestError):
     http_status = 413
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"The body of the request has more than {limit_bytes:,} bytes. Send less at once.")
+        super().__init__(
+            f"The body of the request has more than {limit_bytes:,} bytes (--max-body). Send less at once."
+        )
         self.limit_bytes = limit_bytes
+
+
+class ContentTypeNotJson(RequestError):
+    code = "unsupported_media_type"
+    http_status = 415
+
+    def __init__(self, header: str, value: str) -> None:
+        super().__init__(
+            f"The request's {header} is {_SHORT.repr(value)}. Send the body as 'Content-Type: application/json', "
+            "in UTF-8 and without a Content-Encoding."
+        )
+        self.header = header
+        self.value = value
+
+
+class HostNotAllowed(RequestError):
+    code = "host_not_allowed"
+    http_status = 403
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"This server is not known as {_SHORT.repr(host)}. Address it by localhost or by its IP address, or "
+            "serve with --allowed-hosts."
+        )
+        self.host = host
+
+
+class OriginNotAllowed(RequestError):
+    code = "origin_not_allowed"
+    http_status = 403
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"Web pages of {_SHORT.repr(origin)} may not use this server. Serve with --allowed-origins to let them."
+        )
+        self.origin = origin
+
+
+class MalformedHttp(RequestError):
+    code = "malformed_http"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"The request is not valid HTTP: {detail}.")
+        self.detail = detail
+
+
+class RequestTimeout(RequestError):
+    code = "request_timeout"
+    http_status = 408
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"The request came too slowly: {detail}. Send it again.")
+        self.detail = detail
+
+
+class UrlTooLong(RequestError):
+    code = "url_too_long"
+    http_status = 414
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The URL of the request has more than {limit_bytes:,} bytes.")
+        self.limit_bytes = limit_bytes
+
+
+class HeadTooLarge(RequestError):
+    code = "head_too_large"
+    http_status = 431
+
+    def __init__(self, limit_bytes: int, limit_fields: int) -> None:
+        super().__init__(
+            f"The request has more than {limit_fields} header fields, or more than {limit_bytes:,} bytes of them "
+            "or of chunk extensions and trailers."
+        )
+        self.limit_bytes = limit_bytes
+        self.limit_fields = limit_fields
 
 
 class Overloaded(RootstockError):
@@ -224,6 +310,29 @@ class QueueFull(Overloaded):
         )
         self.max_batch = max_batch
         self.max_queue = max_queue
+
+
+class TooManyConnections(Overloaded):
+    code = "too_many_connections"
+    http_status = 503
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The server has as many connections as it takes: {limit:,} (--max-connections). Try again in a moment."
+        )
+        self.limit = limit
+
+
+class TooManyBodyBytes(Overloaded):
+    code = "too_many_body_bytes"
+    http_status = 503
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"The bodies of the requests that the server holds would exceed {limit_bytes:,} bytes together. Try "
+            "again in a moment."
+        )
+        self.limit_bytes = limit_bytes
 
 
 class EngineError(RootstockError):

@@ -20,6 +20,7 @@ from rootstock.engine.text import ByteTextCodec, TextCodec
 from rootstock.runtime.base import Batch
 from rootstock.runtime.fake import FULL, FakeRuntime
 from rootstock.server.app import create_app
+from rootstock.server.connection import HttpLimits
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.run import running
 
@@ -102,6 +103,7 @@ def served_by_oracle(
     blocks: int = 2000,
     families: Sequence[Family] = (FULL,),
     vocab_size: int = ByteTextCodec.vocab_size,
+    limits: HttpLimits | None = None,
 ) -> Iterator[Served]:
     codec = codec or ByteTextCodec()
     runtime = FakeRuntime(
@@ -117,7 +119,7 @@ def served_by_oracle(
     app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)
     with (
         made.engine,
-        running(app, made.engine) as url,
+        running(app, made.engine, limits=limits) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         yield Served(url, client, made, runtime)

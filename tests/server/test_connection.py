@@ -131,7 +131,7 @@ def test_a_client_that_reads_slowly_gets_everything_and_holds_up_nobody(
             slow.connect((host, port))
             data = json.dumps(body).encode()
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
             )
             # It computes to its end although nobody reads, and others are answered meanwhile.

@@ -1,17 +1,14 @@
-"""The HTTP application: its routes, and the guard before them."""
+"""The HTTP application: its routes, and the middleware before them."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from rootstock._version import __version__
 from rootstock.cache.explain import Explanation
@@ -20,12 +17,13 @@ from rootstock.cache.plan import Tokens
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import TextCodec, token_text
-from rootstock.errors import BodyTooLarge, ModelNotFound, RequestError, Unauthorized
+from rootstock.errors import ModelNotFound, RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.answer import Answerer
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.described import numbers_of
-from rootstock.server.errors import error_response, install_error_handlers
+from rootstock.server.errors import install_error_handlers
+from rootstock.server.guard import Guard
 from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import ServedModel, salt_of
@@ -33,7 +31,6 @@ from rootstock.server.openai_request import ChatCompletionRequest, CompletionReq
 from rootstock.server.preparing import PreparationQueue
 from rootstock.server.tokenized import PromptTokenizer
 
-MAX_BODY_BYTES = 64 * 1024**2
 _CONTEXT_CHARACTERS = 80
 
 # The tenant, set by a proxy that knows who asks. Prefixes are shared within one tenant only.
@@ -59,8 +56,18 @@ def create_app(
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
     metrics = Metrics(engine)
-    app = FastAPI(title="Rootstock", version=__version__, strict_content_type=False, redoc_url=None)
-    app.add_middleware(Guard, api_key=config.api_key, max_body_bytes=MAX_BODY_BYTES)
+    app = FastAPI(title="Rootstock", version=__version__, redoc_url=None)
+    app.add_middleware(Guard, config=config)
+    if config.allowed_origins:
+        # Before the guard: a browser's preflight has no key, and a refusal is to be read by the page.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After",),
+        )
     install_error_handlers(app)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
     app.include_router(_generation_routes(model, Answerer(engine, metrics, queue)))
@@ -130,6 +137,10 @@ def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics, numbers:
             **numbers,
         }
 
+    @router.get("/", include_in_schema=False)
+    async def root() -> dict[str, str]:
+        return {"server": "rootstock", "docs": "/docs", "health": "/health"}
+
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [described()]}
@@ -184,40 +195,3 @@ def explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dic
         "pending_tokens": explanation.pending_tokens,
         "below": None if explanation.below is None else asdict(explanation.below),
     }
-
-
-class Guard:
-    """Before every route: the API key, and the size of the body. Only /health needs no key."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
-        self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        if not self._knows(headers.get(b"authorization", b"")) and scope["path"] != "/health":
-            await error_response(Unauthorized())(scope, receive, send)
-        elif int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
-            await error_response(BodyTooLarge(self._max_body_bytes))(scope, receive, send)
-        else:
-            await self._app(scope, self._limited(receive), send)
-
-    def _knows(self, authorization: bytes) -> bool:
-        return self._expected is None or hmac.compare_digest(authorization, self._expected)
-
-    def _limited(self, receive: Receive) -> Receive:
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:  # sent in chunks, without a length
-                raise HTTPException(413, BodyTooLarge(self._max_body_bytes).message)
-            return message
-
-        return limited

@@ -30,6 +30,14 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
+class BodyRefused(HTTPException):
+    """An error found while a route reads its request's body. FastAPI replaces every other exception from there."""
+
+    def __init__(self, error: RootstockError) -> None:
+        super().__init__(error.http_status, error.message)
+        self.error = error
+
+
 def error_body(error: RootstockError) -> dict[str, Any]:
     return _body(error.http_status, error.message, error.code, error.param)
 
@@ -50,15 +58,13 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def on_wrong_body(request: Request, error: RequestValidationError) -> Response:
-        content_type = request.headers.get("content-type", "")
-        if isinstance(error.body, bytes) and "json" not in content_type:
-            detail = f"its Content-Type is {content_type!r} and must be 'application/json'"
-            return error_response(InvalidJson(detail))
+    async def on_wrong_body(_request: Request, error: RequestValidationError) -> Response:
         return error_response(wrong_body(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error, BodyRefused):
+            return error_response(error.error)
         route = f"{request.method} {request.url.path}"
         match error.status_code:
             case 404:

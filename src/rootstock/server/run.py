@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -13,9 +16,12 @@ from fastapi.concurrency import run_in_threadpool
 
 from rootstock.engine.engine import Engine
 from rootstock.errors import AddressUnavailable
-from rootstock.server.connection import Connection
+from rootstock.server.connection import Connection, HttpLimits
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 10  # for answers that are being sent when the server stops
+_OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -39,21 +45,34 @@ def url_of(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, engine: Engine, taken: socket.socket, on_ready: Callable[[], None]) -> None:
+def serve(
+    app: FastAPI,
+    engine: Engine,
+    taken: socket.socket,
+    on_ready: Callable[[], None],
+    max_connections: int = HttpLimits().connections,
+) -> None:
     """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event."""
     host, port = taken.getsockname()[:2]
+    limits = HttpLimits(connections=_allow_files(max_connections))
     try:
-        _Server(app, engine, on_ready).run([taken])
+        _Server(app, engine, on_ready, limits).run([taken])
     except OSError as error:  # somebody else listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
 
 @contextlib.contextmanager
-def running(app: FastAPI, engine: Engine, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def running(
+    app: FastAPI,
+    engine: Engine,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: HttpLimits | None = None,
+) -> Iterator[str]:
     """The same server on a thread, for as long as the block lasts: yields its URL. The engine is stopped, too."""
     taken = listen(host, port)
     url, ready = url_of(taken), threading.Event()
-    server = _Server(app, engine, ready.set)
+    server = _Server(app, engine, ready.set, limits or HttpLimits())
     thread = threading.Thread(target=server.run, args=([taken],), name="rootstock-http", daemon=True)
     thread.start()
     try:
@@ -66,12 +85,42 @@ def running(app: FastAPI, engine: Engine, host: str = "127.0.0.1", port: int = 0
         thread.join()
 
 
+def _allow_files(connections: int) -> int:
+    """Raises the limit of open files for this many connections. Returns the number for which it suffices."""
+    if sys.platform == "win32":
+        return connections
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    except (OSError, ValueError):  # a system with a lower limit of its own
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = min(connections, max(1, soft - _OTHER_FILES))
+    if found < connections:
+        log.warning(
+            "--max-connections is %d, but the limit of open files (ulimit -n) is %d: only %d are accepted",
+            connections,
+            soft,
+            found,
+        )
+    return found
+
+
 class _Server(uvicorn.Server):
-    def __init__(self, app: FastAPI, engine: Engine, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, engine: Engine, on_ready: Callable[[], None], limits: HttpLimits
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it is only called
+                ws="none",
+                proxy_headers=False,  # no route asks for the client's address
                 # Not uvloop, even where it is installed: it holds the interpreter while it writes, and steps wait.
                 loop="asyncio",
                 lifespan="off",

@@ -1,0 +1,432 @@
+"""Requests that are refused by their head: from web pages, without JSON, without a key, too large; and those that are
+not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from rootstock.config import ServerConfig, parse_names
+from rootstock.errors import InvalidOption
+from rootstock.server.errors import install_error_handlers
+from rootstock.server.guard import Guard
+from server.test_cli import Process, rootstock
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+CLEAR = "/v1/cache/clear"
+STATS = "/v1/cache/stats"
+BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+JSON = {"Content-Type": "application/json"}
+PAGE = "https://chat.example.com"
+
+
+def assert_error(response: Any, status: int, code: str, *parts: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert all(part in error["message"] for part in parts), error
+    assert len(error["message"]) < 400
+
+
+# ---- content types
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/json",
+        "Application/JSON",
+        "application/json; charset=utf-8",
+        'application/json;charset="UTF-8"',
+        "application/json ; profile=x; charset=utf8",
+        "application/vnd.api+json",
+    ],
+)
+def test_json_is_taken(served: Any, content_type: str) -> None:
+    response = served.client.post(TEXT, content=BODY, headers={"Content-Type": content_type})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Content-Type": ""},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "text/plain; application/json"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        {"Content-Type": "application/jsonp"},
+        {"Content-Type": "application/json; charset=latin-1"},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {**JSON, "Content-Encoding": "gzip"},
+    ],
+)
+@pytest.mark.parametrize("route", [TEXT, CHAT, "/v1/cache/explain", CLEAR])
+def test_a_body_of_another_type_is_refused(served: Any, route: str, headers: dict[str, str]) -> None:
+    """Pages may send the three types of forms, and none at all, without asking first."""
+    for content in (BODY, iter([BODY])):  # with a length, and in chunks
+        response = served.client.post(route, content=content, headers=headers)
+        assert_error(response, 415, "unsupported_media_type", "application/json")
+
+
+def test_clear_needs_no_body_but_no_form_clears(serve: Any) -> None:
+    with serve() as served:
+        served.complete("something to clear", max_tokens=1)
+        form = served.client.post(CLEAR, headers={"Content-Type": "application/x-www-form-urlencoded"})
+        assert_error(form, 415, "unsupported_media_type")
+        assert served.client.get(STATS).json()["cache"]["cached_blocks"] > 0
+        assert served.client.post(CLEAR).json()["blocks"] > 0
+        assert served.client.post(CLEAR, content=b"{}", headers=JSON).status_code == 200
+
+
+# ---- web pages
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": PAGE},
+        {"Origin": "http://localhost:1"},  # another program on this machine
+        {"Origin": "null"},
+        {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"},
+        {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_a_page_of_another_origin_changes_nothing(serve: Any, headers: dict[str, str]) -> None:
+    with serve() as served:
+        served.complete("something to clear", max_tokens=1)
+        before = served.client.get(STATS).json()["cache"]["cached_blocks"]
+        assert before > 0
+        assert_error(
+            served.client.post(CLEAR, headers=headers), 403, "origin_not_allowed", "--allowed-origins"
+        )
+        asked = served.client.post(TEXT, content=BODY, headers={**JSON, **headers})
+        assert_error(asked, 403, "origin_not_allowed")
+        assert served.client.get(STATS).json()["cache"]["cached_blocks"] == before
+        if "Origin" in headers:
+            read = served.client.get(STATS, headers=headers)
+            assert_error(read, 403, "origin_not_allowed")
+            assert not [name for name in read.headers if name.startswith("access-control")]
+            assert served.client.options(CLEAR, headers=headers).status_code == 403
+
+
+def test_a_page_of_the_servers_own_and_a_users_navigation_may(served: Any) -> None:
+    own = str(served.client.base_url).rstrip("/")
+    assert served.client.post(CLEAR, headers={"Origin": own}).status_code == 200
+    # Behind a proxy that ends TLS and renames the host, the browser still says that the origin is the page's own.
+    proxied = {"Origin": PAGE, "Sec-Fetch-Site": "same-origin"}
+    assert served.client.post(CLEAR, headers=proxied).status_code == 200
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert served.client.get("/docs", headers=link).status_code == 200
+
+
+def test_no_answer_may_be_read_across_origins_unless_an_option_allows(served: Any) -> None:
+    for path in (STATS, "/v1/models", "/metrics", "/health", "/"):
+        headers = served.client.get(path).headers
+        assert not [name for name in headers if name.startswith("access-control")]
+
+
+def test_a_page_of_an_allowed_origin_is_answered_with_cors(serve: Any) -> None:
+    with serve(server=ServerConfig(api_key="s3cret", allowed_origins=(PAGE,))) as served:
+        preflight = served.client.options(
+            CHAT,
+            headers={
+                "Origin": PAGE,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+            },
+        )
+        assert preflight.status_code == 200, "a preflight has no key"
+        assert preflight.headers["access-control-allow-origin"] == PAGE
+        assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
+        asked = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site", **JSON}
+        answer = served.client.post(TEXT, content=BODY, headers={**asked, "Authorization": "Bearer s3cret"})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        refused = served.client.post(TEXT, content=BODY, headers=asked)
+        assert_error(refused, 401, "invalid_api_key")
+        assert refused.headers["access-control-allow-origin"] == PAGE, "the page may read why"
+        other = {**asked, "Origin": "https://evil.example", "Authorization": "Bearer s3cret"}
+        assert_error(served.client.post(TEXT, content=BODY, headers=other), 403, "origin_not_allowed")
+
+
+def test_all_origins_may_be_allowed(serve: Any) -> None:
+    with serve(server=ServerConfig(allowed_origins=("*",))) as served:
+        answer = served.client.post(TEXT, content=BODY, headers={**JSON, "Origin": PAGE})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+
+
+# ---- hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("localhost.:8000", True),
+        ("app.localhost", True),
+        ("127.0.0.1:1", True),
+        ("[::1]:8000", True),
+        ("192.168.0.7", True),  # an address cannot have been rebound
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("notlocalhost", False),
+        ("2130706433", False),
+    ],
+)
+def test_a_server_on_loopback_knows_its_local_names_only(served: Any, host: str, allowed: bool) -> None:
+    for path in ("/health", STATS):
+        response = served.client.get(path, headers={"Host": host})
+        if allowed:
+            assert response.status_code == 200
+        else:
+            assert_error(response, 403, "host_not_allowed", "--allowed-hosts")
+
+
+def test_further_names_are_allowed_by_an_option(serve: Any) -> None:
+    config = ServerConfig(allowed_hosts=("llm.example.com", "*.internal"))
+    with serve(server=config) as served:
+        for host, status in (
+            ("llm.example.com:443", 200), ("a.b.internal", 200), ("internal", 403), ("example.com", 403),
+            ("localhost", 200),
+        ):  # fmt: skip
+            assert served.client.get("/health", headers={"Host": host}).status_code == status, host
+
+
+@pytest.mark.parametrize("config", [ServerConfig(host="0.0.0.0"), ServerConfig(allowed_hosts=("*",))])
+def test_a_server_for_others_knows_any_name_unless_told(serve: Any, config: ServerConfig) -> None:
+    with serve(server=config) as served:
+        assert served.client.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
+# ---- keys, HEAD, the root
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_scheme_of_a_key_has_no_case(serve: Any, scheme: str) -> None:
+    with serve(server=ServerConfig(api_key="s3cret")) as served:
+        assert (
+            served.client.get("/v1/models", headers={"Authorization": f"{scheme} s3cret"}).status_code == 200
+        )
+        wrong = served.client.get("/v1/models", headers={"Authorization": f"{scheme} S3CRET"})
+        assert_error(wrong, 401, "invalid_api_key")
+
+
+def test_a_key_beyond_ascii_is_wrong_and_no_failure(serve: Any) -> None:
+    with serve(server=ServerConfig(api_key="s3cret")) as served:
+        wrong = served.client.get("/v1/models", headers={"Authorization": "Bearer é".encode()})
+        assert_error(wrong, 401, "invalid_api_key")
+
+
+def test_head_is_get_without_a_body(serve: Any) -> None:
+    with serve(server=ServerConfig(api_key="s3cret")) as served:
+        for path in ("/", "/health"):
+            got, head = served.client.get(path), served.client.head(path)
+            assert (got.status_code, head.status_code) == (200, 200)
+            assert head.content == b""
+            assert head.headers["content-length"] == got.headers["content-length"]
+        assert served.client.get("/").json()["health"] == "/health"
+        assert served.client.head("/v1/models").status_code == 401
+        assert served.client.head("/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert served.client.head(CHAT, headers={"Authorization": "Bearer s3cret"}).status_code == 405
+
+
+# ---- sizes
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
+    with serve(server=ServerConfig(max_body_bytes=2000)) as served:
+        assert_error(served.complete("x" * 2000), 413, "body_too_large", "2,000 bytes", "--max-body")
+        chunked = served.client.post(TEXT, content=(b"x" * 100 for _ in range(50)), headers=JSON)
+        assert_error(chunked, 413, "body_too_large", "2,000 bytes")
+        assert served.complete("x", max_tokens=1).status_code == 200
+
+
+class Asked:
+    """A request straight through the guard, whose body comes in parts when a test says so."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.status = 0
+        self.body = b""
+        self.headers: dict[bytes, bytes] = {}
+        scope = {
+            "type": "http", "method": "POST", "path": TEXT, "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")],
+        }  # fmt: skip
+        self.task = asyncio.ensure_future(guard(scope, self._parts.get, self._send))  # type: ignore[arg-type]
+
+    async def part(self, count: int, more: bool = True) -> None:
+        self._parts.put_nowait({"type": "http.request", "body": b"x" * count, "more_body": more})
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        self.headers |= dict(message.get("headers", []))
+        self.body += message.get("body", b"")
+
+
+def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> None:
+    async def run() -> None:
+        may_answer = asyncio.Event()
+        inner = FastAPI()
+        install_error_handlers(inner)
+
+        @inner.post(TEXT)
+        async def route(request: Request) -> int:
+            count = len(await request.body())
+            await may_answer.wait()
+            return count
+
+        inner.add_middleware(Guard, config=ServerConfig(max_body_bytes=6000), max_held_body_bytes=10_000)
+        guard = inner.build_middleware_stack()
+        first, second, third = (Asked(guard) for _ in range(3))  # type: ignore[arg-type]
+        await first.part(4000)
+        await second.part(5000)
+        await third.part(1000)
+        await third.part(1)
+        await third.task
+        assert (third.status, json.loads(third.body)["error"]["code"]) == (503, "too_many_body_bytes")
+        assert int(third.headers[b"retry-after"]) >= 1
+        await first.part(1000, more=False)  # what the third held is free again
+        await second.part(0, more=False)
+        fourth = Asked(guard)  # type: ignore[arg-type]
+        await fourth.part(1)
+        assert fourth.status == 503, "a body is held until its request is answered"
+        may_answer.set()
+        await asyncio.gather(first.task, second.task)
+        assert (first.status, first.body, second.status, second.body) == (200, b"5000", 200, b"5000")
+        fifth = Asked(guard)  # type: ignore[arg-type]
+        await fifth.part(6000, more=False)
+        await fifth.task
+        assert fifth.status == 200
+        sixth = Asked(guard)  # type: ignore[arg-type]
+        await sixth.part(5000)
+        sixth.task.cancel()
+        await asyncio.gather(sixth.task, return_exceptions=True)
+        last = [Asked(guard) for _ in range(2)]  # type: ignore[arg-type]
+        for each in last:
+            await each.part(5000, more=False)
+            await each.task
+        assert [each.status for each in last] == [200, 200]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [b"-1", b"abc", b"1_000", "\u0663".encode(), b"1e3", b"", b"9" * 5000])
+def test_a_length_that_is_no_number_is_an_error_of_the_client_behind_any_server(length: bytes) -> None:
+    answered: list[Any] = []
+
+    async def unreachable(*_: Any) -> None:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        answered.append(message)
+
+    receive: Callable[[], Awaitable[Any]] = unreachable
+    scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [(b"content-length", length)]}
+    asyncio.run(Guard(unreachable, ServerConfig())(scope, receive, send))
+    assert answered[0]["status"] == 400
+    assert json.loads(answered[1]["body"])["error"]["code"] == "malformed_http"
+
+
+# ---- options
+
+
+def test_lists_of_names_are_written_with_commas_or_as_json() -> None:
+    assert parse_names("", "--x") == ()
+    assert parse_names(" a, b ,", "--x") == ("a", "b")
+    assert parse_names('["a", "b"]', "--x") == ("a", "b")
+    for text in ('["a"', "[1]"):
+        with pytest.raises(InvalidOption, match="--x"):
+            parse_names(text, "--x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"allowed_origins": ("chat.example.com",)}, "--allowed-origins"),
+        ({"allowed_origins": ("https://chat.example.com/",)}, "--allowed-origins"),
+        ({"allowed_origins": ("https://Chat.example.com",)}, "--allowed-origins"),
+        ({"allowed_hosts": ("example.com:80",)}, "--allowed-hosts"),
+        ({"allowed_hosts": ("http://example.com",)}, "--allowed-hosts"),
+        ({"max_body_bytes": 0}, "--max-body"),
+        ({"max_connections": 0}, "--max-connections"),
+    ],
+)
+def test_a_wrong_option_is_refused(fields: dict[str, Any], option: str) -> None:
+    with pytest.raises(InvalidOption, match=option):
+        ServerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-body", "lots"], "--max-body is 'lots', but must be a size"),
+        (["--allowed-origins", "chat.example.com"], "--allowed-origins is 'chat.example.com'"),
+        (["--allowed-hosts", '["a"'], "--allowed-hosts is"),
+    ],
+)
+def test_the_command_line_refuses_a_wrong_option(options: list[str], said: str) -> None:
+    done = rootstock("serve", "nowhere", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_the_options_of_the_command_line_reach_the_server() -> None:
+    options = ("--max-body", "2KiB", "--allowed-origins", PAGE, "--allowed-hosts", "llm.example.com")
+    process = Process(*options, "--max-connections", "1")
+    try:
+        with httpx.Client(base_url=process.url, timeout=30) as client:
+            assert client.get("/health", headers={"Host": "llm.example.com"}).status_code == 200
+            assert client.get("/health", headers={"Host": "example.com"}).status_code == 403
+            from_page = client.get("/health", headers={"Origin": PAGE})
+            assert from_page.headers["access-control-allow-origin"] == PAGE
+            large = client.post(TEXT, json={"prompt": "x" * 3000})
+            assert_error(large, 413, "body_too_large", "2,048 bytes")
+            second = httpx.get(f"{process.url}/health")
+            assert_error(second, 503, "too_many_connections", "1 (--max-connections)")
+    finally:
+        code, _, _ = process.stop(signal.SIGTERM)
+    assert code == 0
+
+
+FILES = """
+import logging, resource, sys
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
+from rootstock.server.run import _allow_files
+print(_allow_files(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_the_limit_of_open_files_is_raised_for_connections_or_bounds_them() -> None:
+    def allowed(hard: int) -> tuple[str, str]:
+        command = [sys.executable, "-c", FILES, str(hard)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return done.stdout.strip(), done.stderr
+
+    assert allowed(2000) == ("1000 1256", "")
+    found, warned = allowed(300)
+    assert found == "44 300"
+    assert "--max-connections is 1000" in warned
+    assert "only 44" in warned
