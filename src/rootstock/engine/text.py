@@ -6,15 +6,18 @@ into the pieces of text that are certain.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from rootstock.cache.plan import Tokens
+from rootstock.engine.chat_template import TemplateNames, names_in
 from rootstock.engine.pieces import cut_for, cut_whole
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
 
@@ -39,6 +42,8 @@ class PlacedTokens:
 class TextCodec(Protocol):
     """Every method may be called from any thread."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
@@ -51,6 +56,11 @@ class TextCodec(Protocol):
 
         Raises ChatTemplateMissing and ChatTemplateFailed.
         """
+        ...
+
+    @property
+    def template_names(self) -> TemplateNames:
+        """Variables that the chat template reads and `render_chat` takes as options, and its literals."""
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
@@ -280,6 +290,19 @@ class HFTextCodec:
         tokens = np.array(encoding.ids, dtype=np.int32)
         return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at)
 
+    @cached_property
+    def template_names(self) -> TemplateNames:
+        template = self._tokenizer.chat_template or {}
+        sources = [template] if isinstance(template, str) else list(template.values())
+        found = [names_in(source) for source in sources]
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "self"}
+        taken -= {"add_generation_prompt", "documents"}
+        taken |= {*self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *self._tokenizer.special_tokens_map}
+        return TemplateNames(
+            frozenset[str]().union(*(names.variables for names in found)) - taken,
+            frozenset[str]().union(*(names.literals for names in found)),
+        )
+
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         if not self._tokenizer.chat_template:
             raise ChatTemplateMissing
@@ -357,6 +380,10 @@ class ByteTextCodec:
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
+
+    @property
+    def template_names(self) -> TemplateNames:
+        return TemplateNames(frozenset({"add_generation_prompt"}))
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         lines = ["<|begin|>"]

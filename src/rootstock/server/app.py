@@ -54,6 +54,7 @@ def create_app(
         codec,
         TokenizedPieces(codec),
         defaults or SamplingDefaults(),
+        engine.context_limit,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
     metrics = Metrics(engine)
