@@ -9,9 +9,11 @@ import time
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.server.known_fields import IGNORED, REFUSED
+from rootstock.server.openai_request import ChatCompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -509,6 +511,25 @@ def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> No
     assert_error(wrong, 405, "method_not_allowed", None, "Allow")
     assert wrong.headers["allow"] == "POST"
     assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "model", "gpt-9")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        {"logit_bias": {f"\ud800{i}": 1 for i in range(100)}},
+        {"messages": [{f"\ud800{i}": 1 for i in range(100_000)}, *(["x"] * 100)]},
+        {"messages": ["x"] * 10_000},
+        {"messages": MESSAGES, "stop": [1] * 100_000},
+        {"messages": MESSAGES, "stop_token_ids": ["x"] * 1000},
+        {"messages": MESSAGES, "tools": ["x"] * 1000},
+    ],
+)
+def test_many_wrong_values_are_few_errors(fields: Any) -> None:
+    """An error for each of a million values held up the event loop for half a minute."""
+    with pytest.raises(ValidationError) as raised:
+        ChatCompletionRequest.model_validate(fields)
+    assert raised.value.error_count() <= 3
 
 
 @pytest.mark.parametrize(("route", "body"), [(CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})])
