@@ -56,6 +56,12 @@ from typing import ClassVar
 
 _SHORT = reprlib.Repr()  # a wrong value may be a megabyte of it
 _SHORT.maxstring = _SHORT.maxother = 80
+_MOST_SHOWN_CHARS = 160
+
+
+def _shown(value: object) -> str:
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
 
 
 class RootstockError(Exception):
@@ -91,7 +97,7 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"'{name}' is {_SHORT.repr(value)}, but must be {allowed}.", param=name)
+        super().__init__(f"'{name}' is {_shown(value)}, but must be {allowed}.", param=name)
         self.name = name
         self.value = value
         self.allowed = allowed
@@ -196,7 +202,7 @@ class ModelNotFound(RequestError):
     http_status = 404
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"Model {asked!r} is not served here. Ask for {served!r}.", param="model")
+        super().__init__(f"Model {_shown(asked)} is not served here. Ask for {served!r}.", param="model")
         self.asked = asked
         self.served = served
 

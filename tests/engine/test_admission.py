@@ -7,9 +7,9 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, Sink, StopParams
+from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, Sink, StopParams
 from rootstock.engine.sequence import Sequence, WaitingForPrefix
-from rootstock.errors import CompletionTooLong, PromptTooLong, QueueFull
+from rootstock.errors import CompletionTooLong, InvalidParameter, PromptTooLong, QueueFull
 
 RNG = np.random.default_rng(11)
 
@@ -114,6 +114,36 @@ def test_a_request_that_can_never_fit_is_rejected_at_submission_with_the_numbers
         bench.ask(prompt(34), max_tokens=40)
     assert (both.value.prompt_tokens, both.value.max_tokens, both.value.limit_tokens) == (34, 40, 64)
     assert not bench.engine.step(), "nothing was queued"
+
+
+@pytest.mark.parametrize(
+    ("bias", "stop_tokens", "min_tokens"),
+    [
+        (dict.fromkeys(range(97), -100.0), (), 0),
+        ({7: 100.0}, (7,), 1),
+        ({}, tuple(range(97)), 1),
+        (dict.fromkeys(range(96), -100.0), (96,), 1),
+    ],
+)
+def test_a_request_without_any_token_that_may_be_chosen_is_refused(
+    bias: dict[int, float], stop_tokens: tuple[int, ...], min_tokens: int
+) -> None:
+    bench = Bench(vocab_size=97)
+    request = Request(
+        RequestId("r"),
+        np.array(prompt(5), np.int32),
+        SamplingParams(logit_bias=bias),
+        StopParams(max_tokens=3, min_tokens=min_tokens, stop_tokens=stop_tokens),
+    )
+    with pytest.raises(InvalidParameter, match="some token may be chosen"):
+        bench.engine.submit(request, lambda event: None)
+
+
+def test_min_tokens_beyond_what_the_context_leaves_is_refused() -> None:
+    bench = Bench(blocks=16, block_size=4)
+    request = Request(RequestId("r"), np.array(prompt(60), np.int32), stop=StopParams(min_tokens=5))
+    with pytest.raises(InvalidParameter, match="at most 4,"):
+        bench.engine.submit(request, lambda event: None)
 
 
 def test_the_limit_is_the_models_or_the_pools_whichever_is_less() -> None:

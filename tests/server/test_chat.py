@@ -18,6 +18,7 @@ from rootstock.server.chat import (
 )
 from rootstock.server.openai_request import ChatCompletionRequest
 from rootstock.server.tokenized import PromptTokenizer
+from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
 
 # As real templates do: tools at the front, a call's arguments as an object, the role checked.
 TEMPLATE = """
@@ -34,21 +35,24 @@ TEMPLATE = """
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
 
 
-@functools.cache
-def codec() -> HFTextCodec:
+def _bytes() -> Tokenizer:
     alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer), TEMPLATE)
+    return tokenizer
+
+
+@functools.cache
+def codec() -> HFTextCodec:
+    return HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=_bytes()), TEMPLATE)
 
 
 def rendered(body: dict[str, Any]) -> str:
     """The prompt that a request becomes, as text."""
     request = ChatCompletionRequest.model_validate(body)
-    return codec().decode(
-        chat_tokens(request.conversation(request.messages), PromptTokenizer(codec(), 10**6), "").tolist()
-    )
+    conversation = request.conversation(request.messages, codec())
+    return codec().decode(chat_tokens(conversation, PromptTokenizer(codec(), 10**6), "").tolist())
 
 
 def test_a_conversation_with_tools_becomes_what_the_template_makes_of_it() -> None:
@@ -121,6 +125,141 @@ def test_a_wrong_part_of_a_message_is_named_with_its_path(message: dict[str, Any
     with pytest.raises(InvalidParameter) as raised:
         template_messages([message])
     assert raised.value.param == param
+
+
+def test_functions_and_their_calls_are_translated_to_tools() -> None:
+    messages = [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "look_up", "arguments": '{"word": "oak"}'},
+        },
+        {"role": "function", "name": "look_up", "content": "a tree"},
+    ]
+    body = {"messages": messages, "functions": [TOOLS[0]["function"]], "function_call": "auto"}
+    assert rendered(body) == "[tools]look_up;[user]x[assistant](word=oak)[tool call00001]a tree[assistant]"
+    assert rendered(body | {"function_call": "none"}).startswith("[user]x")
+
+
+def test_custom_calls_and_results_without_content_are_accepted() -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    assert rendered({"messages": messages}) == "[user]x[assistant](input=ls -l)[tool 1]\n[assistant]".replace(
+        "\n", ""
+    )
+    translated = template_messages(messages)[1]["tool_calls"]
+    assert translated == [
+        {"id": "1", "type": "function", "function": {"name": "shell", "arguments": {"input": "ls -l"}}}
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 200_000, '{"a":' * 200 + "1" + "}" * 200, "{" * 200_000])
+def test_arguments_nested_too_deep_stay_as_they_are(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    [message] = template_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+DROPS = """
+{%- for m in messages %}
+{%- if m.role == 'user' %}[user]{{ m.content }}{% elif m.role == 'assistant' %}[assistant]{{ m.content }}
+{%- elif m.role == 'system' and loop.first %}[system]{{ m.content }}
+{%- elif m.role == 'ipython' %}[ipython]{{ m.content | tojson }}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "part"),
+    [
+        (["user", "wizard"], "messages[1].role", "one of system,"),
+        (["user", "<|im_start|>system"], "messages[1].role", "one of system,"),
+        (["user", "assistant", "tool"], "messages[2].role", "drops messages of this one after"),
+        (["user", "system"], "messages[1].role", "drops messages of this one after"),
+        (["system", "user", "function"], "messages[2].role", "drops"),
+    ],
+)
+def test_a_role_that_the_template_would_drop_is_refused(messages: list[str], param: str, part: str) -> None:
+    dropping = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=_bytes()), DROPS)
+    body = {"messages": [{"role": role, "content": "text"} for role in messages]}
+    request = ChatCompletionRequest.model_validate(body)
+    with pytest.raises(InvalidParameter, match=part) as raised:
+        request.conversation(request.messages, dropping)
+    assert raised.value.param == param
+
+
+def test_a_role_that_the_template_renders_is_accepted() -> None:
+    dropping = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=_bytes()), DROPS)
+    roles = ["developer", "user", "assistant", "ipython", "user"]
+    request = ChatCompletionRequest.model_validate(
+        {"messages": [{"role": r, "content": "text"} for r in roles]}
+    )
+    text = request.conversation(request.messages, dropping).render(dropping)
+    assert text == '[system]text[user]text[assistant]text[ipython]"text"[user]text'
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_the_roles_of_an_agent_are_accepted_by_the_templates_of_models(name: str) -> None:
+    """All but those that the template itself refuses."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    if name not in WITHOUT_TOOLS:
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "t"},
+        ]
+    if name == "strict":
+        del messages[0]
+    request = ChatCompletionRequest.model_validate({"messages": messages})
+    assert request.conversation(request.messages, codec_of(name)).messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "switched"),
+    [
+        ({"enable_thinking": False}, True),
+        ({"enable_thinking": True}, False),
+        ({"thinking": {"type": "disabled"}}, True),
+        ({"thinking": {"type": "enabled"}}, False),
+        ({"thinking": {"type": "adaptive"}}, False),
+        ({"thinking": False, "enable_thinking": False}, True),
+        ({"reasoning_effort": "none"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none"}, True),
+    ],
+)
+def test_the_fields_about_reasoning_reach_the_template(fields: dict[str, Any], switched: bool) -> None:
+    text = rendered({"messages": [{"role": "user", "content": "x"}], **fields})
+    assert text.endswith("[no thinking]") == switched
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "part"),
+    [
+        ({"thinking": True, "enable_thinking": False}, InvalidParameter, "in agreement"),
+        ({"thinking": {"type": "maybe"}}, InvalidParameter, "'adaptive'"),
+        ({"reasoning_effort": "high"}, Unsupported, "Send 'none'"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, Unsupported, "reads enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "x" * 70_000}}, InvalidParameter, "65,536 characters"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, InvalidParameter, "true or false"),
+    ],
+)
+def test_template_variables_that_cannot_be_set_are_refused(fields: Any, error: Any, part: str) -> None:
+    with pytest.raises(error, match=part):
+        rendered({"messages": [{"role": "user", "content": "x"}], **fields})
+
+
+def test_an_effort_reaches_a_template_that_reads_it() -> None:
+    template = "{{ messages[0].content }} {{ reasoning_effort | default('medium') }}"
+    codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=_bytes()), template)
+    for fields, effort in (({}, "medium"), ({"reasoning_effort": "high"}, "high")):
+        request = ChatCompletionRequest.model_validate(
+            {"messages": [{"role": "user", "content": "x"}], **fields}
+        )
+        assert request.conversation(request.messages, codec).render(codec) == f"x {effort}"
 
 
 def test_what_templates_may_know_goes_through_and_nulls_do_not() -> None:

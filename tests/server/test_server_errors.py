@@ -9,13 +9,26 @@ import time
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
+from rootstock.server.known_fields import IGNORED, REFUSED
+from rootstock.server.openai_request import ChatCompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 EXPLAIN = "/v1/cache/explain"
+EVERY_TOKEN = [str(token) for token in range(262)]
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
 
 BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
     # route, body, status, code, param, a part of the message
@@ -61,9 +74,9 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
         CHAT,
         {"messages": [{"role": "wizard", "content": "abra"}]},
         400,
-        "chat_template_failed",
-        "messages",
-        "no role 'wizard'",
+        "invalid_parameter",
+        "messages[0].role",
+        "'wizard', but must be one of system,",
     ),
     (
         CHAT,
@@ -107,7 +120,7 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
         400,
         "invalid_parameter",
         "repetition_penalty",
-        "than 0",
+        "equal to 0.01",
     ),
     (
         CHAT,
@@ -150,7 +163,14 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
     ),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs", "true with"),
     (CHAT, {"messages": MESSAGES, "max_tokens": -1}, 400, "invalid_parameter", "max_tokens", "equal to 0"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": 9999}, 400, "context_length_exceeded", "max_tokens", "4,096"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 9999, "strict_max_tokens": True},
+        400,
+        "context_length_exceeded",
+        "max_tokens",
+        "4,096",
+    ),
     (
         CHAT,
         {"messages": MESSAGES, "max_tokens": 1, "min_tokens": 2},
@@ -198,6 +218,217 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
         "invalid_parameter",
         "cache_salt",
         "surrogate",
+    ),
+    # ---- what would be a 500
+    *(
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {name: 1}},
+            400,
+            "unsupported_parameter",
+            f"chat_template_kwargs.{name}",
+            part,
+        )
+        for name, part in (
+            ("messages", "reads no variable"),
+            ("self", "reads no variable"),
+            ("conversation", "reads no variable"),
+            ("tokenize", "reads no variable"),
+            ("tools", "a field of the request itself"),
+        )
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "logit_bias": dict.fromkeys(EVERY_TOKEN, -100)},
+        400,
+        "invalid_parameter",
+        "logit_bias",
+        "some token may be chosen",
+    ),
+    (
+        TEXT,
+        {"prompt": "x", "logit_bias": {"257": 100}, "min_tokens": 1},
+        400,
+        "invalid_parameter",
+        "logit_bias",
+        "some token may be chosen",
+    ),
+    (
+        TEXT,
+        {"prompt": "x", "stop_token_ids": list(range(262)), "min_tokens": 1},
+        400,
+        "invalid_parameter",
+        "min_tokens",
+        "some token may be chosen",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [FUNCTION | {"x": deep(300)}]},
+        400,
+        "invalid_parameter",
+        "tools[0]",
+        "128",
+    ),
+    (
+        CHAT,
+        {"messages": [{**MESSAGES[0], "x": deep(300)}]},
+        400,
+        "invalid_parameter",
+        "messages[0]",
+        "128 deep",
+    ),
+    # ---- limits
+    (CHAT, {"messages": MESSAGES * 16_385}, 400, "invalid_parameter", "messages", "at most 16,384"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [FUNCTION] * 1025},
+        400,
+        "invalid_parameter",
+        "tools",
+        "at most 1,024",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [FUNCTION | {"x": "y" * 4_200_000}]},
+        400,
+        "invalid_parameter",
+        "tools",
+        "4,194,304 characters",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]},
+        400,
+        "invalid_parameter",
+        "messages[0].content",
+        "at most 4,096",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [FUNCTION] * 1025}]},
+        400,
+        "invalid_parameter",
+        "messages[0].tool_calls",
+        "at most 1,024",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "x" * 257}}]},
+        400,
+        "invalid_parameter",
+        "tools[0].function.name",
+        "256 characters",
+    ),
+    (TEXT, {"prompt": ["x"] * 2049}, 400, "invalid_parameter", "prompt", "at most 2,048"),
+    (
+        TEXT,
+        {"prompt": "x", "stop_token_ids": [1] * 1025},
+        400,
+        "invalid_parameter",
+        "stop_token_ids",
+        "most 1,024",
+    ),
+    (TEXT, {"prompt": "x", "stop_token_ids": [262]}, 400, "invalid_parameter", "stop_token_ids[0]", "to 261"),
+    (
+        TEXT,
+        {"prompt": "x", "logit_bias": {str(i): 1 for i in range(16_385)}},
+        400,
+        "invalid_parameter",
+        "logit_bias",
+        "an object of at most 16,384",
+    ),
+    *(
+        (TEXT, {"prompt": "x", name: "x" * 1025}, 400, "invalid_parameter", name, "1,024 characters")
+        for name in ("user", "model", "prompt_cache_key")
+    ),
+    (TEXT, {"prompt": "x", "stop": "\ud800"}, 400, "invalid_parameter", "stop", "surrogate"),
+    (TEXT, {"prompt": "x", "temperature": 3.5e38}, 400, "invalid_parameter", "temperature", "equal to 100"),
+    (TEXT, {"prompt": "x", "seed": 2**64}, 400, "invalid_parameter", "seed", "less than"),
+    (
+        TEXT,
+        {"prompt": "x" * 4000, "max_tokens": 200, "min_tokens": 97},
+        400,
+        "invalid_parameter",
+        "min_tokens",
+        "96",
+    ),
+    # ---- what would change the answer without a word
+    *(
+        (route, body | {name: value}, 400, "unsupported_parameter", name, part)
+        for route, body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"}))
+        for name, value, part in (
+            ("guided_json", {"type": "object"}, "constrained"),
+            ("structured_outputs", {"json": {}}, "constrained"),
+            ("truncate_prompt_tokens", 10, "never cut"),
+            ("length_penalty", 2.0, "send 1"),
+            ("use_beam_search", True, "Beam search"),
+            ("top_a", 0.2, "sampler"),
+            ("typical_p", 0.9, "sampler"),
+            ("audio", {"voice": "alloy"}, "Only text"),
+            ("web_search_options", {}, "searched"),
+            ("response_format", {"type": "json_object"}, "text"),
+            ("max_new_tokens", 5, "'max_tokens'"),
+        )
+    ),
+    *(
+        (CHAT, {"messages": MESSAGES, name: value}, 400, "unsupported_parameter", name, part)
+        for name, value, part in (
+            ("best_of", 4, "n choices"),
+            ("reasoning_effort", "high", "no efforts"),
+            ("enable_thinking", False, "no switch"),
+            ("thinking", {"type": "disabled"}, "no switch"),
+            ("documents", [{"text": "x"}], "Send it in a message"),
+            ("chat_template", "{{ x }}", "--chat-template"),
+            ("system", "Be brief.", "role 'system'"),
+        )
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 5}},
+        400,
+        "unsupported_parameter",
+        "thinking.budget_tokens",
+        "limited",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "functions": [{"name": "f"}], "function_call": {"name": "f"}},
+        400,
+        "unsupported_parameter",
+        "function_call",
+        "forced",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "functions": [{"name": "f"}], "tools": [FUNCTION]},
+        400,
+        "invalid_parameter",
+        "functions",
+        "left out",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"name": "f"}]},
+        400,
+        "invalid_parameter",
+        "tools[0].function",
+        "'name'",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"type": "web_search"}]},
+        400,
+        "invalid_parameter",
+        "tools[0].type",
+        "'web_search'",
+    ),
+    (
+        TEXT,
+        {"prompt": "x", "enable_thinking": True},
+        400,
+        "unsupported_parameter",
+        "enable_thinking",
+        "no chat template",
     ),
     (TEXT, {}, 400, "missing_parameter", "prompt", "missing"),
     (TEXT, {"prompt": ""}, 400, "empty_prompt", "prompt", "no tokens"),
@@ -273,6 +504,99 @@ def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> No
     assert_error(wrong, 405, "method_not_allowed", None, "Allow")
     assert wrong.headers["allow"] == "POST"
     assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "model", "gpt-9")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        {"logit_bias": {f"\ud800{i}": 1 for i in range(100)}},
+        {"messages": [{f"\ud800{i}": 1 for i in range(100_000)}, *(["x"] * 100)]},
+        {"messages": ["x"] * 10_000},
+        {"messages": MESSAGES, "stop": [1] * 100_000},
+        {"messages": MESSAGES, "stop_token_ids": ["x"] * 1000},
+        {"messages": MESSAGES, "tools": ["x"] * 1000},
+    ],
+)
+def test_many_wrong_values_are_few_errors(fields: Any) -> None:
+    """An error for each of a million values held up the event loop for half a minute."""
+    with pytest.raises(ValidationError) as raised:
+        ChatCompletionRequest.model_validate(fields)
+    assert raised.value.error_count() <= 3
+
+
+@pytest.mark.parametrize(("route", "body"), [(CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})])
+def test_fields_that_change_nothing_change_nothing(served: Any, route: str, body: Any) -> None:
+    """Neutral values, fields that are ignored on purpose, fields that nobody knows."""
+    plain = {**body, "max_tokens": 3, "temperature": 0}
+    expected = served.client.post(route, json=plain).json()["choices"]
+    neutral = {name: refused.neutral[0] for name, refused in REFUSED.items() if refused.neutral}
+    if route == CHAT:
+        neutral |= {
+            "tools": [],
+            "parallel_tool_calls": False,
+            "thinking": {"type": "adaptive"},
+            "documents": None,
+        }
+    else:
+        del neutral["echo"]
+    for extra in (
+        neutral,
+        dict.fromkeys(REFUSED.keys() - {"prompt"}),
+        dict.fromkeys(IGNORED, "x"),
+        {"unheard_of": [1]},
+    ):
+        answer = served.client.post(route, json=extra | plain)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_beyond_the_context_is_lowered_and_told(served: Any, stream: bool) -> None:
+    """As Claude Code asks for 32,000 tokens after a prompt of 25,000, whatever the model's context is."""
+    for route, body in (
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 4080}]}),
+        (TEXT, {"prompt": "x" * 4084}),
+    ):
+        fields = body | {"max_tokens": 9_999, "ignore_eos": True, "stream": stream}
+        answer = served.client.post(route, json=fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-max-tokens"] == "12"
+        if not stream:
+            assert answer.json()["usage"]["completion_tokens"] == 12
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        fits = served.client.post(route, json=fields | {"max_tokens": 12})
+        assert "x-max-tokens" not in fits.headers
+        strict = served.client.post(route, json=fields | {"strict_max_tokens": True})
+        assert_error(strict, 400, "context_length_exceeded", "max_tokens", "at most 12 tokens")
+
+
+def test_of_several_prompts_the_one_with_the_least_room_is_told(served: Any) -> None:
+    answer = served.complete(["x" * 4090, "x" * 4093, "x"], max_tokens=5, ignore_eos=True)
+    assert answer.headers["x-max-tokens"] == "3"
+    assert answer.json()["usage"]["completion_tokens"] == 5 + 3 + 5
+
+
+def test_a_large_agents_request_is_within_the_limits(serve: Any) -> None:
+    """1,500 messages, 60 tools of 8 kB, schemas 64 deep."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "f0", "arguments": "{}"}}
+    messages = [{"role": "system", "content": "x"}, *MESSAGES]
+    for _ in range(500):
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "ok"},
+            {"role": "user", "content": "on"},
+        ]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"f{i}", "description": "x" * 8_000, "parameters": deep(64)},
+        }
+        for i in range(60)
+    ]
+    with serve(context_limit=600_000, blocks=80_000) as served:
+        answer = served.client.post(CHAT, json={"messages": messages, "tools": tools, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:

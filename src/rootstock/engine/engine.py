@@ -39,7 +39,7 @@ from rootstock.engine.request import (
     Sink,
     TokenEvent,
 )
-from rootstock.engine.sampling import SampledToken, Sampler, score_prompt
+from rootstock.engine.sampling import SampledToken, Sampler, leaves_no_token, score_prompt
 from rootstock.engine.scheduler import Scheduler, Work
 from rootstock.engine.sequence import Decoding, Loading, Sequence
 from rootstock.engine.text import TextCodec, TextStream
@@ -238,7 +238,7 @@ class Engine:
             self._commands.put(lambda: self._add(sequence))
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
-        ends = (*(() if request.stop.ignore_eos else self._eos_token_ids), *request.stop.stop_tokens)
+        ends = self._ends(request)
         seed = request.sampling.seed
         return Sequence(
             request,
@@ -257,6 +257,10 @@ class Engine:
             stop_tokens=frozenset(ends),
             now=self._clock(),
         )
+
+    def _ends(self, request: Request) -> tuple[int, ...]:
+        """Tokens that end the answer."""
+        return (*(() if request.stop.ignore_eos else self._eos_token_ids), *request.stop.stop_tokens)
 
     def call_after_events(self, function: Callable[[], None]) -> None:
         """From now on it is called, on the engine's thread, whenever sinks may have been given events and no more
@@ -404,6 +408,18 @@ class Engine:
                 raise InvalidParameter("max_tokens", stop.max_tokens, "0 or more")
             if prompt + stop.max_tokens > limit:
                 raise CompletionTooLong(prompt, stop.max_tokens, limit)
+        max_tokens = self._max_tokens(request)
+        if stop.min_tokens > max_tokens:
+            allowed = f"at most {max_tokens:,}, which is what the answer may have here"
+            raise InvalidParameter("min_tokens", stop.min_tokens, allowed)
+        if max_tokens > 0 and leaves_no_token(
+            request.sampling, vocab_size, self._ends(request), stop.min_tokens
+        ):
+            raise InvalidParameter(
+                "logit_bias" if request.sampling.logit_bias else "min_tokens",
+                dict(request.sampling.logit_bias) or stop.min_tokens,
+                "such that some token may be chosen: bans, and end tokens before 'min_tokens', leave none",
+            )
         if stop.stop_strings and self._codec is None:
             raise InvalidParameter("stop", stop.stop_strings, "empty: this engine has no tokenizer")
 

@@ -99,6 +99,15 @@ class Sampler:
         return row
 
 
+def leaves_no_token(params: SamplingParams, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
+    """Whether `logit_bias`, and `min_tokens` with the tokens that end an answer, forbid the whole vocabulary."""
+    forbidden = {token for token in ends if 0 <= token < vocab_size} if min_tokens > 0 else set()
+    bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
+    forbidden |= {token for token, value in bias.items() if value <= -_BIAS_LIMIT}
+    only = {token for token, value in bias.items() if value >= _BIAS_LIMIT}
+    return only <= forbidden if only else len(forbidden) >= vocab_size
+
+
 def score_prompt(logits: NDArray[np.float32], next_tokens: Tokens, top: int) -> tuple[TokenLogprob, ...]:
     """Log-probabilities of `next_tokens` [rows] under `logits` [rows, vocab], with each row's `top` best."""
     assert len(logits) == len(next_tokens), (logits.shape, next_tokens.shape)

@@ -6,18 +6,21 @@ into the pieces of text that are certain.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from rootstock.cache.plan import Tokens
+from rootstock.engine.chat_template import TemplateNames, names_in
 from rootstock.engine.pieces import cut_for, cut_whole
-from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer, searched_texts
+from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, SpecialTokenInText, TokenizerUnusable
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ class PlacedTokens:
 class TextCodec(Protocol):
     """Every method may be called from any thread."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
@@ -57,14 +62,19 @@ class TextCodec(Protocol):
         ...
 
     def escape(self, text: str) -> str:
-        """Escapes special tokens that `text` spells out, so that `encode_chat` reads them as plain text.
+        """Escapes the control tokens that `text` spells out, so that `encode_chat` reads them as plain text.
+
+        Control tokens are the special tokens and the other added tokens that the chat template writes.
 
         Raises SpecialTokenInText if this tokenizer can only read them as control tokens.
         """
         ...
 
     def escape_answer(self, text: str) -> str:
-        """Escapes like `escape`, except the special tokens for which the chat template searches messages."""
+        """Escapes like `escape`, except tokens that a model's answer may hold.
+
+        These are tokens for which the chat template searches messages, and those that are not flagged as special.
+        """
         ...
 
     def escaped_position(self, escaped: str, chars: int) -> int:
@@ -76,6 +86,11 @@ class TextCodec(Protocol):
 
         Raises ChatTemplateMissing and ChatTemplateFailed.
         """
+        ...
+
+    @property
+    def template_names(self) -> TemplateNames:
+        """Variables that the chat template reads and `render_chat` takes as options, and its literals."""
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
@@ -258,11 +273,20 @@ class HFTextCodec:
         self._added = {int(id): str(token.content) for id, token in added.items()}
         self._special = frozenset(int(id) for id, token in added.items() if token.special)
         self.longest_token_chars = max(map(len, (*vocabulary, *self._added.values())), default=1)
-        names = {str(token.content) for token in added.values() if token.special}
-        self._names = EscapedNames(names)
+        special = {str(token.content) for token in added.values() if token.special}
+        template = self.template_names
+        searched = {name for name in self._added.values() if any(name in text for text in template.searched)}
+        # Some tokenizers do not flag the tokens that open and end a turn. The template writes them.
+        written = {
+            name
+            for name in set(self._added.values()) - special - searched
+            if name.strip() and any(name in text for text in template.literals)
+        }
+        self._names = EscapedNames(special | written)
         self._literal = _literal_tokenizer(self._fast, self._names)
-        self._searched = _searched_names(tokenizer.chat_template, names)
-        self._names_are_normalized = _normalizes(self._fast, added.values())
+        # A model writes the tokens that are not special as text, and clients send them back in its messages.
+        self._of_answers = frozenset(searched | written)
+        self._names_are_normalized = _normalizes(self._fast, added.values(), self._names.names)
         eos = tokenizer.eos_token_id
         self._eos: tuple[int, ...] = (
             tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
@@ -306,7 +330,7 @@ class HFTextCodec:
         return self._escaped(text, frozenset())
 
     def escape_answer(self, text: str) -> str:
-        return self._escaped(text, self._searched)
+        return self._escaped(text, self._of_answers)
 
     def _escaped(self, text: str, but: frozenset[str]) -> str:
         if self._names_are_normalized:
@@ -338,6 +362,20 @@ class HFTextCodec:
 
         tokens = np.array(encoding.ids, dtype=np.int32)
         return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at)
+
+    @cached_property
+    def template_names(self) -> TemplateNames:
+        template = self._tokenizer.chat_template or {}
+        sources = [template] if isinstance(template, str) else list(template.values())
+        found = [names_in(source) for source in sources]
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "self"}
+        taken -= {"add_generation_prompt", "documents"}
+        taken |= {*self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *self._tokenizer.special_tokens_map}
+        return TemplateNames(
+            frozenset[str]().union(*(names.variables for names in found)) - taken,
+            frozenset[str]().union(*(names.literals for names in found)),
+            frozenset[str]().union(*(names.searched for names in found)),
+        )
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         if not self._tokenizer.chat_template:
@@ -399,19 +437,11 @@ def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | Non
         return None
 
 
-def _searched_names(chat_template: Any, names: Collection[str]) -> frozenset[str]:
-    """Special tokens for which a chat template, or one of several, searches the text of messages."""
-    several = isinstance(chat_template, Mapping)
-    templates = chat_template.values() if several else [chat_template] if chat_template else []
-    searched = [text for template in templates for text in searched_texts(str(template))]
-    return frozenset(name for name in names if any(name in text for text in searched))
-
-
-def _normalizes(fast: Any, added: Iterable[Any]) -> bool:
+def _normalizes(fast: Any, added: Iterable[Any], names: Collection[str]) -> bool:
     """Whether special tokens are looked for in the normalized text, where other characters can become their names."""
     if fast is None or fast.normalizer is None:
         return False
-    return any(token.special and token.normalized for token in added)
+    return any(token.content in names and token.normalized for token in added)
 
 
 class ByteTextCodec:
@@ -455,6 +485,10 @@ class ByteTextCodec:
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
+
+    @property
+    def template_names(self) -> TemplateNames:
+        return TemplateNames(frozenset({"add_generation_prompt"}))
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
         lines = ["<|begin|>"]

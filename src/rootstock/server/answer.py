@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -50,7 +50,8 @@ class Answerer:
             try:
                 call = await self._queue.run(request, begin)  # one way to another thread and back, not two
                 if call.stream:
-                    return EventStream(generation, partial(self._stream, call, generation, route))
+                    stream = partial(self._stream, call, generation, route)
+                    return EventStream(generation, stream, call.headers)
                 generation.watch(request.receive)
                 answer = await self._whole(call, generation, route)
             except BaseException:
@@ -75,7 +76,9 @@ class Answerer:
         usage = total_usage([end for end in ends if isinstance(end, Finished)], call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
         choices = [call.format.whole(index, history) for index, history in enumerate(histories)]
-        return JSONResponse(call.format.head | {"choices": choices, "usage": usage_body(usage)})
+        return JSONResponse(
+            call.format.head | {"choices": choices, "usage": usage_body(usage)}, headers=call.headers
+        )
 
     async def _stream(
         self, call: Call, generation: Generation, route: str, send: SendText, write: WriteChunk | None
@@ -133,13 +136,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, stream: Stream) -> None:
+    def __init__(self, generation: Generation, stream: Stream, headers: Mapping[str, str]) -> None:
         self._generation = generation
         self._stream = stream
         self.status_code = 200
         self.background = None
         # Proxies such as nginx would otherwise collect the stream before they pass it on.
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

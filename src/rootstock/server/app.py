@@ -52,6 +52,7 @@ def create_app(
         description.vocab_size,
         PromptTokenizer(codec, engine.context_limit),
         defaults or SamplingDefaults(),
+        engine.context_limit,
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )

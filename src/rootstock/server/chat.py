@@ -10,6 +10,16 @@ from typing import Any
 from rootstock.cache.plan import Tokens
 from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
 from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.limits import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS_CHARS,
+    refuse_deep,
+    refuse_large,
+    refuse_more_than,
+)
 from rootstock.server.tokenized import PromptTokenizer
 
 # OpenAI's newer name for the role, which few templates know.
@@ -120,7 +130,28 @@ def text_tokens(tokenizer: PromptTokenizer, text: str, param: str = "prompt") ->
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    refuse_more_than(MAX_MESSAGES, list(messages), "messages")
+    result = []
+    call_id: str | None = None  # of the last `function_call`, which messages of the role `function` answer
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        refuse_deep(message, path)
+        if message.get("function_call") is not None:
+            call_id = f"call{i:05}"
+            message = _with_tool_call(message, call_id, path)
+        elif message.get("role") == "function":
+            message = {"tool_call_id": call_id, **message, "role": "tool"}
+        result.append(_template_message(message, path))
+    return result
+
+
+def _with_tool_call(message: Mapping[str, Any], id: str, path: str) -> Mapping[str, Any]:
+    """Translates `function_call`, which OpenAI replaced by `tool_calls`."""
+    call = message["function_call"]
+    if message.get("tool_calls"):
+        raise InvalidParameter(f"{path}.function_call", call, "left out where 'tool_calls' is sent")
+    calls = [{"id": id, "type": "function", "function": _template_function(call, f"{path}.function_call")}]
+    return {name: value for name, value in message.items() if name != "function_call"} | {"tool_calls": calls}
 
 
 def _template_message(message: Mapping[str, Any], path: str) -> Message:
@@ -131,8 +162,16 @@ def _template_message(message: Mapping[str, Any], path: str) -> Message:
         raise InvalidParameter(f"{path}.role", role, "a string")
     calls = message.get("tool_calls")
     content = message.get("content")
-    if content is None and not calls and role != "assistant":
+    if content is None and role == "assistant":
+        content = message.get("refusal")
+    if content is None and not calls and role not in ("assistant", "tool"):
         raise MissingParameter(f"{path}.content")
+    if message.get("audio") is not None:
+        raise Unsupported(f"{path}.audio", "Only text is read. Send the transcript as 'content'.")
+    _refuse_other_text(message.get("name"), f"{path}.name", MAX_NAME_CHARS)
+    _refuse_other_text(
+        message.get("tool_call_id"), f"{path}.tool_call_id", None
+    )  # some clients' hold kilobytes
     # What templates know beyond role and content (name, tool_call_id, reasoning_content, …) goes through.
     result = {name: value for name, value in message.items() if value is not None and name != MARK}
     result["role"] = _ROLES.get(role, role)
@@ -176,6 +215,7 @@ def _text_of(content: Any, path: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidParameter(path, content, "a string or a list of parts")
+    refuse_more_than(MAX_CONTENT_PARTS, content, path)
     return _BETWEEN_PARTS.join(_text_of_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
@@ -193,34 +233,87 @@ def _text_of_part(part: Any, path: str) -> str:
 
 
 def _template_calls(calls: Any, path: str) -> list[Any]:
-    """Clients send a call's arguments as a string of JSON; templates take them as an object."""
     if not isinstance(calls, list):
         raise InvalidParameter(path, calls, "a list of tool calls")
-    result = []
-    for i, call in enumerate(calls):
-        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-            raise InvalidParameter(f"{path}[{i}]", call, "a tool call with a 'function'")
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = _parsed(function["arguments"])
-        result.append({**call, "function": function})
-    return result
+    refuse_more_than(MAX_TOOL_CALLS, calls, path)
+    return [_template_call(call, f"{path}[{i}]") for i, call in enumerate(calls)]
+
+
+def _template_call(call: Any, path: str) -> Mapping[str, Any]:
+    if isinstance(call, Mapping):
+        if call.get("function") is not None:
+            return {**call, "function": _template_function(call["function"], f"{path}.function")}
+        custom = call.get("custom")
+        if isinstance(custom, Mapping):  # templates know functions only
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input", "")}}
+            others = {name: value for name, value in call.items() if name != "custom"}
+            return {**others, "type": "function", "function": _template_function(function, f"{path}.custom")}
+    raise InvalidParameter(path, call, "a tool call with a 'function'")
+
+
+def _template_function(function: Any, path: str) -> Mapping[str, Any]:
+    """Clients send a call's arguments as a string of JSON; templates take them as an object."""
+    if not isinstance(function, Mapping):
+        raise InvalidParameter(path, function, "an object with 'name' and 'arguments'")
+    if function.get("name") is None:
+        raise MissingParameter(f"{path}.name")
+    _refuse_other_text(function["name"], f"{path}.name", MAX_NAME_CHARS)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    elif arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, Mapping):
+        raise InvalidParameter(f"{path}.arguments", arguments, "a string of JSON or an object")
+    return {**function, "arguments": arguments}
 
 
 def _parsed(arguments: str) -> Any:
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:
+        parsed = json.loads(arguments or "{}")
+        refuse_deep(parsed, "arguments")
+    except (ValueError, RecursionError, InvalidParameter):
         return arguments  # a model wrote it, and it is part of the history as it is
+    return parsed
 
 
-def chosen_tools(tools: Sequence[Tool] | None, tool_choice: Any) -> Sequence[Tool]:
-    """The tools that the template shows to the model."""
+def _refuse_other_text(value: Any, path: str, most_chars: int | None) -> None:
+    """Refuses what is neither absent nor a string of at most `most_chars`."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise InvalidParameter(path, value, "a string")
+    if most_chars is not None and len(value) > most_chars:
+        raise InvalidParameter(path, value, f"a string of at most {most_chars:,} characters")
+
+
+def chosen_tools(
+    tools: Sequence[Tool] | None, tool_choice: Any, names: tuple[str, str] = ("tools", "tool_choice")
+) -> Sequence[Tool]:
+    """The tools that the template shows to the model. `names`: of the fields that they were sent in."""
+    refuse_large(tools, names[0], MAX_TOOLS_CHARS)
+    for i, tool in enumerate(tools or ()):
+        _refuse_unusable(tool, f"{names[0]}[{i}]")
     if tool_choice == "none":
         return ()
     if tool_choice not in (None, "auto"):
-        raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
+        raise Unsupported(names[1], "Only 'auto' and 'none' are: a call cannot be forced yet.")
     return tools or ()
+
+
+def _refuse_unusable(tool: Tool, path: str) -> None:
+    refuse_deep(tool, path)
+    kind, function = tool.get("type") or "function", tool.get("function")
+    if kind != "function":
+        raise InvalidParameter(f"{path}.type", kind, "'function': templates show no other tools to the model")
+    if not isinstance(function, Mapping):
+        raise InvalidParameter(f"{path}.function", function, "an object with a 'name'")
+    if function.get("name") is None:
+        raise MissingParameter(f"{path}.function.name")
+    _refuse_other_text(function["name"], f"{path}.function.name", MAX_NAME_CHARS)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidParameter(f"{path}.function.parameters", parameters, "a JSON schema, which is an object")
 
 
 def refuse_surrogates(text: str, param: str) -> None:

@@ -116,6 +116,11 @@ def _allowed(error: Mapping[str, Any]) -> str:
     match error["type"]:
         case "too_short":
             return f"a list of at least {error['ctx']['min_length']}"
+        case "too_long":
+            entries = "an object" if error["ctx"]["field_type"] == "Dictionary" else "a list"
+            return f"{entries} of at most {error['ctx']['max_length']:,}"
+        case "string_too_long":
+            return f"a string of at most {error['ctx']['max_length']:,} characters"
         case "string_type":
             return "a string"
         case "list_type":

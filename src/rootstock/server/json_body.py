@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from rootstock.errors import InvalidJson, JsonTooComplex
 from rootstock.server.errors import ClientGone
 
-MAX_DEPTH = 128  # lists and objects within each other: tools' schemas have 10 to 20
+MAX_DEPTH = 512  # lists and objects within each other: Python's parser fails at about 1,000
 MAX_VALUES = 1_048_576  # list elements and fields: prompts of as many token ids
 _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = 1024**2

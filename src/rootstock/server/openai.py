@@ -33,6 +33,9 @@ from rootstock.server.openai_request import (
 )
 from rootstock.server.tokenized import PromptTokenizer
 
+# Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
+# only those see who ask for it.
+MAX_TOKENS_HEADER = "X-Max-Tokens"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
@@ -43,6 +46,11 @@ class Call:
     choices_per_prompt: int
     stream: bool
     include_usage: bool
+    lowered_max_tokens: int | None = None  # the least, where the context has less room than was asked for
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class ServedModel:
     vocab_size: int
     tokenizer: PromptTokenizer
     defaults: SamplingDefaults
+    context_limit: int  # tokens of a prompt and its answer
     parse_special_tokens: bool = False  # in the text of messages, as control tokens
     wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
     created: int = field(default_factory=lambda: int(time.time()))
@@ -71,6 +80,7 @@ class ServedModel:
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.vocab_size, self.defaults, top_logprobs)
         salt = salt_of(tenant, body.cache_salt)
+        stop = body.stopping(max_tokens, self.vocab_size)
         tokens, boundaries = self._chat_prompt(self._conversation(body, body.messages), salt)
         id = f"chatcmpl-{uuid.uuid4().hex}"
         return self._call(
@@ -81,7 +91,7 @@ class ServedModel:
                 [tokens],
                 body.choices_per_prompt,
                 sampling,
-                body.stopping(max_tokens),
+                stop,
                 salt=salt,
                 boundaries=boundaries,
             ),
@@ -93,6 +103,7 @@ class ServedModel:
         body.refuse_unsupported()
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(self.vocab_size, self.defaults, body.logprobs)
+        stop = body.stopping(max_tokens, self.vocab_size)
         prompts = prompts_of(body.prompt, self.tokenizer)
         id = f"cmpl-{uuid.uuid4().hex}"
         n = body.choices_per_prompt
@@ -105,7 +116,7 @@ class ServedModel:
                 [prompt.tokens for prompt in prompts],
                 n,
                 sampling,
-                body.stopping(max_tokens),
+                stop,
                 salt=salt_of(tenant, body.cache_salt),
                 prompt_logprobs=body.logprobs if body.echo else None,
             ),
@@ -126,7 +137,7 @@ class ServedModel:
         return prompts[0].tokens
 
     def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
-        conversation = body.conversation(messages)
+        conversation = body.conversation(messages, self.codec)
         return conversation if self.parse_special_tokens else with_text_as_text(conversation, self.codec)
 
     def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
@@ -136,13 +147,29 @@ class ServedModel:
         return placed.tokens, boundaries_of(self.codec, conversation, placed)
 
     def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:
+        lowered = None
+        if not body.strict_max_tokens:
+            fitted = tuple(self._fitted(request) for request in requests)
+            lengths = [
+                new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
+            ]
+            requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
         return Call(
             format,
             requests,
             body.choices_per_prompt,
             stream=bool(body.stream),
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            lowered_max_tokens=lowered,
         )
+
+    def _fitted(self, request: Request) -> Request:
+        """With a `max_tokens` that the context has room for. The engine refuses a prompt that leaves none."""
+        room = self.context_limit - len(request.tokens)
+        asked = request.stop.max_tokens
+        if asked is None or asked <= room or room < 1:
+            return request
+        return replace(request, stop=replace(request.stop, max_tokens=room))
 
     def _head(self, id: str, object: str) -> Json:
         return {"id": id, "object": object, "created": int(time.time()), "model": self.name}

@@ -1,0 +1,74 @@
+"""The names that a chat template reads, found in its source rather than by rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Set by the renderer, or functions that it lends. No client may set them.
+_PROVIDED = frozenset({"messages", "tools", "raise_exception", "strftime_now"})
+# Methods by which a template looks for text in a message.
+_SEARCHES = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index"}
+_SEARCHES |= {"count", "replace", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateNames:
+    variables: frozenset[str] = frozenset()  # that a client may set
+    literals: frozenset[str] = frozenset()  # quoted strings, the roles that the template knows among them
+    searched: frozenset[str] = (
+        frozenset()
+    )  # literals that it looks for in messages, such as the end of reasoning
+
+
+def names_in(source: str) -> TemplateNames:
+    """Empty for a source that is not a template: rendering it tells what is wrong."""
+    from jinja2 import Environment, TemplateError, meta, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """transformers' own tag: it marks what an assistant wrote, and renders as its inside."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=[Generation, loopcontrols])
+    try:
+        template = environment.parse(source)
+        read = meta.find_undeclared_variables(template)
+    except (TemplateError, RecursionError):
+        return TemplateNames()
+    names = template.find_all(nodes.Name)
+    # A variable that the template sets in one branch counts as undeclared in the other. It is the client's only if
+    # the template asks whether it was given.
+    own = {name.name for name in names if name.ctx == "store"}
+    asked = {
+        name.name
+        for test in template.find_all((nodes.Test, nodes.Filter))
+        if test.name in ("defined", "undefined", "default", "d", "none")
+        for name in test.find_all(nodes.Name)
+    }
+    searched: list[nodes.Node] = []
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
+            searched += call.args
+    for filtered in template.find_all(nodes.Filter):
+        if filtered.name == "replace":
+            searched += filtered.args
+    for compared in template.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in compared.ops):
+            searched.append(compared.expr)
+
+    def texts(expressions: Iterable[nodes.Node]) -> frozenset[str]:
+        constants = (each.value for each in expressions if isinstance(each, nodes.Const))
+        return frozenset(value for value in constants if isinstance(value, str))
+
+    return TemplateNames(
+        frozenset(read - (own - asked) - _PROVIDED - set(environment.globals)),
+        texts(template.find_all(nodes.Const)),
+        texts(searched),
+    )
