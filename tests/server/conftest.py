@@ -102,6 +102,7 @@ def served_by_oracle(
     blocks: int = 2000,
     families: Sequence[Family] = (FULL,),
     vocab_size: int = ByteTextCodec.vocab_size,
+    reuse: bool = True,
 ) -> Iterator[Served]:
     codec = codec or ByteTextCodec()
     runtime = FakeRuntime(
@@ -111,7 +112,7 @@ def served_by_oracle(
     made = assemble(
         runtime,
         codec,
-        CacheConfig(block_size=8, budget_bytes=blocks * block_bytes),
+        CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
     )
     app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)

@@ -12,11 +12,11 @@ from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
 from rootstock.engine.text import TextCodec
-from rootstock.errors import ModelNotFound
+from rootstock.errors import ModelNotFound, TooManyLogprobs
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, chat_tokens, placed_chat, refuse_surrogates
 from rootstock.server.defaults import SamplingDefaults
-from rootstock.server.openai_answer import ChatFormat, CompletionFormat, WireFormat
+from rootstock.server.openai_answer import ChatFormat, CompletionFormat, Echo, WireFormat
 from rootstock.server.openai_request import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,6 +26,7 @@ from rootstock.server.openai_request import (
 )
 from rootstock.server.tokenized import TokenizedPieces
 
+MAX_LOGPROBS = 16 * 1024**2  # in the answer to one HTTP request
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
@@ -36,6 +37,35 @@ class Call:
     choices_per_prompt: int
     stream: bool
     include_usage: bool
+
+    def refuse_too_many_logprobs(self, context_limit: int) -> None:
+        """Bounds the answer: each choice of a prompt has all log-probabilities of its own and of the prompt.
+
+        Raises TooManyLogprobs.
+        """
+        top = self.requests[0].sampling.top_logprobs
+        if top is None:
+            return
+        first_choices = self.requests[:: self.choices_per_prompt]
+        scored = sum(len(one.tokens) for one in first_choices if one.prompt_logprobs is not None)
+        answers = [_most_tokens(one, context_limit) for one in first_choices]
+        count = self.choices_per_prompt * (scored + sum(answers)) * (1 + top)
+        if count > MAX_LOGPROBS:
+            raise TooManyLogprobs(
+                prompts=len(first_choices),
+                choices=self.choices_per_prompt,
+                prompt_tokens=scored,
+                max_tokens=max(answers),
+                top=top,
+                count=count,
+                limit=MAX_LOGPROBS,
+            )
+
+
+def _most_tokens(request: Request, context_limit: int) -> int:
+    """Of an answer."""
+    room = max(0, context_limit - len(request.tokens))
+    return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +115,10 @@ class ServedModel:
         prompts = prompts_of(body.prompt, self.codec)
         id = f"cmpl-{uuid.uuid4().hex}"
         n = body.choices_per_prompt
-        echoed = [prompt for prompt in prompts for _ in range(n)] if body.echo else None
+        echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
         return self._call(
             body,
-            CompletionFormat(self._head(id, "text_completion"), self.codec, echoed),
+            CompletionFormat(self._head(id, "text_completion"), self.codec, echo),
             _requests(
                 id,
                 [prompt.tokens for prompt in prompts],
@@ -137,7 +167,7 @@ def _requests(
             _reseeded(sampling, choice),
             stop,
             salt,
-            prompt_logprobs,
+            prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
             boundaries,
         )
         for prompt, tokens in enumerate(prompts)
