@@ -12,6 +12,7 @@
     │   ├── PromptTextTooLong           400  refused by its characters, before it is tokenized
     │   ├── SpecialTokenInText          400
     │   ├── CompletionTooLong           400
+    │   ├── TooManyLogprobs             400
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
@@ -176,6 +177,31 @@ class CompletionTooLong(RequestError):
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.limit_tokens = limit_tokens
+
+
+class TooManyLogprobs(RequestError):
+    code = "too_many_logprobs"
+
+    def __init__(
+        self,
+        *,
+        prompts: int,
+        choices: int,
+        prompt_tokens: int,
+        max_tokens: int,
+        top: int,
+        count: int,
+        limit: int,
+    ) -> None:
+        super().__init__(
+            f"One request may ask for {limit:,} log-probabilities, but this one asks for {count:,}: "
+            f"prompts {prompts:,}, choices of each {choices:,}, prompt tokens to be scored {prompt_tokens:,}, "
+            f"most tokens of an answer {max_tokens:,}, alternatives to each token {top:,}. "
+            "Lower max_tokens, n or the number of alternatives, or send fewer prompts at once.",
+            param="logprobs",
+        )
+        self.count = count
+        self.limit = limit
 
 
 class ChatTemplateMissing(RequestError):

@@ -306,6 +306,32 @@ def test_of_prompts_that_are_scored_a_step_has_one_chunk_even_while_nobody_decod
     assert other.tokens == bench.alone(numbers(7, 40), 1)
 
 
+def test_logits_of_prompts_that_are_scored_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "rootstock.engine.engine.SCORED_LOGITS_BYTES", 5 * 4 * 97 + 3
+    )  # of a vocabulary of 97
+    bench = Bench(chunk_tokens=16)
+    scored = bench.ask(numbers(1, 23), max_tokens=2, prompt_logprobs=3)
+    bench.run()
+    assert [len(batch.segments[0].tokens) for batch in bench.batches] == [5, 5, 5, 5, 3, 1]
+    (told,) = [event for event in scored.events if isinstance(event, PromptScored)]
+    assert [one.token for one in told.logprobs] == numbers(1, 23)[1:]
+    bench.batches.clear()
+    bench.ask(numbers(2, 23), max_tokens=1)  # without scores a chunk is as long as ever
+    bench.run()
+    assert [len(batch.segments[0].tokens) for batch in bench.batches] == [16, 7]
+
+
+def test_choices_beside_one_that_is_scored_wait_for_its_prompt_rather_than_computing_it() -> None:
+    bench = Bench(blocks=400, chunk_tokens=16)
+    prompt = numbers(1, 60)
+    bench.ask(prompt, max_tokens=3, prompt_logprobs=1)
+    others = [bench.ask(prompt, max_tokens=3) for _ in range(7)]
+    bench.run()
+    assert bench.runtime.computed_tokens == 60 + 7 * 1 + 8 * 2
+    assert {tuple(other.tokens) for other in others} == {tuple(bench.alone(prompt, 3))}
+
+
 @pytest.mark.behaviour(50)
 def test_stats_after_a_real_run_equal_a_recount() -> None:
     bench = Bench(blocks=40)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rootstock.engine.request import SamplingParams
-from rootstock.engine.sampling import Sampler, _nucleus, best_ids, score_prompt
+from rootstock.engine.sampling import Sampler, _logprob, _nucleus, best_ids, score_prompt
 from rootstock.errors import EngineError, SamplingFailed
 
 VOCAB = 12
@@ -308,3 +308,24 @@ def test_a_prompt_is_scored_row_by_row() -> None:
         assert entry.logprob == pytest.approx(float(np.log(softmax(row))[token]), abs=1e-5)
         assert entry.top[0][0] == int(row.argmax())
         assert len(entry.top) == 2
+
+
+@pytest.mark.parametrize("vocab", [1, 12, 63, 64, 65, 262, 512, 5119, 32_000])
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+@pytest.mark.parametrize("decimals", [8, 0])
+def test_scores_of_many_rows_are_those_of_each_row_bit_for_bit(vocab: int, top: int, decimals: int) -> None:
+    """Rounded logits have ties, which go to the lowest id."""
+    logits = np.round(rows(5, vocab, count=37), decimals)
+    logits[3] = 0.0
+    following = np.random.default_rng(6).integers(0, vocab, 37).astype(np.int32)
+    scored = score_prompt(logits, following, top)
+    alone = [_logprob(row, int(token), top) for row, token in zip(logits, following, strict=True)]
+    assert list(scored) == alone
+
+
+def test_no_rows_have_no_scores_and_rows_that_are_not_finite_are_refused() -> None:
+    assert list(score_prompt(rows(1, 100, count=0), np.empty(0, np.int32), top=3)) == []
+    logits = rows(1, 5000, count=3)
+    logits[1, 17] = np.nan
+    with pytest.raises(SamplingFailed, match="finite"):
+        score_prompt(logits, np.zeros(3, np.int32), top=3)

@@ -104,6 +104,7 @@ def served_by_oracle(
     families: Sequence[Family] = (FULL,),
     vocab_size: int = ByteTextCodec.vocab_size,
     limits: HttpLimits | None = None,
+    reuse: bool = True,
 ) -> Iterator[Served]:
     codec = codec or ByteTextCodec()
     runtime = FakeRuntime(
@@ -113,7 +114,7 @@ def served_by_oracle(
     made = assemble(
         runtime,
         codec,
-        CacheConfig(block_size=8, budget_bytes=blocks * block_bytes),
+        CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
     )
     app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ def completion() -> WireFormat:
     return CompletionFormat(HEAD, ByteTextCodec(), None)
 
 
-def written(chunks: str) -> list[dict[str, Any]]:
-    events = chunks.split("\n\n")
+def written(chunks: Iterable[str]) -> list[dict[str, Any]]:
+    events = "".join(chunks).split("\n\n")
     assert events.pop() == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]
 

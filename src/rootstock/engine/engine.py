@@ -33,6 +33,7 @@ from rootstock.engine.request import (
     Event,
     Failed,
     Finished,
+    Logprobs,
     PromptScored,
     Request,
     RequestId,
@@ -63,6 +64,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SCORED_LOGITS_BYTES = 128 * 1024**2  # float32 logits of one step's prompts that are scored
 HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
 
 
@@ -113,6 +115,7 @@ class Engine:
             self._pacing,
             self._drafter,
             self._config.idle_chunk_tokens or self._config.chunk_tokens * _idle_chunks(runtime.description),
+            max(1, SCORED_LOGITS_BYTES // (4 * runtime.description.vocab_size)),
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[RequestId, Sequence] = {}  # accepted and not ended
@@ -641,13 +644,13 @@ class Engine:
         prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
         assert top is not None
         following = prompt[past + 1 : past + 1 + len(logits)]
-        sequence.prompt_scores.extend(score_prompt(logits[: len(following)], following, top))
+        sequence.prompt_scores.append(score_prompt(logits[: len(following)], following, top))
 
     def _continue(self, sequence: Sequence, item: Work, sampled: SampledToken | None) -> None:
         """Every known token is computed: tell the next one, or end."""
         if not sequence.prompt_scored:
             sequence.prompt_scored = True
-            sequence.emit(PromptScored(sequence.request.id, tuple(sequence.prompt_scores)))
+            sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
             sequence.prompt_scores = []
         if sampled is None:  # a prompt to be scored or cached, and no more
             self._finish(sequence, item, "length")

@@ -6,9 +6,12 @@ Wire formats turn into `Request`; every request gets token events and then exact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
@@ -52,7 +55,8 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `n` choices are n requests: the cache makes them share their prompt."""
+    """One sequence to generate. `n` choices are n requests: the cache makes them share their prompt. The first of
+    them has `prompt_logprobs` if any are wanted."""
 
     id: RequestId
     tokens: Tokens  # [prompt] int32, owned by the request
@@ -72,6 +76,39 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # best first
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """TokenLogprobs of consecutive tokens, as arrays: a long prompt would be a million objects."""
+
+    tokens: Tokens  # [rows] int32
+    logprobs: NDArray[np.float64]  # [rows]
+    top_tokens: Tokens  # [rows, top] int32, best first
+    top_logprobs: NDArray[np.float64]  # [rows, top]
+
+    @staticmethod
+    def joined(parts: Sequence[Logprobs]) -> Logprobs:
+        """Concatenates at least one part; all have the same number of top entries."""
+        return Logprobs(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.top_tokens for part in parts]),
+            np.concatenate([part.top_logprobs for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: slice) -> Logprobs:
+        return Logprobs(
+            self.tokens[rows], self.logprobs[rows], self.top_tokens[rows], self.top_logprobs[rows]
+        )
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        columns = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
+        for token, logprob, tokens, logprobs in zip(*(each.tolist() for each in columns), strict=True):
+            yield TokenLogprob(token, logprob, tuple(zip(tokens, logprobs, strict=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
@@ -89,7 +126,7 @@ class PromptScored:
     """Once, before the first token, for requests with `prompt_logprobs`: entry i scores prompt token i + 1."""
 
     id: RequestId
-    logprobs: tuple[TokenLogprob, ...]  # [prompt - 1]
+    logprobs: Logprobs  # [prompt - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,10 @@ class Scheduler:
         pace: Pace | None = None,
         drafter: Drafter | None = None,
         idle_chunk_tokens: int | None = None,
+        scored_chunk_tokens: int | None = None,
     ) -> None:
-        """`chunk_tokens` are computed in one step, or up to `idle_chunk_tokens` while nobody decodes or will."""
+        """`chunk_tokens` are computed in one step, or up to `idle_chunk_tokens` while nobody decodes or will. Of
+        prompts that are scored, `scored_chunk_tokens` at most."""
         self._cache = cache
         self._drafter = drafter
         self._reach = reach
@@ -81,6 +83,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
+        self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
         self.paced_tokens: int | None = None  # of prompts, that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
@@ -272,14 +275,14 @@ class Scheduler:
         self, sequence: Sequence, lease: Lease, budget: int, work: list[Work], at_least: int = 0
     ) -> int:
         """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has. Of
-        prompts that are scored a step has `chunk_tokens` at most: logits of every token are a lot of memory.
+        prompts that are scored a step has `scored_chunk_tokens` at most: logits of every token are a lot of memory.
 
         The prompt's own blocks were reserved at admission. Those of a window are reserved chunk by chunk, so a chunk
         that does not fit is made shorter before anybody is preempted for it.
         """
         if not sequence.prompt_scored:
             scored = sum(len(item.tokens) for item in work if not item.sequence.prompt_scored)
-            budget = min(budget, self._chunk_tokens - scored)
+            budget = min(budget, self._scored_chunk_tokens - scored)
         paced = max(at_least, self._paced(work, lease.computed, budget))
         if paced <= 0:
             return 0

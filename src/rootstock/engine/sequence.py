@@ -14,7 +14,7 @@ from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
 from rootstock.cache.tree import Want
 from rootstock.engine.draft_cost import Acceptance
 from rootstock.engine.ngrams import TokenHistory
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, Sink, TokenLogprob, Usage
+from rootstock.engine.request import Aborted, Event, Failed, Finished, Logprobs, Request, Sink, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.text import TextStream
 from rootstock.errors import RootstockError
@@ -125,7 +125,7 @@ class Sequence:
         self.state: State = Waiting()
         self.generated: list[int] = []
         self.cached_tokens: int | None = None  # None: not admitted yet
-        self.prompt_scores: list[TokenLogprob] = []
+        self.prompt_scores: list[Logprobs] = []  # chunk by chunk
         self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
         self.plan: Plan = NOTHING  # to be executed before its next forward
         self.want: Want | None = None

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Aborted, Failed, Finished, PromptScored, TokenEvent
+from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
 from rootstock.errors import RootstockError, StepFailed
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone, error_body
 from rootstock.server.generation import Bridge, Generation, Indexed, total_usage
+from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai import Call
-from rootstock.server.openai_answer import DONE, ChunkWriter, error_event, usage_body
+from rootstock.server.openai_answer import DONE, ChoiceHistory, ChunkWriter, error_event, usage_body
 from rootstock.server.preparing import PreparationQueue
 
 log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 0.02  # between two chunks of a large answer
 
 SendText = Callable[[str], Awaitable[None]]
 Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # answers the last text
@@ -34,6 +39,8 @@ class Answerer:
         self._metrics = metrics
         self._queue = queue
         self._bridge: Bridge | None = None
+        # One thread for all large answers: the engine then waits for the interpreter behind one of them at most.
+        self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
     async def answer(self, make_call: Callable[[], Call], request: HttpRequest) -> Response:
         """`make_call` renders and tokenises, and runs on another thread. Raises, before anything was sent, what
@@ -43,6 +50,7 @@ class Answerer:
 
         def begin() -> Call:
             call = make_call()
+            call.refuse_too_many_logprobs(self._engine.context_limit)
             generation.submit(call.requests)
             return call
 
@@ -67,18 +75,38 @@ class Answerer:
             raise
 
     async def _whole(self, call: Call, generation: Generation, route: str) -> Response:
-        histories: list[list[PromptScored | TokenEvent | Finished]] = [[] for _ in call.requests]
+        histories = [ChoiceHistory() for _ in call.requests]
         while events := await generation.next():
             for index, event in events:
                 assert not isinstance(event, Failed | Aborted)
-                histories[index].append(event)
-        ends = [history[-1] for history in histories]
-        usage = total_usage([end for end in ends if isinstance(end, Finished)], call.choices_per_prompt)
+                histories[index].add(event)
+        ends = [history.end for history in histories if history.end is not None]
+        usage = total_usage(ends, call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        choices = [call.format.whole(index, history) for index, history in enumerate(histories)]
-        return JSONResponse(
-            call.format.head | {"choices": choices, "usage": usage_body(usage)}, headers=call.headers
-        )
+        choices = (call.format.whole(index, history) for index, history in enumerate(histories))
+        body = call.format.head | {"choices": choices, "usage": usage_body(usage)}
+        chunks = in_chunks(json_pieces(body))
+        first = next(chunks)
+        if len(first) < CHUNK_CHARACTERS:  # it is the only one
+            return Response(first, headers=call.headers, media_type="application/json")
+        body_chunks = self._sent_in_chunks(first, chunks)
+        return StreamingResponse(body_chunks, headers=call.headers, media_type="application/json")
+
+    async def _sent_in_chunks(self, first: str, rest: Iterator[str]) -> AsyncIterator[str]:
+        yield first
+        async for chunk in self._encoded(rest):
+            yield chunk
+
+    async def _encoded(self, chunks: Iterator[str]) -> AsyncIterator[str]:
+        """Takes one chunk after the other on the encoder's thread, so that the loop has turns between them."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while (chunk := await loop.run_in_executor(self._encoder, next, chunks, None)) is not None:
+            if self._engine.health().running:
+                # A forward needs the interpreter between any two of its kernels: half of the time is the engine's.
+                await asyncio.sleep(min(loop.time() - began, _LONGEST_PAUSE_S))
+            yield chunk
+            began = loop.time()
 
     async def _stream(
         self, call: Call, generation: Generation, route: str, send: SendText, write: WriteChunk | None
@@ -102,7 +130,14 @@ class Answerer:
             while events := await generation.next():
                 for index, event in events:
                     assert not isinstance(event, Failed | Aborted)
-                    text += writer.chunks(index, event)
+                    pieces = writer.chunks(index, event)
+                    if isinstance(event, PromptScored):
+                        async for chunk in self._encoded(in_chunks(itertools.chain([text], pieces))):
+                            generation.refuse_if_gone()
+                            await send(chunk)
+                        text = ""
+                        continue
+                    text += "".join(pieces)
                     if isinstance(event, Finished):
                         ends[index] = event
                 if text and len(ends) < len(call.requests):  # the last goes out with the end of the stream

@@ -74,7 +74,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._events: list[Indexed] = []
-        self._hung_up = False
+        self.hung_up = False
         self._waiter: asyncio.Future[None] | None = None
         self._shortcut: Shortcut = _takes_nothing
 
@@ -92,7 +92,7 @@ class Mailbox:
 
     def hang_up(self) -> None:
         """The client is gone: what has come is still to be had, and then ClientGone."""
-        self._hung_up = True
+        self.hung_up = True
         self._wake()
 
     def _wake(self) -> None:
@@ -101,7 +101,7 @@ class Mailbox:
 
     async def take(self) -> list[Indexed]:
         """All that has come, at least one event. Raises ClientGone."""
-        if not self._events and not self._hung_up:
+        if not self._events and not self.hung_up:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -183,6 +183,11 @@ class Generation:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._mailbox.hang_up()
+
+    def refuse_if_gone(self) -> None:
+        """Raises ClientGone, for an answer that takes long to be sent."""
+        if self._mailbox.hung_up:
+            raise ClientGone
 
     def offer_to(self, shortcut: Shortcut) -> None:
         """From now on events that come while `next` is awaited are offered to it, on the loop's thread; it takes none

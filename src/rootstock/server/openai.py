@@ -11,7 +11,7 @@ from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
 from rootstock.engine.text import TextCodec
-from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound
+from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import (
     Conversation,
@@ -21,7 +21,7 @@ from rootstock.server.chat import (
     with_text_as_text,
 )
 from rootstock.server.defaults import SamplingDefaults
-from rootstock.server.openai_answer import ChatFormat, CompletionFormat, WireFormat
+from rootstock.server.openai_answer import ChatFormat, CompletionFormat, Echo, WireFormat
 from rootstock.server.openai_request import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -36,6 +36,7 @@ from rootstock.server.tokenized import PromptTokenizer
 # Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
 # only those see who ask for it.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
+MAX_LOGPROBS = 16 * 1024**2  # in the answer to one HTTP request
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
@@ -51,6 +52,35 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
+
+    def refuse_too_many_logprobs(self, context_limit: int) -> None:
+        """Bounds the answer: each choice of a prompt has all log-probabilities of its own and of the prompt.
+
+        Raises TooManyLogprobs.
+        """
+        top = self.requests[0].sampling.top_logprobs
+        if top is None:
+            return
+        first_choices = self.requests[:: self.choices_per_prompt]
+        scored = sum(len(one.tokens) for one in first_choices if one.prompt_logprobs is not None)
+        answers = [_most_tokens(one, context_limit) for one in first_choices]
+        count = self.choices_per_prompt * (scored + sum(answers)) * (1 + top)
+        if count > MAX_LOGPROBS:
+            raise TooManyLogprobs(
+                prompts=len(first_choices),
+                choices=self.choices_per_prompt,
+                prompt_tokens=scored,
+                max_tokens=max(answers),
+                top=top,
+                count=count,
+                limit=MAX_LOGPROBS,
+            )
+
+
+def _most_tokens(request: Request, context_limit: int) -> int:
+    """Of an answer."""
+    room = max(0, context_limit - len(request.tokens))
+    return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +137,10 @@ class ServedModel:
         prompts = prompts_of(body.prompt, self.tokenizer)
         id = f"cmpl-{uuid.uuid4().hex}"
         n = body.choices_per_prompt
-        echoed = [prompt for prompt in prompts for _ in range(n)] if body.echo else None
+        echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
         return self._call(
             body,
-            CompletionFormat(self._head(id, "text_completion"), self.codec, echoed),
+            CompletionFormat(self._head(id, "text_completion"), self.codec, echo),
             _requests(
                 id,
                 [prompt.tokens for prompt in prompts],
@@ -193,7 +223,7 @@ def _requests(
             _reseeded(sampling, choice),
             stop,
             salt,
-            prompt_logprobs,
+            prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
             boundaries,
         )
         for prompt, tokens in enumerate(prompts)

@@ -3,19 +3,80 @@
 from __future__ import annotations
 
 import codecs
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, TokenLogprob, Usage
+import numpy as np
+
+from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.text import TextCodec, token_text
+from rootstock.server.json_pieces import Kept, LazyList, items_text, json_pieces
 from rootstock.server.openai_request import Json, Prompt
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
+_ENTRIES_PER_PIECE = 512  # log-probabilities: less than a millisecond of encoding
+
+
+class ChoiceHistory:
+    """All that a whole answer needs of a choice's events: 12 bytes a log-probability, where an event has 100."""
+
+    def __init__(self) -> None:
+        self.prompt_logprobs: Logprobs | None = None
+        self.end: Finished | None = None
+        self._text = io.StringIO()
+        self._tokens = array("i")
+        self._logprobs = array("d")
+        self._top_tokens = array("i")
+        self._top_logprobs = array("d")
+
+    def add(self, event: PromptScored | TokenEvent | Finished) -> None:
+        match event:
+            case PromptScored(logprobs=logprobs):
+                self.prompt_logprobs = logprobs
+            case TokenEvent(text=text, logprob=logprob):
+                self._text.write(text)
+                if logprob is not None:
+                    self._add_logprob(logprob)
+            case Finished(text=text):
+                self._text.write(text)
+                self.end = event
+
+    def _add_logprob(self, logprob: TokenLogprob) -> None:
+        self._tokens.append(logprob.token)
+        self._logprobs.append(logprob.logprob)
+        for token, value in logprob.top:
+            self._top_tokens.append(token)
+            self._top_logprobs.append(value)
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Of the sampled tokens, if they have any."""
+        rows = len(self._tokens)
+        if rows == 0:
+            return None
+        return Logprobs(
+            np.frombuffer(self._tokens, np.int32),
+            np.frombuffer(self._logprobs, np.float64),
+            np.frombuffer(self._top_tokens, np.int32).reshape(rows, -1),
+            np.frombuffer(self._top_logprobs, np.float64).reshape(rows, -1),
+        )
 
 
 class WireFormat(Protocol):
-    """How one HTTP request's events look on the wire. Keeps what its answer needs of earlier events."""
+    """How one HTTP request's events look on the wire. Keeps what its answer needs of earlier events.
+
+    Choices may hold LazyLists: `json_pieces` is their text.
+    """
 
     head: Json  # id, object, created, model
 
@@ -23,15 +84,15 @@ class WireFormat(Protocol):
     def chunk_object(self) -> str: ...
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        """The streamed choices that an event becomes."""
+        """The streamed choices that an event becomes, of other requests of the same prompt as well."""
         ...
 
     def text_choice(self, index: int, text: str) -> Json:
         """What `choices` makes of a token that has text and no log-probability, and is not the first event."""
         ...
 
-    def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
-        """The choice that all events of one request become."""
+    def whole(self, index: int, history: ChoiceHistory) -> Json:
+        """The choice that all events of one request become. Called in the order of the requests."""
         ...
 
 
@@ -63,14 +124,14 @@ class ChatFormat:
     def text_choice(self, index: int, text: str) -> Json:
         return self._choice(index, {"content": text})
 
-    def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
-        end = events[-1]
-        assert isinstance(end, Finished)
-        scored = [event.logprob for event in events if isinstance(event, TokenEvent) and event.logprob]
+    def whole(self, index: int, history: ChoiceHistory) -> Json:
+        end, scored = history.end, history.logprobs
+        assert end is not None
+        content = None if scored is None else LazyList(map(self._content_text, _slices(scored)))
         return {
             "index": index,
-            "message": {"role": "assistant", "content": _text(events), "refusal": None},
-            "logprobs": self._logprobs(scored) if scored else None,
+            "message": {"role": "assistant", "content": history.text, "refusal": None},
+            "logprobs": None if content is None else {"content": content, "refusal": None},
             "finish_reason": end.reason,
             "stop_reason": end.stopped_by,
         }
@@ -80,12 +141,14 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _logprobs(self, scored: Sequence[TokenLogprob]) -> Json:
-        content = [
-            self._scored(one.token, one.logprob)
-            | {"top_logprobs": [self._scored(token, logprob) for token, logprob in one.top]}
-            for one in scored
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": list(map(self._content, scored)), "refusal": None}
+
+    def _content_text(self, scored: Logprobs) -> str:
+        return items_text(list(map(self._content, scored)))
+
+    def _content(self, one: TokenLogprob) -> Json:
+        top = [self._scored(token, logprob) for token, logprob in one.top]
+        return self._scored(one.token, one.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> Json:
         return {
@@ -95,83 +158,170 @@ class ChatFormat:
         }
 
 
-class CompletionFormat:
-    """`echoed`: the prompt of each request, if the answer is to begin with it."""
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompts that an answer begins with, each in all of its choices."""
 
-    def __init__(self, head: Json, codec: TextCodec, echoed: Sequence[Prompt] | None) -> None:
+    prompts: Sequence[Prompt]
+    choices_per_prompt: int
+    scored: bool  # with log-probabilities, which the first choice of each prompt brings
+
+
+class CompletionFormat:
+    def __init__(self, head: Json, codec: TextCodec, echo: Echo | None) -> None:
         self.head = head
         self._codec = codec
-        self._echoed = echoed
-        self._offsets: dict[int, _Offsets] = {}
+        self._echo = echo
         self._started: set[int] = set()
+        self._held: dict[int, list[TokenEvent | Finished]] = {}  # of choices whose prompt is not scored yet
+        self._scored: _ScoredPrompt | None = None  # of the choice that `whole` made last
+        self._offsets: dict[int, _Offsets] = {}  # by choice
+        self._texts: dict[int, str] = {}  # by token
+        self._decoded: dict[int, str] = {}  # texts of prompts that were given as tokens, by prompt
 
     chunk_object = "text_completion"
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        echo = self._echo(index, event)
-        if echo is not None:
-            yield echo
+        echo = self._echo
+        if isinstance(event, PromptScored):
+            assert echo is not None
+            scored = self._scored_prompt(index, echo, event.logprobs)
+            for choice in range(index, index + echo.choices_per_prompt):
+                self._started.add(choice)
+                columns = {name: LazyList(pieces) for name, pieces in scored.columns.items()}
+                yield self._choice(choice, self._prompt_text(choice, echo), columns)
+                self._offsets[choice] = scored.offsets_after()
+                for held in self._held.pop(choice, ()):
+                    yield from self._continued(choice, held)
+        elif echo is None or index in self._started:
+            yield from self._continued(index, event)
+        elif echo.scored:
+            self._held.setdefault(index, []).append(event)
+        else:
+            self._started.add(index)
+            yield self._choice(index, self._prompt_text(index, echo))
+            yield from self._continued(index, event)
+
+    def _continued(self, index: int, event: TokenEvent | Finished) -> Iterator[Json]:
         match event:
             case TokenEvent(text=text, logprob=logprob):
                 if logprob is not None:
-                    yield self._choice(index, text, self._logprobs(index, [logprob]))
+                    yield self._choice(index, text, self._logprobs(index, logprob))
                 elif text:
                     yield self.text_choice(index, text)
             case Finished(reason=reason, text=text, stopped_by=stopped_by):
                 yield self._choice(index, text) | {"finish_reason": reason, "stop_reason": stopped_by}
-            case PromptScored():
-                pass
 
     def text_choice(self, index: int, text: str) -> Json:
         return self._choice(index, text)
 
-    def whole(self, index: int, events: Sequence[PromptScored | TokenEvent | Finished]) -> Json:
-        end = events[-1]
-        assert isinstance(end, Finished)
-        pieces = [choice for event in events for choice in self.choices(index, event)]
-        logprobs: Json | None = None
-        for piece in pieces:
-            if logprobs is None:
-                logprobs = piece["logprobs"]
-            elif piece["logprobs"] is not None:
-                logprobs = {name: logprobs[name] + values for name, values in piece["logprobs"].items()}
-        return self._choice(index, "".join(piece["text"] for piece in pieces), logprobs) | {
+    def whole(self, index: int, history: ChoiceHistory) -> Json:
+        end, echo = history.end, self._echo
+        assert end is not None
+        text = history.text
+        parts: list[Mapping[str, Iterable[str]]] = []
+        offsets: Callable[[], _Offsets] = partial(_Offsets, self._codec)
+        if echo is not None:
+            text = self._prompt_text(index, echo) + text
+            if history.prompt_logprobs is not None:
+                self._scored = self._scored_prompt(index, echo, history.prompt_logprobs)
+            if self._scored is not None:
+                parts.append(self._scored.columns)
+                offsets = self._scored.offsets_after
+        if history.logprobs is not None:
+            parts.append(self._columns(history.logprobs, offsets))
+        logprobs = {name: LazyList(*(part[name] for part in parts)) for name in _COLUMNS} if parts else None
+        return self._choice(index, text, logprobs) | {
             "finish_reason": end.reason,
             "stop_reason": end.stopped_by,
         }
 
-    def _echo(self, index: int, event: PromptScored | TokenEvent | Finished) -> Json | None:
-        """The prompt, once, before everything else."""
-        if self._echoed is None or index in self._started:
-            return None
-        self._started.add(index)
-        prompt = self._echoed[index]
-        text = self._codec.decode(prompt.tokens.tolist()) if prompt.text is None else prompt.text
-        logprobs = None
-        if isinstance(event, PromptScored):
-            first = TokenLogprob(int(prompt.tokens[0]), 0.0)
-            logprobs = self._logprobs(index, [first, *event.logprobs])
-            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None  # nothing comes before it
-        return self._choice(index, text, logprobs)
+    def _prompt_text(self, index: int, echo: Echo) -> str:
+        at = index // echo.choices_per_prompt
+        prompt = echo.prompts[at]
+        if prompt.text is not None:
+            return prompt.text
+        if at not in self._decoded:
+            self._decoded[at] = self._codec.decode(prompt.tokens.tolist())
+        return self._decoded[at]
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: Json | None = None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, index: int, scored: Sequence[TokenLogprob]) -> Json:
+    def _logprobs(self, index: int, one: TokenLogprob) -> Json:
         offsets = self._offsets.setdefault(index, _Offsets(self._codec))
         return {
-            "tokens": [token_text(self._codec, one.token) for one in scored],
-            "token_logprobs": [max(one.logprob, _LEAST_LOGPROB) for one in scored],
-            "top_logprobs": [
-                {
-                    token_text(self._codec, token): max(logprob, _LEAST_LOGPROB)
-                    for token, logprob in (*one.top, (one.token, one.logprob))
-                }
-                for one in scored
-            ],
-            "text_offset": [offsets.next(one.token) for one in scored],
+            "tokens": [self._token_text(one.token)],
+            "token_logprobs": [max(one.logprob, _LEAST_LOGPROB)],
+            "top_logprobs": [self._top(one)],
+            "text_offset": [offsets.next(one.token)],
         }
+
+    def _scored_prompt(self, index: int, echo: Echo, logprobs: Logprobs) -> _ScoredPrompt:
+        prompt = echo.prompts[index // echo.choices_per_prompt]
+        first, offsets = int(prompt.tokens[0]), _Offsets(self._codec)
+        # No token comes before the first one: it has no log-probability.
+        begin = {"tokens": self._token_text(first), "text_offset": offsets.next(first)}
+        columns = {
+            name: Kept(itertools.chain([items_text([begin.get(name)])], pieces))
+            for name, pieces in self._columns(logprobs, lambda: offsets).items()
+        }
+        return _ScoredPrompt(columns, offsets)
+
+    def _columns(self, scored: Logprobs, offsets: Callable[[], _Offsets]) -> dict[str, Iterator[str]]:
+        """Returns the pieces of each column. `offsets` answers where the text stands before these tokens, and is
+        asked when the first of them is due."""
+
+        def pieces(items: Callable[[Logprobs], list[Any]]) -> Iterator[str]:
+            return (items_text(items(part)) for part in _slices(scored))
+
+        def places() -> Iterator[str]:
+            place = offsets().next
+            for part in _slices(scored):
+                yield items_text(list(map(place, part.tokens.tolist())))
+
+        return {
+            "tokens": pieces(lambda part: list(map(self._token_text, part.tokens.tolist()))),
+            "token_logprobs": pieces(lambda part: np.maximum(part.logprobs, _LEAST_LOGPROB).tolist()),
+            "top_logprobs": pieces(lambda part: list(map(self._top, part))),
+            "text_offset": places(),
+        }
+
+    def _top(self, one: TokenLogprob) -> Json:
+        return {
+            self._token_text(token): max(logprob, _LEAST_LOGPROB)
+            for token, logprob in (*one.top, (one.token, one.logprob))
+        }
+
+    def _token_text(self, token: int) -> str:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = token_text(self._codec, token)
+        return text
+
+
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredPrompt:
+    """A prompt's columns as text, encoded once for all of its choices."""
+
+    columns: dict[str, Kept]
+    _offsets: _Offsets  # advanced by the pieces of `text_offset`
+
+    def offsets_after(self) -> _Offsets:
+        """Returns the offsets of a choice that follows the prompt."""
+        for _ in self.columns["text_offset"]:
+            pass
+        return self._offsets.copy()
+
+
+def _slices(scored: Logprobs) -> Iterator[Logprobs]:
+    """Rows with about as many entries as one piece of JSON has."""
+    rows = max(1, _ENTRIES_PER_PIECE // (1 + scored.top_tokens.shape[1]))
+    return (scored[at : at + rows] for at in range(0, len(scored), rows))
 
 
 class _Offsets:
@@ -188,9 +338,11 @@ class _Offsets:
             self._characters += len(self._decoder.decode(self._codec.token_bytes(token)))
         return offset
 
-
-def _text(events: Sequence[PromptScored | TokenEvent | Finished]) -> str:
-    return "".join(event.text for event in events if not isinstance(event, PromptScored))
+    def copy(self) -> _Offsets:
+        other = _Offsets(self._codec)
+        other._characters = self._characters
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
 
 def usage_body(usage: Usage) -> Json:
@@ -218,15 +370,22 @@ class ChunkWriter:
         self._after = '], "usage": null}\n\n' if include_usage else "]}\n\n"
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
-    def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> str:
+    def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
+        """Yields the text of an event's chunks in pieces. All must be taken before the next event's."""
         text = self._text_chunk(index, event)
         if text is not None:
-            return text
-        chunks = "".join(map(self._chunk, self._format.choices(index, event)))
+            yield text
+            return
+        for choice in self._format.choices(index, event):
+            if isinstance(event, PromptScored):
+                yield self._before
+                yield from json_pieces(choice)
+                yield self._after
+            else:
+                yield self._chunk(choice)
         if index not in self._around_text:
             before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(_quoted(_TEXT))
             self._around_text[index] = before, after
-        return chunks
 
     def texts(self, events: Sequence[tuple[int, Event]]) -> str | None:
         """Their chunks, if they are tokens of nothing but text in choices that have begun; otherwise None. Changes
