@@ -30,6 +30,7 @@ from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.openmp import wait_briefly
+from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
 
@@ -390,7 +391,6 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         bytes_per_token,
         dtypes_in_words,
         families_in_words,
-        in_units,
     )
 
     described = made.description
@@ -407,8 +407,6 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
 
 
 def _below_in_words(tier: TierStats | None) -> str:
-    from rootstock.server.described import in_units
-
     if tier is None:
         return ""
     if tier.state == "off":
