@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import sys
+import threading
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Annotated, ClassVar
 
 import typer
@@ -29,14 +32,18 @@ from rootstock.config import (
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 # Their values are the options' defaults.
 _MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
 _TIER = TierConfig()
+
+_CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
 app = typer.Typer(
     name="rootstock",
@@ -54,7 +61,10 @@ app.add_typer(cache_app, name="cache", help="What a disk tier's directory holds,
 def main() -> None:
     wait_briefly()
     try:
-        app()
+        with ctrl_c(UNWINDING):
+            app()
+    except KeyboardInterrupt:  # outside of the command itself, which typer looks after
+        sys.exit(EXIT_INTERRUPTED)
     except StartupError as error:
         print(f"rootstock: {error.message}", file=sys.stderr)
         sys.exit(EXIT_STARTUP_ERROR)
@@ -80,6 +90,7 @@ class SamplingSource(StrEnum):
 
 
 @app.command()
+@ctrl_c(AT_ONCE)
 def serve(
     model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = _SERVER.host,
@@ -268,12 +279,23 @@ def serve(
     gc.freeze()
     with made.engine:
         ready = ready_line(made, url_of(taken), block_size)
-        serve(web, made.engine, taken, on_ready=lambda: print(ready, flush=True))
-        if made.tier is not None and made.tier.state != "off":
-            print("rootstock: writing down what only memory has", file=sys.stderr, flush=True)
+        serve(
+            web,
+            made.engine,
+            taken,
+            on_ready=lambda: print(ready, flush=True),
+            on_stop=lambda: _tell_of_writing(made),
+        )
+
+
+def _tell_of_writing(made: Assembly) -> None:
+    if made.tier is not None and made.tier.state != "off":
+        words = "writing down what only memory has (Ctrl-C again: end at once, without it)"
+        print(f"rootstock: {words}", file=sys.stderr, flush=True)
 
 
 @models_app.command("check")
+@ctrl_c(AT_ONCE)
 def check_model(
     model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
@@ -437,17 +459,29 @@ class LoadProgress:
             self._bar = Progress(*columns, console=self._console, transient=True)
         self._tasks: dict[str, TaskID] = {}
         self._told: set[str] = set()
+        self._handlers: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> LoadProgress:
         if self._bar is not None:
+            if threading.current_thread() is threading.main_thread():
+                # A bar hides the cursor: who ends the process here shows it again.
+                ending = (signal.SIGINT, signal.SIGTERM)
+                self._handlers = {number: signal.signal(number, self._end) for number in ending}
             self._bar.start()
         return self
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        os.write(self._console.file.fileno(), _CLEAR_LINE_SHOW_CURSOR)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def __call__(self, stage: str, done: float) -> None:
         """`done` of `stage`, from 0 to 1."""
