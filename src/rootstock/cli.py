@@ -34,10 +34,13 @@ from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
+from rootstock.runtime.model_files import locate
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
 EXIT_INTERRUPTED = 130
+MAX_TEMPLATE_BYTES = 1 << 20
+NO_CHAT = " · no chat template: only /v1/completions serves, or start it with --chat-template FILE"
 
 # Their values are the options' defaults.
 _MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
@@ -198,8 +201,15 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-batch; above that clients get 429.")
     ] = _ENGINE.max_queue,
+    memory_check: Annotated[
+        bool,
+        typer.Option(
+            "--memory-check/--no-memory-check",
+            help="Refuse a model whose weights and --kv-budget do not fit in the free memory, before it is loaded.",
+        ),
+    ] = _MODEL.memory_check,
     context_limit: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together, below the model's own limit.")
+        int | None, typer.Option(help="Tokens of prompt and answer together, at most the model's own limit.")
     ] = None,
     speculate: Annotated[
         str,
@@ -233,6 +243,7 @@ def serve(
         kv_dtype,
         cuda_graphs=cuda_graphs,
         attention=attention,
+        memory_check=memory_check,
     )
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
@@ -257,20 +268,27 @@ def serve(
     server_config = ServerConfig(host, port, api_key)
     template = None if chat_template is None else _read_template(chat_template)
 
+    from rootstock.server.defaults import SamplingDefaults
     from rootstock.server.run import listen, serve, url_of
 
     taken = listen(host, port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
+        directory = locate(model, with_code=trust_remote_code, progress=progress)
+        defaults = SamplingDefaults()
+        if sampling_defaults is SamplingSource.model:
+            defaults = SamplingDefaults.of_model(model, directory)
         made = build_engine(
-            model_config, cache_config, engine_config, tier_config, chat_template=template, progress=progress
+            model_config,
+            cache_config,
+            engine_config,
+            tier_config,
+            chat_template=template,
+            progress=progress,
+            directory=directory,
         )
 
     from rootstock.server.app import create_app
-    from rootstock.server.defaults import SamplingDefaults
 
-    defaults = SamplingDefaults()
-    if sampling_defaults is SamplingSource.model and made.model_directory is not None:
-        defaults = SamplingDefaults.of_model(made.model_directory)
     web = create_app(
         made.engine, made.codec, made.description, server_config, defaults, block_size=block_size
     )
@@ -311,18 +329,36 @@ def check_model(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
+    memory_check: Annotated[
+        bool,
+        typer.Option(
+            "--memory-check/--no-memory-check",
+            help="Refuse a model whose weights do not fit in the free memory, before it is loaded.",
+        ),
+    ] = _MODEL.memory_check,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
 ) -> None:
     """Load a model, check it against its own forward, and tell how it is served. Exit status 2: it is not."""
     _log_warnings()
-    config = ModelConfig(model, device, dtype, None, trust_remote_code, threads, quantize=quantize)
+    config = ModelConfig(
+        model,
+        device,
+        dtype,
+        None,
+        trust_remote_code,
+        threads,
+        quantize=quantize,
+        memory_check=memory_check,
+    )
     CacheConfig(block_size)  # refuses what is none
 
-    from rootstock.runtime.torch_model import load_model
-    from rootstock.server.described import table_of
-
     with LoadProgress() as progress:
-        description = load_model(config, progress).description
+        directory = locate(model, with_code=trust_remote_code, progress=progress)
+
+        from rootstock.runtime.torch_model import load_model
+        from rootstock.server.described import table_of
+
+        description = load_model(config, progress, directory=directory).description
     for what, told in table_of(description, block_size):
         print(f"{what:<14}  {told}")
 
@@ -425,6 +461,7 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, {described.rung} · "
         f"{costs}, "
         f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_below_in_words(made.tier)}"
+        f"{'' if made.serves_chat else NO_CHAT}"
     )
 
 
@@ -498,9 +535,14 @@ class LoadProgress:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_TEMPLATE_BYTES + 1)
+        text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption("--chat-template", str(path), f"a file that can be read ({error})") from error
+    if len(raw) > MAX_TEMPLATE_BYTES:
+        raise InvalidOption("--chat-template", str(path), f"a file of at most {in_units(MAX_TEMPLATE_BYTES)}")
+    return text
 
 
 def _log_warnings() -> None:

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.pieces import cut_for, cut_whole
-from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
+from rootstock.errors import (
+    ChatTemplateFailed,
+    ChatTemplateInvalid,
+    ChatTemplateMissing,
+    TokenizerUnusable,
+)
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates take them
 Tool = Mapping[str, Any]
@@ -24,6 +31,7 @@ Tool = Mapping[str, Any]
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
 _CONTEXT_TOKENS = 16
 _WINDOW_TOKENS = 64
+_MAX_DETAIL_CHARS = 300  # of others' messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +247,10 @@ class HFTextCodec:
     def load(
         cls, model: str, chat_template: str | None = None, *, trust_remote_code: bool = False
     ) -> HFTextCodec:
-        """From a model's directory or hub name. `chat_template` is used instead of the model's own."""
+        """From a model's directory or hub name. `chat_template` is used instead of the model's own.
+
+        Raises TokenizerUnusable or ChatTemplateInvalid.
+        """
         from transformers import (
             AutoTokenizer,
         )  # takes seconds to import, and the fake runtime needs none of it
@@ -247,9 +258,19 @@ class HFTextCodec:
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a tokenizer's own code raises
-            detail = str(error).strip().splitlines() or [type(error).__name__]
-            raise TokenizerUnusable(model, detail[0]) from error
+            if _has_no_tokenizer_file(model):
+                raise TokenizerUnusable(model, "the directory has no tokenizer file") from error
+            message = " ".join(str(error).split())[:_MAX_DETAIL_CHARS]
+            raise TokenizerUnusable(model, f"{type(error).__name__}: {message}".rstrip(". ")) from error
+        if _is_made_up(tokenizer, model):
+            raise TokenizerUnusable(model, "the directory has no vocabulary")
+        own = tokenizer.chat_template if chat_template is None else chat_template
+        _refuse_broken_template(own, repr(model) if chat_template is None else "--chat-template")
         return cls(tokenizer, chat_template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -327,6 +348,46 @@ class HFTextCodec:
         else:
             piece = self._tokenizer.convert_ids_to_tokens(token) if token < len(self._tokenizer) else None
         return None if piece is None else str(piece)
+
+
+def _has_no_tokenizer_file(model: str) -> bool:
+    """Return whether a directory holds none of the files that tokenizers are read from; False for a hub name."""
+    directory = Path(model)
+    names = ("tokenizer*.json", "*.model*", "*.tiktoken", "tekken.json", "vocab*")
+    found = (path for name in names for path in directory.glob(name) if path.name != "tokenizer_config.json")
+    return directory.is_dir() and next(found, None) is None
+
+
+def _is_made_up(tokenizer: Any, model: str) -> bool:
+    """Return whether transformers has made a tokenizer without a vocabulary, of special tokens only.
+
+    It does so, without a warning, for model types that have a tokenizer class of their own.
+    """
+    directory = Path(model)
+    files = [name for name in getattr(tokenizer, "vocab_files_names", {}).values() if isinstance(name, str)]
+    if directory.is_dir() and any((directory / name).is_file() for name in files):
+        return False
+    ids = tokenizer.encode(string.printable, add_special_tokens=False)
+    return not tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def _refuse_broken_template(template: Any, source: str) -> None:
+    """Compile Jinja as transformers will. Raises ChatTemplateInvalid."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    named = template if isinstance(template, dict) else {} if template is None else {"": template}
+    for text in named.values():
+        if not isinstance(text, str):
+            raise ChatTemplateInvalid(source, f"it is a {type(text).__name__}, not text")
+        try:
+            _compile_jinja_template(text)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            place = "" if line is None else f"line {line}: "
+            raise ChatTemplateInvalid(source, f"{place}{error.message}".rstrip(".")) from error
+        except RecursionError as error:
+            raise ChatTemplateInvalid(source, "it is nested too deeply") from error
 
 
 class ByteTextCodec:
