@@ -168,7 +168,5 @@ class ServerConfig:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        if self.api_key == "":
-            raise InvalidOption("--api-key", self.api_key, "a key, or left out to serve without one")
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")

@@ -99,7 +99,6 @@ def test_the_version_is_shown() -> None:
         (["--threads", "0"], "--threads is 0, but must be from 1"),
         (["--served-model-name", ""], "--served-model-name is '', but must be a name"),
         (["--served-model-name", "a\nb"], "--served-model-name is 'a\\nb', but must be a name"),
-        (["--api-key", ""], "--api-key is '', but must be a key"),
         (
             ["--chat-template", "/dev/zero"],
             "--chat-template is '/dev/zero', but must be a file of at most 1.0 MiB",
