@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import sys
+import threading
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Annotated, ClassVar
 
 import typer
@@ -30,13 +33,21 @@ from rootstock.config import (
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
 from rootstock.errors import InvalidOption, StartupError
+from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
+from rootstock.runtime.model_files import locate
+from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
+EXIT_INTERRUPTED = 130
+MAX_TEMPLATE_BYTES = 1 << 20
+NO_CHAT = " · no chat template: only /v1/completions serves, or start it with --chat-template FILE"
 
 # Their values are the options' defaults.
 _MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
 _TIER = TierConfig()
+
+_CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
 app = typer.Typer(
     name="rootstock",
@@ -54,7 +65,10 @@ app.add_typer(cache_app, name="cache", help="What a disk tier's directory holds,
 def main() -> None:
     wait_briefly()
     try:
-        app()
+        with ctrl_c(UNWINDING):
+            app()
+    except KeyboardInterrupt:  # outside of the command itself, which typer looks after
+        sys.exit(EXIT_INTERRUPTED)
     except StartupError as error:
         print(f"rootstock: {error.message}", file=sys.stderr)
         sys.exit(EXIT_STARTUP_ERROR)
@@ -80,6 +94,7 @@ class SamplingSource(StrEnum):
 
 
 @app.command()
+@ctrl_c(AT_ONCE)
 def serve(
     model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = _SERVER.host,
@@ -206,8 +221,15 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-batch; above that clients get 429.")
     ] = _ENGINE.max_queue,
+    memory_check: Annotated[
+        bool,
+        typer.Option(
+            "--memory-check/--no-memory-check",
+            help="Refuse a model whose weights and --kv-budget do not fit in the free memory, before it is loaded.",
+        ),
+    ] = _MODEL.memory_check,
     context_limit: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together, below the model's own limit.")
+        int | None, typer.Option(help="Tokens of prompt and answer together, at most the model's own limit.")
     ] = None,
     speculate: Annotated[
         str,
@@ -248,6 +270,7 @@ def serve(
         kv_dtype,
         cuda_graphs=cuda_graphs,
         attention=attention,
+        memory_check=memory_check,
     )
     cache_config = CacheConfig(
         block_size, None if kv_budget == "auto" else parse_bytes(kv_budget), enabled=cache
@@ -281,20 +304,27 @@ def serve(
     )
     template = None if chat_template is None else _read_template(chat_template)
 
+    from rootstock.server.defaults import SamplingDefaults
     from rootstock.server.run import listen, serve, url_of
 
     taken = listen(host, port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
+        directory = locate(model, with_code=trust_remote_code, progress=progress)
+        defaults = SamplingDefaults()
+        if sampling_defaults is SamplingSource.model:
+            defaults = SamplingDefaults.of_model(model, directory)
         made = build_engine(
-            model_config, cache_config, engine_config, tier_config, chat_template=template, progress=progress
+            model_config,
+            cache_config,
+            engine_config,
+            tier_config,
+            chat_template=template,
+            progress=progress,
+            directory=directory,
         )
 
     from rootstock.server.app import create_app
-    from rootstock.server.defaults import SamplingDefaults
 
-    defaults = SamplingDefaults()
-    if sampling_defaults is SamplingSource.model and made.model_directory is not None:
-        defaults = SamplingDefaults.of_model(made.model_directory)
     web = create_app(
         made.engine, made.codec, made.description, server_config, defaults, block_size=block_size
     )
@@ -303,12 +333,24 @@ def serve(
     gc.freeze()
     with made.engine:
         ready = ready_line(made, url_of(taken), block_size)
-        serve(web, made.engine, taken, lambda: print(ready, flush=True), server_config.max_connections)
-        if made.tier is not None and made.tier.state != "off":
-            print("rootstock: writing down what only memory has", file=sys.stderr, flush=True)
+        serve(
+            web,
+            made.engine,
+            taken,
+            on_ready=lambda: print(ready, flush=True),
+            on_stop=lambda: _tell_of_writing(made),
+            max_connections=server_config.max_connections,
+        )
+
+
+def _tell_of_writing(made: Assembly) -> None:
+    if made.tier is not None and made.tier.state != "off":
+        words = "writing down what only memory has (Ctrl-C again: end at once, without it)"
+        print(f"rootstock: {words}", file=sys.stderr, flush=True)
 
 
 @models_app.command("check")
+@ctrl_c(AT_ONCE)
 def check_model(
     model: Annotated[str, typer.Argument(help="A directory with config.json, or a hub name.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
@@ -324,18 +366,36 @@ def check_model(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
+    memory_check: Annotated[
+        bool,
+        typer.Option(
+            "--memory-check/--no-memory-check",
+            help="Refuse a model whose weights do not fit in the free memory, before it is loaded.",
+        ),
+    ] = _MODEL.memory_check,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = _CACHE.block_size,
 ) -> None:
     """Load a model, check it against its own forward, and tell how it is served. Exit status 2: it is not."""
     _log_warnings()
-    config = ModelConfig(model, device, dtype, None, trust_remote_code, threads, quantize=quantize)
+    config = ModelConfig(
+        model,
+        device,
+        dtype,
+        None,
+        trust_remote_code,
+        threads,
+        quantize=quantize,
+        memory_check=memory_check,
+    )
     CacheConfig(block_size)  # refuses what is none
 
-    from rootstock.runtime.torch_model import load_model
-    from rootstock.server.described import table_of
-
     with LoadProgress() as progress:
-        description = load_model(config, progress).description
+        directory = locate(model, with_code=trust_remote_code, progress=progress)
+
+        from rootstock.runtime.torch_model import load_model
+        from rootstock.server.described import table_of
+
+        description = load_model(config, progress, directory=directory).description
     for what, told in table_of(description, block_size):
         print(f"{what:<14}  {told}")
 
@@ -426,7 +486,6 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         bytes_per_token,
         dtypes_in_words,
         families_in_words,
-        in_units,
     )
 
     described = made.description
@@ -439,12 +498,11 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, {described.rung} · "
         f"{costs}, "
         f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_below_in_words(made.tier)}"
+        f"{'' if made.serves_chat else NO_CHAT}"
     )
 
 
 def _below_in_words(tier: TierStats | None) -> str:
-    from rootstock.server.described import in_units
-
     if tier is None:
         return ""
     if tier.state == "off":
@@ -475,17 +533,29 @@ class LoadProgress:
             self._bar = Progress(*columns, console=self._console, transient=True)
         self._tasks: dict[str, TaskID] = {}
         self._told: set[str] = set()
+        self._handlers: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> LoadProgress:
         if self._bar is not None:
+            if threading.current_thread() is threading.main_thread():
+                # A bar hides the cursor: who ends the process here shows it again.
+                ending = (signal.SIGINT, signal.SIGTERM)
+                self._handlers = {number: signal.signal(number, self._end) for number in ending}
             self._bar.start()
         return self
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        os.write(self._console.file.fileno(), _CLEAR_LINE_SHOW_CURSOR)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def __call__(self, stage: str, done: float) -> None:
         """`done` of `stage`, from 0 to 1."""
@@ -502,9 +572,14 @@ class LoadProgress:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_TEMPLATE_BYTES + 1)
+        text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption("--chat-template", str(path), f"a file that can be read ({error})") from error
+    if len(raw) > MAX_TEMPLATE_BYTES:
+        raise InvalidOption("--chat-template", str(path), f"a file of at most {in_units(MAX_TEMPLATE_BYTES)}")
+    return text
 
 
 def _log_warnings() -> None:

@@ -32,7 +32,6 @@ from rootstock.cache.plan import Tokens
 from rootstock.config import parse_bytes
 from rootstock.engine.text import HFTextCodec, TextCodec
 from rootstock.errors import InvalidOption, StartupError
-from rootstock.server.described import in_units
 from rootstock.tiers.archive import Unreadable, read_places
 from rootstock.tiers.base import AlreadyStored, Entry, NotStored, Off, Stored
 from rootstock.tiers.disk import SEGMENT_BYTES, DiskTier, Progress
@@ -48,6 +47,7 @@ from rootstock.tiers.prefixes import (
 )
 from rootstock.tiers.reports import Failure, NotExported
 from rootstock.tiers.room import Budget, Usage, measure
+from rootstock.units import in_units
 
 EXIT_DAMAGED = 1
 

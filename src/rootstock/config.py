@@ -20,12 +20,14 @@ ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
 COMPRESSIONS = ("none", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
+MAX_THREADS = 4096
+MAX_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse_bytes(text: str, option: str = "--kv-budget") -> int:
     """Bytes of "4GiB", "512M" or "1500000"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper() if found else "?"
     if found is None or unit not in _UNITS:
         raise InvalidOption(option, text, "a size such as 4GiB, 512MiB or 1500000")
@@ -34,7 +36,7 @@ def parse_bytes(text: str, option: str = "--kv-budget") -> int:
 
 def parse_seconds(text: str, option: str) -> float:
     """Seconds of "100ms", "0.1s" or "2s"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(ms|s)\s*", text)
     if found is None:
         raise InvalidOption(option, text, "a time with its unit, such as 100ms or 0.1s")
     return float(found[1]) * (0.001 if found[2] == "ms" else 1.0)
@@ -147,6 +149,7 @@ class ModelConfig:
     kv_dtype: str = "auto"  # of K and V in the pools; auto: as the model computes them
     cuda_graphs: bool = False  # for decodes; off until they have run on a device
     attention: str = "auto"  # of decodes on a CPU; auto: compiled by Numba where that can be imported
+    memory_check: bool = True  # refuse a model whose weights and KV cache do not fit in the free memory
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -161,6 +164,15 @@ class ModelConfig:
             raise InvalidOption("--quantize", self.quantize, " | ".join(QUANTIZATIONS))
         if self.attention not in ATTENTIONS:
             raise InvalidOption("--attention", self.attention, " | ".join(ATTENTIONS))
+        if self.threads is not None and not (1 <= self.threads <= MAX_THREADS):
+            raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
+        name = self.served_name
+        if name is not None and not (
+            1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name.strip()
+        ):
+            raise InvalidOption(
+                "--served-model-name", name, f"a name of 1 to {MAX_NAME_CHARS} printable characters"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,11 @@
         ├── BudgetTooSmall
         └── ModelError
             ├── ModelPathNotFound
+            ├── ModelFileInvalid             config.json and the like: the file, what is wrong, and where
+            ├── ModelTooLarge                for the memory that is free, with the figures
             ├── ModelWeightsMissing
             ├── TokenizerUnusable
+            ├── ChatTemplateInvalid          its syntax, with the line
             ├── ModelUnsupported             an architecture or layer kind that we refuse, and why
             └── SelfCheckFailed              our attention and the model's own disagree, with the figures
 
@@ -54,6 +57,8 @@ from __future__ import annotations
 
 import reprlib
 from typing import ClassVar
+
+from rootstock.units import in_units
 
 _SHORT = reprlib.Repr()  # a wrong value may be a megabyte of it
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -453,10 +458,13 @@ class BudgetTooSmall(StartupError):
     code = "budget_too_small"
 
     def __init__(self, budget_bytes: int, needed_bytes: int, block_bytes: int, state_bytes: int = 0) -> None:
-        and_state = f" and a recurrent state {state_bytes:,}" if state_bytes else ""
+        and_state = f" and a recurrent state {in_units(state_bytes)}" if state_bytes else ""
+        needed = in_units(needed_bytes)
+        if needed == in_units(budget_bytes):  # the difference is lost in rounding
+            needed += f" ({needed_bytes - budget_bytes:,} bytes more)"
         super().__init__(
-            f"--kv-budget is {budget_bytes:,} bytes, but {needed_bytes:,} are needed at least: one block takes "
-            f"{block_bytes:,} bytes{and_state}. Raise --kv-budget or lower --block-size."
+            f"--kv-budget is {in_units(budget_bytes)}, but at least {needed} are needed: one block takes "
+            f"{in_units(block_bytes)}{and_state}. Raise --kv-budget or lower --block-size."
         )
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
@@ -478,6 +486,32 @@ class ModelPathNotFound(ModelError):
         self.model = model
 
 
+class ModelFileInvalid(ModelError):
+    code = "model_file_invalid"
+
+    def __init__(
+        self, model: str, file: str, detail: str, remedy: str = "Correct it, or fetch it again"
+    ) -> None:
+        super().__init__(f"The {file} of the model at {model!r} cannot be used: {detail}. {remedy}.")
+        self.model = model
+        self.file = file
+
+
+class ModelTooLarge(ModelError):
+    code = "model_too_large"
+
+    def __init__(self, model: str, weights_bytes: int, dtype: str, free_bytes: int, memory: str) -> None:
+        super().__init__(
+            f"The weights of {model!r} need at least {in_units(weights_bytes)} in {dtype}, but "
+            f"{in_units(free_bytes)} of the {memory} is free. Free memory, or serve with a smaller --dtype, or "
+            "--quantize int8 or int4. "
+            "--no-memory-check loads them all the same."
+        )
+        self.model = model
+        self.weights_bytes = weights_bytes
+        self.free_bytes = free_bytes
+
+
 class ModelWeightsMissing(ModelError):
     code = "model_weights_missing"
 
@@ -495,6 +529,16 @@ class TokenizerUnusable(ModelError):
             "tokenizer_config.json beside config.json."
         )
         self.model = model
+
+
+class ChatTemplateInvalid(ModelError):
+    code = "chat_template_invalid"
+
+    def __init__(self, source: str, detail: str) -> None:
+        super().__init__(
+            f"The chat template of {source} cannot be used: {detail}. Correct it, or give another with "
+            "--chat-template FILE."
+        )
 
 
 class ModelUnsupported(ModelError):

@@ -88,7 +88,7 @@ def test_the_budget_is_real_bytes_and_too_small_a_one_is_refused_with_the_number
     cache = KVCache(families, budget_bytes=10 * 32 * 4096 + 5, block_size=32)
     assert cache.pool.total_blocks == 10
     assert cache.pool.total_blocks * cache.block_bytes <= 10 * 32 * 4096 + 5
-    with pytest.raises(BudgetTooSmall, match="131,072") as refused:
+    with pytest.raises(BudgetTooSmall, match=r"one block takes 128\.0 KiB") as refused:
         KVCache(families, budget_bytes=200_000, block_size=32)
     assert refused.value.budget_bytes == 200_000
     assert refused.value.needed_bytes == 2 * 32 * 4096

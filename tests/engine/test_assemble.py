@@ -45,7 +45,7 @@ def test_an_assembled_engine_answers_and_reuses_prefixes_only_if_it_may(enabled:
         CacheConfig(block_size=10, budget_bytes=budget, enabled=enabled),
     )
     assert (made.pool_tokens, made.pool_bytes) == (1000, budget)
-    assert made.model_directory is None
+    assert made.serves_chat
     with made.engine as engine:
         for turn in range(2):
             prompt = np.frombuffer(b"the same prompt", np.uint8).astype(np.int32)

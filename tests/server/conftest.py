@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +27,14 @@ from rootstock.server.run import running
 
 Json = dict[str, Any]
 GREEDY: Json = {"temperature": 0}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model that can be served; tests that change it make a copy."""
+    from server.checkpoints import save_checkpoint  # imports torch, which most tests here do not need
+
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def user(text: str) -> list[Json]:

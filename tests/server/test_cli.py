@@ -18,17 +18,19 @@ import httpx
 import pytest
 
 from rootstock import __version__
+from rootstock.errors import ModelFileInvalid
 
 # `rootstock serve` with the oracle in the place of a model that is loaded; everything else is the real thing.
 ORACLE = """
 import sys, time
+from pathlib import Path
 import rootstock.cli as cli
 from rootstock.config import CacheConfig
 from rootstock.engine.assemble import assemble
 from rootstock.engine.text import ByteTextCodec
 from rootstock.runtime.fake import FakeRuntime
 
-def build_engine(model, cache, engine, tier, *, chat_template, progress):
+def build_engine(model, cache, engine, tier, *, chat_template, progress, directory):
     progress("load", 0.0)
     progress("load", 1.0)
     runtime = FakeRuntime(
@@ -37,6 +39,7 @@ def build_engine(model, cache, engine, tier, *, chat_template, progress):
     return assemble(runtime, ByteTextCodec(), cache, engine, tier)
 
 cli.build_engine = build_engine
+cli.locate = lambda model, **_: Path('no directory')
 cli.main()
 """
 
@@ -91,6 +94,15 @@ def test_the_version_is_shown() -> None:
         (["--block-size", "0"], "--block-size is 0"),
         (["--device", "tpu"], "--device is 'tpu', but must be auto | cpu | cuda | mps"),
         (["--dtype", "int3"], "--dtype is 'int3'"),
+        (["--kv-budget", "9" * 400], "but must be a size such as 4GiB"),
+        (["--itl-target", "9" * 400 + "s"], "but must be a time with its unit"),
+        (["--threads", "0"], "--threads is 0, but must be from 1"),
+        (["--served-model-name", ""], "--served-model-name is '', but must be a name"),
+        (["--served-model-name", "a\nb"], "--served-model-name is 'a\\nb', but must be a name"),
+        (
+            ["--chat-template", "/dev/zero"],
+            "--chat-template is '/dev/zero', but must be a file of at most 1.0 MiB",
+        ),
         (["--max-batch", "0"], "--max-batch is 0, but must be at least 1"),
         (["--port", "70000"], "--port is 70000"),
         (["--disk-budget", "much"], "--disk-budget is 'much', but must be a size"),
@@ -210,9 +222,33 @@ def test_the_api_key_may_come_from_the_environment(processes: list[Process]) -> 
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:
     from rootstock.server.defaults import SamplingDefaults
 
-    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults()
-    config = {"temperature": 0.6, "top_k": 20, "eos_token_id": 1, "min_p": None}
+    assert SamplingDefaults.of_model("m", tmp_path) == SamplingDefaults()
+    config = {"temperature": 0.6, "top_k": 20.0, "eos_token_id": 1, "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
-    (tmp_path / "generation_config.json").write_text("{")
-    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults()
+    assert SamplingDefaults.of_model("m", tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON at line 1, column 2"),
+        ("[]", "holds a list"),
+        ('{"temperature": "hot"}', "temperature is 'hot', but must be a number, 0 or more"),
+        ('{"temperature": NaN}', "temperature is 'nan'"),
+        ('{"top_p": 7}', "top_p is '7', but must be a number from 0 to 1"),
+        ('{"top_k": 1.5}', "top_k is '1.5', but must be an integer"),
+        ('{"top_k": -5}', "top_k is '-5'"),
+        ('{"min_p": true}', "min_p is 'True'"),
+        ('{"repetition_penalty": 0}', "repetition_penalty is '0', but must be a number above 0"),
+        (f'{{"top_k": 1{"0" * 400}}}', "top_k is '1000"),
+    ],
+)
+def test_sampling_defaults_that_no_request_could_ask_for_stop_the_start(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    from rootstock.server.defaults import SamplingDefaults
+
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelFileInvalid) as refused:
+        SamplingDefaults.of_model("m", tmp_path)
+    assert said in refused.value.message

@@ -21,10 +21,10 @@ from rootstock.server.described import (
     bytes_per_checkpoint,
     bytes_per_token,
     families_in_words,
-    in_units,
     numbers_of,
     table_of,
 )
+from rootstock.units import in_units
 
 FULL = FullAttention(layers=1, bytes_per_token=100)
 WINDOW = SlidingWindow(layers=3, bytes_per_token=10, window=9)

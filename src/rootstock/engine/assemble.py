@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,8 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.text import HFTextCodec, TextCodec
 from rootstock.engine.tiering import TierStats
 from rootstock.runtime.base import ModelDescription, Runtime
+from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.runtime.model_files import check_configs, locate, weight_files
 
 # Of what is free once the model is loaded. A CPU's memory is everybody's: half is left to activations, other
 # programs and the file cache. A GPU's is ours, but for activations and fragmentation.
@@ -36,7 +36,7 @@ class Assembly:
     description: ModelDescription
     pool_tokens: int
     pool_bytes: int
-    model_directory: Path | None = None  # where its files are, if it has any
+    serves_chat: bool = True  # False: without a chat template only /v1/completions has prompts
     tier: TierStats | None = None  # what lay below memory at the start; None: nothing is asked for
 
 
@@ -81,22 +81,34 @@ def build_engine(
     *,
     chat_template: str | None = None,
     progress: Callable[[str, float], None] | None = None,
+    directory: Path | None = None,
 ) -> Assembly:
     """Loads a model and assembles an engine around it. Raises StartupError.
 
     `chat_template` is used instead of the model's own. `progress` is called with a stage and how much of it is
-    done, from 0 to 1. Takes seconds to minutes; torch is imported here.
+    done, from 0 to 1. `directory` is what `locate` has found, if it was called already. Takes seconds to minutes;
+    torch is imported here.
     """
+    report = progress or (lambda stage, done: None)
+    directory = directory or locate(model.model, with_code=model.trust_remote_code, progress=report)
+    # Broken files are told before torch is imported, and a missing tokenizer before minutes of weights.
+    check_configs(model.model, directory)
+    weight_files(model.model, directory)
+
     from rootstock.kernels.torch_threads import end_team
-    from rootstock.runtime.torch_files import locate
+    from rootstock.runtime.torch_files import read_config
+    from rootstock.runtime.torch_fit import Demands
     from rootstock.runtime.torch_model import load_model
 
-    report = progress or (lambda stage, done: None)
-    directory = locate(model.model, with_code=model.trust_remote_code, progress=report)
-    # First what loads fast: a missing tokenizer is told before minutes of weights.
+    read_config(model.model, directory, trust_remote_code=model.trust_remote_code)
     codec = HFTextCodec.load(str(directory), chat_template, trust_remote_code=model.trust_remote_code)
-    runtime = load_model(model, report)
-    made = replace(assemble(runtime, codec, cache, engine, tier), model_directory=directory)
+    demands = Demands(
+        pool_bytes=0 if cache is None else cache.budget_bytes or 0,
+        host_bytes=0 if tier is None else tier.host_budget_bytes,
+        context_limit=None if engine is None else engine.context_limit,
+    )
+    runtime = load_model(model, report, demands, directory=directory)
+    made = replace(assemble(runtime, codec, cache, engine, tier), serves_chat=codec.has_chat_template)
     end_team()  # from here on the engine's thread computes, and this one does not
     return made
 
@@ -132,28 +144,3 @@ def divided_rows(families: Sequence[Family], budget_bytes: int, block_size: int)
         max(2, int(budget_bytes * weight / sum(weights)) // row_bytes(family, block_size))
         for family, weight in zip(families, weights, strict=True)
     ]
-
-
-def free_host_bytes() -> int:
-    """What programs can still have of the main memory: the system's limit or the container's."""
-    limits = [_system_free_bytes()]
-    for folder, limit, used, unused_file in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # not in a container, or "max"
-            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            used_bytes = int(Path(folder, used).read_text()) - int(stat[unused_file])
-            limits.append(int(Path(folder, limit).read_text()) - used_bytes)
-    return max(0, min(limits))
-
-
-def _system_free_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # Without /proc nobody tells what is free: macOS and the BSDs know how much there is.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -14,6 +14,7 @@ from rootstock.config import TierConfig
 from rootstock.engine.tiering import Events, Space, Tiering
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import Runtime
+from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.tiers.absent import AbsentTier
 from rootstock.tiers.base import Off, Tier
 from rootstock.tiers.chain import TierChain
@@ -32,12 +33,7 @@ LINGER_S = 0.05  # later than it could be, a store is durable: one sync then ser
 def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
     """For the cache; None if there is nothing below. Raises InvalidOption for what this device or model can't do."""
     described = runtime.description
-    if tier.host_budget_bytes and described.device == "cpu":
-        raise InvalidOption(
-            "--host-budget",
-            tier.host_budget_bytes,
-            "left out on a CPU, whose cache is in RAM: see --kv-budget",
-        )
+    refuse_host_tier(tier.host_budget_bytes, described.device)
     if tier.disk_dir is None and not tier.host_budget_bytes:
         return None
     lossy = ""

@@ -10,9 +10,11 @@ import inspect
 import json
 import logging
 import re
+import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +23,13 @@ from rootstock.cache.plan import Tokens
 from rootstock.engine.chat_template import TemplateNames, names_in
 from rootstock.engine.pieces import cut_for, cut_whole
 from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
-from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, SpecialTokenInText, TokenizerUnusable
+from rootstock.errors import (
+    ChatTemplateFailed,
+    ChatTemplateInvalid,
+    ChatTemplateMissing,
+    SpecialTokenInText,
+    TokenizerUnusable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +39,7 @@ Tool = Mapping[str, Any]
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
 _CONTEXT_TOKENS = 16
 _WINDOW_TOKENS = 64
+_MAX_DETAIL_CHARS = 300  # of others' messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +305,10 @@ class HFTextCodec:
     def load(
         cls, model: str, chat_template: str | None = None, *, trust_remote_code: bool = False
     ) -> HFTextCodec:
-        """From a model's directory or hub name. `chat_template` is used instead of the model's own."""
+        """From a model's directory or hub name. `chat_template` is used instead of the model's own.
+
+        Raises TokenizerUnusable or ChatTemplateInvalid.
+        """
         from transformers import (
             AutoTokenizer,
         )  # takes seconds to import, and the fake runtime needs none of it
@@ -304,9 +316,19 @@ class HFTextCodec:
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a tokenizer's own code raises
-            detail = str(error).strip().splitlines() or [type(error).__name__]
-            raise TokenizerUnusable(model, detail[0]) from error
+            if _has_no_tokenizer_file(model):
+                raise TokenizerUnusable(model, "the directory has no tokenizer file") from error
+            message = " ".join(str(error).split())[:_MAX_DETAIL_CHARS]
+            raise TokenizerUnusable(model, f"{type(error).__name__}: {message}".rstrip(". ")) from error
+        if _is_made_up(tokenizer, model):
+            raise TokenizerUnusable(model, "the directory has no vocabulary")
+        own = tokenizer.chat_template if chat_template is None else chat_template
+        _refuse_broken_template(own, repr(model) if chat_template is None else "--chat-template")
         return cls(tokenizer, chat_template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -442,6 +464,46 @@ def _normalizes(fast: Any, added: Iterable[Any], names: Collection[str]) -> bool
     if fast is None or fast.normalizer is None:
         return False
     return any(token.content in names and token.normalized for token in added)
+
+
+def _has_no_tokenizer_file(model: str) -> bool:
+    """Return whether a directory holds none of the files that tokenizers are read from; False for a hub name."""
+    directory = Path(model)
+    names = ("tokenizer*.json", "*.model*", "*.tiktoken", "tekken.json", "vocab*")
+    found = (path for name in names for path in directory.glob(name) if path.name != "tokenizer_config.json")
+    return directory.is_dir() and next(found, None) is None
+
+
+def _is_made_up(tokenizer: Any, model: str) -> bool:
+    """Return whether transformers has made a tokenizer without a vocabulary, of special tokens only.
+
+    It does so, without a warning, for model types that have a tokenizer class of their own.
+    """
+    directory = Path(model)
+    files = [name for name in getattr(tokenizer, "vocab_files_names", {}).values() if isinstance(name, str)]
+    if directory.is_dir() and any((directory / name).is_file() for name in files):
+        return False
+    ids = tokenizer.encode(string.printable, add_special_tokens=False)
+    return not tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def _refuse_broken_template(template: Any, source: str) -> None:
+    """Compile Jinja as transformers will. Raises ChatTemplateInvalid."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    named = template if isinstance(template, dict) else {} if template is None else {"": template}
+    for text in named.values():
+        if not isinstance(text, str):
+            raise ChatTemplateInvalid(source, f"it is a {type(text).__name__}, not text")
+        try:
+            _compile_jinja_template(text)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            place = "" if line is None else f"line {line}: "
+            raise ChatTemplateInvalid(source, f"{place}{error.message}".rstrip(".")) from error
+        except RecursionError as error:
+            raise ChatTemplateInvalid(source, "it is nested too deeply") from error
 
 
 class ByteTextCodec:

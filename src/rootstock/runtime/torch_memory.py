@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rootstock.cache.plan import BlockIds, HostBytes
 from rootstock.errors import InvalidOption
+from rootstock.units import in_units
 
 OutOfMemory = (MemoryError, torch.OutOfMemoryError)
 
@@ -36,7 +37,8 @@ class LazyRows:
                 self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError, OSError, OverflowError, ValueError) as error:
             # RuntimeError is how torch runs out of memory.
-            raise InvalidOption("--kv-budget", wanted, f"what {device} has free") from error
+            remedy = f"what {device} has free: a pool of {in_units(wanted)} cannot be had"
+            raise InvalidOption("--kv-budget", "too large", remedy) from error
         self.row_bytes = wanted // shape[0] if shape[0] else 0
         # NumPy slices ten times faster than torch, and knows no bfloat16: bytes serve all.
         self._bytes: HostBytes | None = self._raw(self.tensor).numpy() if device.type == "cpu" else None

@@ -18,20 +18,15 @@ from torch import nn
 from rootstock.cache.families import token_families
 from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
 from rootstock.config import ModelConfig
-from rootstock.errors import InvalidOption, ModelUnsupported
+from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch_paged import Tuning
 from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
+from rootstock.runtime.host_memory import refuse_host_tier
+from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
 from rootstock.runtime.torch_check import own_attention, rounding, trial_logits
 from rootstock.runtime.torch_config import context_limit, refuse_unknown_kinds, text_config
-from rootstock.runtime.torch_files import (
-    Progress,
-    empty_model,
-    fingerprint,
-    locate,
-    read_config,
-    read_weights,
-    weight_files,
-)
+from rootstock.runtime.torch_files import empty_model, fingerprint, read_config, read_weights
+from rootstock.runtime.torch_fit import Demands, refuse_longer_context, refuse_too_large, weight_bytes
 from rootstock.runtime.torch_graphs import DecodeGraphs, record_decodes
 from rootstock.runtime.torch_hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch_kernels import compile_for, compiled_for
@@ -51,11 +46,18 @@ _ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRuntime:
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    demands: Demands | None = None,
+    *,
+    directory: Path | None = None,
+) -> TorchRuntime:
     """A model from a directory or the Hub, ready for `allocate`: probed, and checked against itself.
 
-    Raises InvalidOption, ModelPathNotFound, ModelWeightsMissing, ModelUnsupported or SelfCheckFailed.
+    `directory` is what `locate` has found, if it was called already. Raises InvalidOption or ModelError.
     """
+    demands = demands or Demands()
     report = progress or (lambda stage, done: None)
     name, trusted = config.model, config.trust_remote_code
     if config.threads is not None:
@@ -68,11 +70,18 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
     if config.kv_dtype == "int8" and device.type != "cpu":
         remedy = f"auto on {device.type}: K and V are rounded on CPUs only (--device cpu)"
         raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
-    directory = locate(name, with_code=trusted, progress=report)
+    refuse_host_tier(demands.host_bytes, device.type)
+    directory = directory or locate(name, with_code=trusted, progress=report)
+    files = weight_files(name, directory)
     declared = read_config(name, directory, trust_remote_code=trusted)
     try:
-        refuse_unknown_kinds(empty_model(name, declared, trust_remote_code=trusted))
-        files = weight_files(name, directory)
+        empty = empty_model(name, declared, trust_remote_code=trusted)
+        refuse_unknown_kinds(empty)
+        refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
+        if config.memory_check:
+            needed = weight_bytes(stored_tensors(name, files), empty, dtype, config.quantize)
+            refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
+        del empty
         report("load", 0.0)
         model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
         weights = fingerprint(directory, files, type(model).__name__, report)
@@ -82,6 +91,8 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> TorchRu
             found = survey(model, device)
     except LayerUnsupported as refusal:
         raise ModelUnsupported(name, str(refusal)) from refusal
+    except OSError as error:
+        raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
     limit, regime = context_limit(text_config(model))
     compiled = compiled_for(device, config.attention)
     if compiled == "numba":

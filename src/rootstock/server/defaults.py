@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+from rootstock.errors import ModelFileInvalid
+from rootstock.runtime.model_files import GENERATION_CONFIG, read_json
+
+Rule = tuple[Callable[[float], bool], str]
+
+_LARGEST = 1e9  # no parameter is meant to be; integers beyond floats, infinity and NaN are above, too
+
+# The same as for the fields of a request.
+_RULES: dict[str, Rule] = {
+    "temperature": (lambda value: value >= 0, "a number, 0 or more"),
+    "top_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "top_k": (lambda value: value >= -1 and value == int(value), "an integer, -1 or more"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: value > 0, "a number above 0"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +34,20 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of_model(cls, directory: Path) -> SamplingDefaults:
-        path = directory / "generation_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+    def of_model(cls, model: str, directory: Path) -> SamplingDefaults:
+        """Read generation_config.json, if there is one. Raises ModelFileInvalid."""
+        if not (directory / GENERATION_CONFIG).exists():
             return cls()
-        except (OSError, ValueError) as error:
-            log.warning("%s cannot be read, its sampling defaults are not used: %s", path, error)
-            return cls()
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in config.items() if name in known and value is not None})
+        config = read_json(model, directory, GENERATION_CONFIG)
+        given = {name: config[name] for name in _RULES if config.get(name) is not None}
+        for name, value in given.items():
+            holds, allowed = _RULES[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not abs(value) <= _LARGEST or not holds(value):
+                raise ModelFileInvalid(
+                    model,
+                    GENERATION_CONFIG,
+                    f"{name} is {str(value)[:80]!r}, but must be {allowed}",
+                    "Correct it, or serve with --sampling-defaults openai",
+                )
+        return cls(**{name: int(value) if name == "top_k" else value for name, value in given.items()})

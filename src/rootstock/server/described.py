@@ -7,6 +7,7 @@ from typing import Any
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState
 from rootstock.runtime.base import ModelDescription
+from rootstock.units import in_units
 
 
 def bytes_per_token(families: Sequence[Family]) -> int:
@@ -104,12 +105,3 @@ def _checkpoint_in_words(families: Sequence[Family], block_size: int) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def in_units(size_bytes: int) -> str:
-    size, unit = float(size_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"

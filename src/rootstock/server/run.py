@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
+from uvicorn.server import HANDLED_SIGNALS
 
 from rootstock.engine.engine import Engine
 from rootstock.errors import AddressUnavailable
@@ -50,13 +53,18 @@ def serve(
     engine: Engine,
     taken: socket.socket,
     on_ready: Callable[[], None],
+    on_stop: Callable[[], None] = lambda: None,
     max_connections: int = HttpLimits().connections,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event."""
+    """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event.
+
+    `on_stop` is called before that. Called on the main thread it leaves both signals ignored: the process is to end.
+    A second SIGINT ends it at once.
+    """
     host, port = taken.getsockname()[:2]
     limits = HttpLimits(connections=_allow_files(max_connections))
     try:
-        _Server(app, engine, on_ready, limits).run([taken])
+        _Server(app, engine, on_ready, limits, on_stop).run([taken])
     except OSError as error:  # somebody else listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
@@ -113,7 +121,12 @@ def _allow_files(connections: int) -> int:
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, app: FastAPI, engine: Engine, on_ready: Callable[[], None], limits: HttpLimits
+        self,
+        app: FastAPI,
+        engine: Engine,
+        on_ready: Callable[[], None],
+        limits: HttpLimits,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -132,19 +145,35 @@ class _Server(uvicorn.Server):
         )
         self._engine = engine
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
         await run_in_threadpool(self._engine.stop)
         await super().shutdown(sockets)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:  # what is still being written may take long
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Without uvicorn's habit of raising the signal again at the end: a server that was asked to stop, and
-        did, exits with 0."""
-        with super().capture_signals():
+        """Handle signals until the end of the process: a server that was asked to stop, and did, exits with 0.
+
+        uvicorn would raise the signal again, and a further one would end the process with another status.
+        """
+        if threading.current_thread() is not threading.main_thread():
             yield
-            self._captured_signals.clear()
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.should_exit else handler)

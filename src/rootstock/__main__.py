@@ -1,0 +1,16 @@
+"""The entry of `rootstock` and `python -m rootstock`: Ctrl-C is dealt with before half a second of imports."""
+
+from __future__ import annotations
+
+from rootstock.interrupts import AT_ONCE, ctrl_c
+
+
+def main() -> None:
+    with ctrl_c(AT_ONCE):
+        from rootstock.cli import main as run_command
+
+        run_command()
+
+
+if __name__ == "__main__":
+    main()

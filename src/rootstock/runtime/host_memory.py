@@ -1,0 +1,42 @@
+"""Main memory that programs can still have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from rootstock.errors import InvalidOption
+from rootstock.units import in_units
+
+
+def free_host_bytes() -> int:
+    """What programs can still have of the main memory: the system's limit or the container's."""
+    limits = [_system_free_bytes()]
+    for folder, limit, used, unused_file in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not in a container, or "max"
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            used_bytes = int(Path(folder, used).read_text()) - int(stat[unused_file])
+            limits.append(int(Path(folder, limit).read_text()) - used_bytes)
+    return max(0, min(limits))
+
+
+def _system_free_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Without /proc nobody tells what is free: macOS and the BSDs know how much there is.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def refuse_host_tier(budget_bytes: int, device: str) -> None:
+    """Raise InvalidOption for a tier in main memory below a pool that is there itself."""
+    if budget_bytes and device == "cpu":
+        remedy = "left out on a CPU, whose cache is in RAM: see --kv-budget"
+        raise InvalidOption("--host-budget", in_units(budget_bytes), remedy)

@@ -1,0 +1,257 @@
+"""A model's files, found on disk or on the Hub and checked. Imports neither torch nor transformers: a wrong path or a
+broken file is told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMissing
+from rootstock.units import in_units
+
+Progress = Callable[[str, float], None]
+"""Called with a stage ("download", "hash", "load", "compile", "check", "pack") and its share that is done, 0 to 1."""
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+# Far above real files: the largest configurations, with lists of unquantised modules, have a few hundred KiB, and an
+# index of a thousand experts per layer has some tens of MiB.
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_INDEX_BYTES = 256 << 20
+_MAX_LAYERS = 10_000  # a module is built for each before the weights are looked at
+_MAX_EOS_TOKENS = 1000
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """The header entry of a tensor in a safetensors file."""
+
+    name: str
+    dtype: str  # as safetensors names it: "F32", "BF16", "I8", …
+    elements: int
+
+
+# ---- the directory
+
+
+def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
+    """Return the directory that holds the model: itself, or its snapshot from the Hub, fetched if missing.
+
+    Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing.
+    """
+    directory = _local_directory(model)
+    if directory is None:
+        directory = _fetched(model, with_code=with_code, progress=progress)
+    return directory
+
+
+def _local_directory(model: str) -> Path | None:
+    """Return the directory if `model` names something on disk, None if it can only be a hub name.
+
+    Raises ModelPathNotFound for a path to nothing, to a file, or to a directory without config.json.
+    """
+    if not model.strip():
+        raise ModelPathNotFound(model, "the name is empty")
+    try:
+        path = Path(model).expanduser()
+        kind = _kind_of(path)
+        if kind is None and not _looks_like_a_path(model):
+            return None
+        if kind is None:
+            raise ModelPathNotFound(model, "no such directory")
+        if not stat.S_ISDIR(kind):
+            raise ModelPathNotFound(model, "it is a file")
+        if _kind_of(path / CONFIG) is None:
+            raise ModelPathNotFound(model, f"the directory has no {CONFIG}")
+    except (OSError, ValueError) as error:  # permissions, a loop of symbolic links, a name that is too long
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelPathNotFound(model, f"it cannot be opened ({reason})") from error
+    except RuntimeError as error:  # ~somebody, without such a user
+        raise ModelPathNotFound(model, "no such directory") from error
+    return path
+
+
+def _kind_of(path: Path) -> int | None:
+    """Return the mode of what lies at a path, None if there is nothing. Raises OSError if that cannot be told."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "~")) or not _HUB_NAME.fullmatch(model)
+
+
+def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
+    """Return the snapshot of a repository on the Hub, from its cache or fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_TEXT_FILES, *(["*.py"] if with_code else [])]
+    progress("download", 0.0)
+    try:
+        # The weights are fetched by name: repositories hold other copies of them beside the ones that are meant.
+        directory = Path(snapshot_download(model, allow_patterns=patterns))
+        if not (directory / CONFIG).is_file():
+            raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
+        snapshot_download(model, allow_patterns=[*patterns, *_named_weights(model, directory)])
+    except LocalEntryNotFoundError as error:
+        raise ModelPathNotFound(
+            model, "no such directory, it is not in the local Hub cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        detail = f"no such directory, and the Hub says: {first_line(error)}"
+        raise ModelPathNotFound(model, detail) from error
+    progress("download", 1.0)
+    return directory
+
+
+# ---- JSON
+
+
+def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelFileInvalid, with the place of a syntax error."""
+    try:
+        if not stat.S_ISREG(os.stat(directory / name).st_mode):  # opening a pipe would wait for its other end
+            raise ModelFileInvalid(model, name, "it is not a regular file")
+        with (directory / name).open("rb") as file:
+            raw = file.read(max_bytes + 1)
+        if len(raw) > max_bytes:
+            raise ModelFileInvalid(model, name, f"it is larger than {in_units(max_bytes)}")
+        content = json.loads(raw.decode("utf-8"))
+    except OSError as error:
+        raise ModelFileInvalid(
+            model, name, f"it cannot be read ({error.strerror or type(error).__name__})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ModelFileInvalid(model, name, f"it is not UTF-8 at byte {error.start:,}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ModelFileInvalid(model, name, f"it is not JSON at {place}: {error.msg}") from error
+    except RecursionError as error:
+        raise ModelFileInvalid(model, name, "its values are nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ModelFileInvalid(model, name, f"it is not JSON: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelFileInvalid(model, name, f"it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def check_configs(model: str, directory: Path) -> None:
+    """Check what config.json and generation_config.json say before code of the model's family reads them.
+
+    Raises ModelFileInvalid.
+    """
+    config = read_json(model, directory, CONFIG)
+    for inner in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _LAYER_COUNTS:
+            count = inner.get(key)
+            if isinstance(count, int) and not (0 <= count <= _MAX_LAYERS):
+                raise ModelFileInvalid(
+                    model, CONFIG, f"{key} is {_short(count)}, but must be from 0 to {_MAX_LAYERS:,}"
+                )
+        _check_eos(model, CONFIG, inner.get("eos_token_id"))
+    if (directory / GENERATION_CONFIG).exists():
+        generation = read_json(model, directory, GENERATION_CONFIG)
+        _check_eos(model, GENERATION_CONFIG, generation.get("eos_token_id"))
+
+
+def _check_eos(model: str, file: str, found: object) -> None:
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(ids) > _MAX_EOS_TOKENS or not all(type(i) is int and abs(i) < 1 << 31 for i in ids):
+        raise ModelFileInvalid(
+            model, file, f"eos_token_id is {_short(found)}, but must be a token id or a list of them"
+        )
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        text = "a very long number"
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+# ---- weights
+
+
+def weight_files(model: str, directory: Path) -> list[Path]:
+    """Return complete safetensors files in the order of their names. Raises ModelWeightsMissing, ModelFileInvalid."""
+    names = _named_weights(model, directory)
+    missing = [name for name in names if not os.path.isfile(directory / name)]
+    if missing == [_SINGLE]:
+        formats = ("*.bin", "*.pt", "*.pth", "*.gguf")
+        others = sorted(path.name for format in formats for path in directory.glob(format))
+        found = f", but {', '.join(others[:3])}: convert it to safetensors" if others else ""
+        raise ModelWeightsMissing(model, f"there is no {_SINGLE} and no {_INDEX}{found}")
+    if missing:
+        raise ModelWeightsMissing(model, f"{', '.join(missing[:3])} of {len(names)} weight files not there")
+    files = [directory / name for name in names]
+    for file in files:
+        if next(_headers(model, [file]), None) is None:
+            raise ModelWeightsMissing(model, f"{file.name} holds no tensor")
+    return files
+
+
+def stored_tensors(model: str, files: list[Path]) -> list[StoredTensor]:
+    """Return what the files' headers list. Raises ModelWeightsMissing."""
+    return list(_headers(model, files))
+
+
+def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
+    for file in files:
+        try:
+            # safetensors says of every file that it cannot open that it is not there.
+            with file.open("rb"):
+                pass
+            # Opening reads the header, and checks that the file is as long as it says.
+            with safe_open(file, framework="np") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    tensor = opened.get_slice(name)
+                    elements = 1
+                    for length in tensor.get_shape():
+                        elements *= length
+                    yield StoredTensor(name, tensor.get_dtype(), elements)
+        except SafetensorError as error:
+            raise ModelWeightsMissing(model, f"{file.name} is damaged ({first_line(error)})") from error
+        except OSError as error:
+            raise ModelWeightsMissing(
+                model, f"{file.name} cannot be read ({error.strerror or error})"
+            ) from error
+
+
+def _named_weights(model: str, directory: Path) -> list[str]:
+    """Return the names of the weight files, as the index lists them. Raises ModelFileInvalid."""
+    if not (directory / _INDEX).is_file():
+        return [_SINGLE]
+    listed = read_json(model, directory, _INDEX, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ModelFileInvalid(model, _INDEX, "it has no weight_map that names files")
+    names = {name if isinstance(name, str) else "" for name in listed.values()}
+    for name in names:
+        path = PurePosixPath(name)
+        if not name.endswith(".safetensors") or path.is_absolute() or ".." in path.parts:
+            raise ModelFileInvalid(
+                model, _INDEX, f"{_short(name)} does not name a safetensors file in the model's directory"
+            )
+    return sorted(names)
+
+
+def first_line(error: object) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__).rstrip(".")

@@ -1,0 +1,117 @@
+"""Whether a model fits: its weights into the free memory, the context that is asked for into the model's own.
+
+All of it is told from headers and the configuration, before minutes of loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rootstock.errors import InvalidOption, ModelTooLarge
+from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.runtime.model_files import StoredTensor
+from rootstock.units import in_units
+
+# safetensors' names of the dtypes that loading converts to the model's.
+_CONVERTED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ELEMENT_BITS = {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_ELEMENT_BITS |= {
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "I16": 16,
+    "U16": 16,
+    "I32": 32,
+    "U32": 32,
+    "I64": 64,
+    "U64": 64,
+}
+_ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the least that a weight takes
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a server asks of a model besides its weights, and is refused before they are read."""
+
+    pool_bytes: int = 0  # of the KV cache, on the model's device; 0: it takes what is left
+    host_bytes: int = 0  # of a tier in main memory, beside an accelerator
+    context_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Least memory of a model's weights."""
+
+    resident: int  # once the model is loaded
+    converted: int  # private copies while it is read: tensors of another dtype; the others stay mapped files
+
+
+def weight_bytes(
+    stored: Sequence[StoredTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
+) -> WeightBytes:
+    """Estimate from files' headers and from the architecture on the meta device, and take the smaller.
+
+    A checkpoint may hold tensors that this architecture leaves out (vision towers, MTP heads), and one with quantised
+    weights has fewer bytes than the architecture, which knows nothing of that.
+    """
+    kept = converted = 0
+    for tensor in stored:
+        own = _CONVERTED.get(tensor.dtype)
+        if own is None:
+            kept += tensor.elements * _ELEMENT_BITS.get(tensor.dtype, 0) // 8
+        elif own == dtype:
+            kept += tensor.elements * dtype.itemsize
+        else:
+            converted += tensor.elements * dtype.itemsize
+    parameters = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
+    resident = min(kept + converted, parameters)
+    converted = min(converted, resident)
+    if quantize in _ROUNDED_BITS:
+        weights = {id(m.weight): m.weight.numel() for m in empty.modules() if isinstance(m, nn.Linear)}
+        saved_bits = 8 * dtype.itemsize - _ROUNDED_BITS[quantize]
+        resident = max(0, resident - sum(weights.values()) * saved_bits // 8)
+    return WeightBytes(resident, converted)
+
+
+def refuse_too_large(
+    model: str, weights: WeightBytes, dtype: str, quantize: str, device: torch.device, demands: Demands
+) -> None:
+    """Raise ModelTooLarge if weights do not fit in the free memory, InvalidOption if budgets beside them do not."""
+    words = dtype if quantize == "none" else f"{dtype} with {quantize} weights"
+    resident, converted = weights.resident, weights.converted
+    free_host = free_host_bytes()
+    if device.type != "cuda":
+        if converted > free_host:  # the weights are all there before the first is rounded
+            raise ModelTooLarge(model, converted, dtype, free_host, "main memory")
+        _refuse(model, resident, words, "--kv-budget", demands.pool_bytes, free_host, "main memory")
+        return
+    free_device = torch.cuda.mem_get_info(device)[0]
+    _refuse(model, resident, words, "--kv-budget", demands.pool_bytes, free_device, f"memory of {device}")
+    _refuse(model, converted, dtype, "--host-budget", demands.host_bytes, free_host, "main memory")
+
+
+def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free: int, memory: str) -> None:
+    if weights > free:
+        raise ModelTooLarge(model, weights, dtype, free, memory)
+    if weights + beside > free:
+        raise InvalidOption(
+            option,
+            in_units(beside),
+            f"at most {in_units(free - weights)}: {in_units(free)} of the {memory} is free, and the weights take "
+            f"{in_units(weights)} (--no-memory-check serves all the same)",
+        )
+
+
+def refuse_longer_context(asked: int | None, limit: int) -> None:
+    """Raise InvalidOption for more context than the model was made for."""
+    if asked is not None and asked > limit:
+        raise InvalidOption(
+            "--context-limit",
+            f"{asked:,}",
+            f"at most {limit:,}, which the model's config.json allows. For more, set what its makers say there "
+            "(max_position_embeddings, and rope_parameters for RoPE scaling)",
+        )

@@ -1,0 +1,187 @@
+"""Ctrl-C and SIGTERM at known points of a real process: no traceback, and a status that says what happened."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.index import INDEX_NAME
+from server.test_cli import ORACLE
+
+# Sends a signal from inside, when the process imports a module, opens a file or connects to a database: exactly
+# there, however fast the machine is.
+HOOK = """
+import os, signal, sys
+event_, part = os.environ["INTERRUPT_AT"].split("=")
+left = [int(os.environ["INTERRUPT_WITH"])]
+
+def interrupt(event, args):
+    if event == event_ and left and (args[0] == part or str(args[0]).endswith("/" + part)):
+        os.kill(os.getpid(), left.pop())
+
+sys.addaudithook(interrupt)
+"""
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Processes inherit that SIGINT is ignored, as shells have it for what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted(
+    folder: Path, at: str, sent: signal.Signals, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """`rootstock` with `arguments`, which gets a signal at one point."""
+    (folder / "sitecustomize.py").write_text(HOOK)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "rootstock", *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "INTERRUPT_AT": at,
+            "INTERRUPT_WITH": str(int(sent)),
+            "ROOTSTOCK_API_KEY": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("at", "sent"),
+    [
+        # while the command line is imported
+        ("import=rootstock.cli", signal.SIGINT),
+        ("import=typer", signal.SIGINT),
+        ("import=numpy", signal.SIGINT),
+        ("import=numpy", signal.SIGTERM),
+        ("import=rootstock.engine.assemble", signal.SIGINT),
+        # in the command, before and while the model is loaded
+        ("import=rootstock.server.run", signal.SIGINT),
+        ("import=torch", signal.SIGINT),
+        ("import=rootstock.runtime.torch_model", signal.SIGINT),
+        ("open=model.safetensors", signal.SIGINT),
+        ("open=model.safetensors", signal.SIGTERM),
+        # when it is loaded
+        ("import=rootstock.server.app", signal.SIGINT),
+        ("import=rootstock.server.app", signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_server_is_ready_ends_it_as_the_system_does(
+    checkpoint: Path, tmp_path: Path, at: str, sent: signal.Signals
+) -> None:
+    options = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--kv-budget", "1MiB")
+    done = interrupted(tmp_path, at, sent, "serve", str(checkpoint), *options)
+    # A shell shows 130 and 143: the process was ended by the signal, and scripts that run it end with it.
+    assert (done.returncode, done.stdout) == (-sent, ""), done.stderr
+    stages = [line for line in done.stderr.splitlines() if line.startswith("rootstock: ")]
+    assert done.stderr.splitlines() == stages
+
+
+def test_a_command_that_has_files_to_close_unwinds_and_exits_with_130(tmp_path: Path) -> None:
+    tier = DiskTier.open(tmp_path / "disk", 1 << 30)
+    assert isinstance(tier, DiskTier)
+    tier.close()
+    at = f"sqlite3.connect={INDEX_NAME}"
+    done = interrupted(tmp_path, at, signal.SIGINT, "cache", "verify", str(tmp_path / "disk"))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_process_that_was_started_with_ctrl_c_ignored_goes_on(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # as nohup's children have it
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, "-m", "rootstock", "--version"],
+        env={**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": "import=typer", "INTERRUPT_WITH": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_on_a_terminal_the_cursor_is_shown_again() -> None:
+    code = (
+        "import signal\n"
+        "from rootstock.cli import LoadProgress\n"
+        "with LoadProgress() as progress:\n"
+        "    progress('load', 0.5)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+    )
+    terminal, side = pty.openpty()
+    try:
+        env = {**os.environ, "TERM": "xterm"}
+        done = subprocess.run([sys.executable, "-c", code], stderr=side, env=env, timeout=60)
+        written = os.read(terminal, 1 << 16)
+    finally:
+        os.close(side)
+        os.close(terminal)
+    assert done.returncode == -signal.SIGINT
+    assert b"\x1b[?25l" in written, "a bar hides the cursor"
+    assert written.endswith(b"\x1b[?25h")
+    assert b"Traceback" not in written
+
+
+def serve_oracle(before: str, *arguments: str) -> subprocess.Popen[str]:
+    """A server that is ready, in a process that has run `before`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", before + ORACLE, "serve", "oracle", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    assert re.search(r"http://[\d.]+:\d+", ready), (ready, process.communicate())
+    return process
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, first: signal.Signals) -> None:
+    writing_forever = (
+        "import threading\n"
+        "from rootstock.engine.tiering import Tiering\n"
+        "def flush(self):\n"
+        "    print('writing', flush=True)\n"
+        "    threading.Event().wait()\n"
+        "Tiering.flush = flush\n"
+    )
+    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
+    process = serve_oracle(writing_forever, *options)
+    assert process.stdout is not None
+    process.send_signal(first)
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGINT, "")
+    [line] = [line for line in err.splitlines() if "Loading" not in line]
+    assert line == "rootstock: writing down what only memory has (Ctrl-C again: end at once, without it)"
+
+
+@pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_a_clean_stop_does_not_change_its_status(late: signal.Signals) -> None:
+    at_exit = f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(late)}))\n"
+    process = serve_oracle(at_exit, "--kv-budget", "1MiB")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, ""), err
+    assert err == "rootstock: Loading the weights\n"
