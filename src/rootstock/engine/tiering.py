@@ -150,6 +150,7 @@ class TierStats:
     refused: dict[str, int]
     stored_records: int
     stored_bytes: int
+    written_bytes: int  # by stores, copies and the index
     quarantined_records: int
     used_bytes: int
     foreign_bytes: int
@@ -306,6 +307,8 @@ class Tiering:
         ended: Callable[[UnderWay, LoadEnded], None],
     ) -> None:
         """Starts a load; the lease's first plan is executed. `ended` is called by the reader's thread."""
+        # Before the load, not after it: what is planned must not be what the tier evicts next.
+        self._writer.touch(load.identity.key for load in loads)
         choice = sequence.load_choice
         slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
         under_way = UnderWay(
@@ -361,7 +364,6 @@ class Tiering:
         complete = ended.loaded == len(under_way.loads)
         if complete:
             self.counters.loads["loaded"] += 1
-            self._writer.touch(load.identity.key for load in under_way.loads)
         elif ended.miss is not None:
             self.counters.loads["missed"] += 1
             if ended.missed is not None:
@@ -479,6 +481,7 @@ class Tiering:
             refused={} if disk is None else _by_name(disk.counts.refused),
             stored_records=0 if disk is None else disk.counts.stored_records,
             stored_bytes=0 if disk is None else disk.counts.stored_bytes,
+            written_bytes=0 if disk is None else disk.written_bytes,
             quarantined_records=0 if disk is None else disk.counts.quarantined_records,
             used_bytes=space.used_bytes,
             foreign_bytes=space.foreign_bytes,
