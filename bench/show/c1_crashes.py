@@ -111,9 +111,7 @@ def watched(note: Note) -> Iterator[None]:
         note("end", ())
         return outcomes
 
-    def telling_replace(
-        index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]
-    ) -> None:
+    def telling_replace(index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
         going.update(lost)
         note("evicting", lost)
         replace(index, lost, moves)

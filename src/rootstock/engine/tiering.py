@@ -28,6 +28,8 @@ from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
     LoadsOnly,
+    Miss,
+    MissKind,
     NotStored,
     Off,
     Ready,
@@ -307,8 +309,6 @@ class Tiering:
         ended: Callable[[UnderWay, LoadEnded], None],
     ) -> None:
         """Starts a load; the lease's first plan is executed. `ended` is called by the reader's thread."""
-        # Before the load, not after it: what is planned must not be what the tier evicts next.
-        self._writer.touch(load.identity.key for load in loads)
         choice = sequence.load_choice
         slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
         under_way = UnderWay(
@@ -320,6 +320,13 @@ class Tiering:
             self._clock() + max(OVERDUE_LEAST_S, OVERDUE_FACTOR * slowest),
         )
         self._under_way[lease] = under_way
+        keys = [load.identity.key for load in loads]
+        self._writer.touch(keys)  # before the load, so that the tier does not evict them next
+        self._events.apply(self._stored)
+        if not all(key in self._stored for key in keys):
+            evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
+            ended(under_way, LoadEnded(0, evicted, None, 0, 0.0, cancelled=False))
+            return
         tasks = [
             LoadTask(load.identity, buffers) for load, buffers in zip(loads, under_way.buffers, strict=True)
         ]
@@ -365,7 +372,7 @@ class Tiering:
         if complete:
             self.counters.loads["loaded"] += 1
         elif ended.miss is not None:
-            self.counters.loads["missed"] += 1
+            self.counters.loads["evicted" if under_way.job is None else "missed"] += 1
             if ended.missed is not None:
                 self._stored.remove(ended.missed)
         else:
