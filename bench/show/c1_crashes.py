@@ -43,7 +43,8 @@ from rootstock.engine.text import HFTextCodec
 from rootstock.runtime.torch_model import load_model
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
 from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.index import Index
+from rootstock.tiers.index import Index, Row
+from rootstock.tiers.record import Place
 
 BLOCK_SIZE = 16
 # With the larger cap several records make a group that is synced and committed at once; with the smaller one each is
@@ -96,7 +97,7 @@ Note = Callable[[str, Sequence[RecordKey]], None]
 @contextlib.contextmanager
 def watched(note: Note) -> Iterator[None]:
     """Tells of every tier of this process: before records go, and as soon as their store has returned."""
-    store, delete = DiskTier.store, Index.delete
+    store, replace = DiskTier.store, Index.replace
     going: set[RecordKey] = set()  # during the store that is under way
 
     def telling_store(tier: DiskTier, records: Sequence[Record]) -> list[StoreOutcome]:
@@ -110,16 +111,16 @@ def watched(note: Note) -> Iterator[None]:
         note("end", ())
         return outcomes
 
-    def telling_delete(index: Index, keys: Sequence[RecordKey]) -> None:
-        going.update(keys)
-        note("evicting", keys)
-        delete(index, keys)
+    def telling_replace(index: Index, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
+        going.update(lost)
+        note("evicting", lost)
+        replace(index, lost, moves)
 
-    DiskTier.store, Index.delete = telling_store, telling_delete  # type: ignore[method-assign]
+    DiskTier.store, Index.replace = telling_store, telling_replace  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DiskTier.store, Index.delete = store, delete  # type: ignore[method-assign]
+        DiskTier.store, Index.replace = store, replace  # type: ignore[method-assign]
 
 
 # ------------------------------------------------------------------------------------------------ an engine

@@ -11,6 +11,11 @@ that on purpose, and what these do nobody can prevent: samples over the cap sinc
 with how long that lasted, as long as the tier's own files are within it.
 
 Some of the answers are compared with those of the same model without a cache.
+
+Small budgets come last, without strangers: engines at the least budget, at 3 and 16 MiB, and a stream of stores and
+loads of small records straight to the tier at these and 256 MiB. Reported are bytes written for a byte stored once
+the budget is used up, as the tier counts them and as the system does, and records that were missed because they had
+been evicted while their load was planned.
 """
 
 from __future__ import annotations
@@ -34,13 +39,15 @@ from typing import Any
 
 import numpy as np
 from asking import Answer, Asker, some_tokens, write_full
-from common import at_least, conclude, exactly
+from common import at_least, at_most, conclude, exactly
 
+from rootstock.cache.identity import Identity, Kind
+from rootstock.cache.keys import Namespace
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.assemble import Assembly, assemble
 from rootstock.engine.text import HFTextCodec
 from rootstock.runtime.torch_model import load_model
-from rootstock.tiers.base import MissKind, Ready
+from rootstock.tiers.base import Loaded, MissKind, Ready, Record
 from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.index import INDEX_NAMES
 from rootstock.tiers.lock import LOCK_NAME
@@ -56,6 +63,9 @@ LONGEST = 1500  # tokens of a conversation, which then begins anew
 LIVES = 4
 STRANGER_EVERY_S = 5.0
 COMPARED = 150  # answers, drawn at random
+SMALL_MIB = (1, 3, 16)
+STEADY = ((1, 4), (3, 1), (3, 16), (16, 16), (256, 64))  # MiB of budget, records stored together
+STEADY_RECORD_BYTES = 2800
 
 
 # ---------------------------------------------------------------------------------------- the other process
@@ -224,6 +234,7 @@ class Churned:
     asked_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
+    loaded_records: int = 0
 
     def add(self, made: Assembly, disk: DiskTier) -> None:
         """Of an engine that has stopped."""
@@ -241,6 +252,7 @@ class Churned:
         self.asked_tokens += cache.asked_tokens
         self.hit_tokens += cache.hit_tokens
         self.loaded_tokens += cache.loaded_tokens
+        self.loaded_records += counts.loaded_records
 
 
 class Churn:
@@ -298,6 +310,79 @@ class Churn:
         )
 
 
+# -------------------------------------------------------------------------------------------- small budgets
+
+
+def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]:
+    """Engines; of all of them the worst is judged."""
+    figures: dict[str, float] = {}
+    for mib in SMALL_MIB:
+        (here := folder / f"small-{mib}").mkdir()
+        churn = Churn(model, here, mib * 2**20)
+        for write in ("back", "through"):
+            churn.live(write, time.monotonic() + seconds / 2)
+        totals = churn.totals
+        figures[f"engine_{mib}_mib_write_amplification"] = round(
+            totals.written_bytes / max(1, totals.stored_bytes), 3
+        )
+        figures[f"engine_{mib}_mib_churned_over_cap"] = round(totals.stored_bytes / (mib * 2**20), 1)
+        figures[f"engine_{mib}_mib_misses_absent"] = totals.absent
+        figures[f"engine_{mib}_mib_loaded_records"] = totals.loaded_records
+        figures[f"engine_{mib}_mib_failed"] = churn.failed
+    return figures
+
+
+def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
+    """Small records straight to a tier; of those stored lately as many are loaded."""
+    rng = random.Random(0)
+    payload = np.frombuffer(rng.randbytes(STEADY_RECORD_BYTES), np.uint8)
+    tokens = np.arange(BLOCK_SIZE, dtype=np.int32)
+    namespace = Namespace("weights", "float32").digest()
+
+    def record(number: int) -> Record:
+        before, whole = (n.to_bytes(16, "little") for n in (number, number + 2**32))
+        start = BLOCK_SIZE * (number % 50)
+        return Record(
+            Identity(namespace, "full", 4, "float32", Kind.BLOCKS, start, tokens, before, whole), [payload]
+        )
+
+    tier = DiskTier.open(folder, cap_bytes)
+    assert isinstance(tier, DiskTier), tier
+    stored = loads = found = 0
+    counted = False  # from the first eviction on
+    while tier.room_counts.evicted_bytes < cap_bytes / 4:
+        if tier.room_counts.evicted_bytes and not counted:
+            counted, loads, found = True, 0, 0
+            system_bytes, written_bytes = system_written_bytes(), tier.written_bytes
+            stored_bytes = tier.counts.stored_bytes
+        tier.store([record(number) for number in range(stored, stored + group)])
+        stored += group
+        lately = [
+            record(max(0, stored - 1 - int(rng.expovariate(8 * STEADY_RECORD_BYTES / cap_bytes)))).identity
+            for _ in range(group)
+        ]
+        loads += group
+        found += sum(isinstance(tier.load(identity), Loaded) for identity in lately)
+        tier.touch([identity.key for identity in lately])
+    stored_bytes = tier.counts.stored_bytes - stored_bytes
+    figures = {
+        "write_amplification": round((tier.written_bytes - written_bytes) / stored_bytes, 3),
+        "as_the_system_counts": round((system_written_bytes() - system_bytes) / stored_bytes, 3),
+        "found": round(found / loads, 3),
+    }
+    tier.close()
+    return figures
+
+
+def system_written_bytes() -> int:
+    """By this process, to files of any kind; 0 where the system does not count."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/io").read_text().splitlines():
+            if line.startswith("wchar"):
+                return int(line.split()[1])
+    return 0
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         measure(Path(sys.argv[2]), int(sys.argv[3]))
@@ -305,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cap-mib", type=int, default=64)
+    parser.add_argument("--small-seconds", type=float, default=30.0, help="of an engine at each small budget")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     cap_bytes = args.cap_mib * 2**20
@@ -330,6 +416,18 @@ def main() -> None:
                     )
         figures["seconds"] = took_s = round(time.monotonic() - began_s, 1)
         figures["compared"], figures["wrong"] = len(churn.kept), churn.wrong()
+        figures |= small_budgets(model, Path(temporary), args.small_seconds)
+        for mib, group in STEADY:
+            steady = steady_churn(Path(temporary) / f"steady-{mib}-{group}", mib * 2**20, group)
+            figures |= {f"steady_{mib}_mib_by_{group}_{name}": figure for name, figure in steady.items()}
+        amplified = [figure for name, figure in figures.items() if name.endswith("mib_write_amplification")]
+        amplified += [
+            figure for name, figure in figures.items() if name.startswith("steady") and "ampl" in name
+        ]
+        figures["worst_small_write_amplification"] = max(amplified)
+        misses = sum(figures[f"engine_{mib}_mib_misses_absent"] for mib in SMALL_MIB)
+        loads = sum(figures[f"engine_{mib}_mib_loaded_records"] for mib in SMALL_MIB)
+        figures["small_misses_absent_of_loaded"] = round(misses / max(1, loads), 5)
     totals = churn.totals
     figures |= {
         "max_of_cap": round(figures["max_bytes_without_strangers"] / cap_bytes, 4),
@@ -360,6 +458,8 @@ def main() -> None:
         "samples": at_least(10_000),
         "over_cap_samples": exactly(0),
         "churned_over_cap": at_least(5),
+        "worst_small_write_amplification": at_most(2.0),
+        "small_misses_absent_of_loaded": at_most(0.001),
         "strangers_left": exactly(0),
         "removed_strangers": at_least(1),
         "lives_not_ready_at_end": exactly(0),

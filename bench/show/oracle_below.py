@@ -98,7 +98,7 @@ class Life:
         shape: Shape,
         *,
         files: Files | None = None,
-        disk_clock: Callable[[], float] = time.time,
+        disk_clock: Callable[[], float] = time.monotonic,
         waiting_clock: Callable[[], float] = time.monotonic,
         config: EngineConfig | None = None,
     ) -> None:

@@ -23,6 +23,7 @@ QUANTIZATIONS = ("none", "int8", "int4")
 MAX_THREADS = 4096
 MAX_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter of it is for the index's write-ahead log
 
 
 def parse_bytes(text: str, option: str = "--kv-budget") -> int:
@@ -96,6 +97,10 @@ class TierConfig:
     def __post_init__(self) -> None:
         if self.disk_budget_bytes <= 0:
             raise InvalidOption("--disk-budget", self.disk_budget_bytes, "more than 0")
+        if self.disk_dir is not None and self.disk_budget_bytes < LEAST_DISK_BUDGET_BYTES:
+            raise InvalidOption(
+                "--disk-budget", self.disk_budget_bytes, f"at least {LEAST_DISK_BUDGET_BYTES:,} bytes"
+            )
         if self.disk_write not in DISK_WRITES:
             raise InvalidOption("--disk-write", self.disk_write, " | ".join(DISK_WRITES))
         if self.compress not in COMPRESSIONS:

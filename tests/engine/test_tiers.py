@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.helpers import Bench
 from engine.tiered import KINDS, MIB, WAIT_S, Tiered, cached
-from rootstock.cache.families import Family
+from rootstock.cache.families import Family, RecurrentState
 from rootstock.config import TierConfig
 from rootstock.engine.below import stored_index
 from rootstock.engine.request import PromptScored
 from rootstock.engine.tiering import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
-from tiers.helpers import directory_bytes
+from tiers.helpers import directory_bytes, records
 
 kinds = pytest.mark.parametrize("families", KINDS, ids=lambda fs: "+".join(f.name for f in fs))
 PROMPT = list(range(62))
@@ -521,3 +522,82 @@ def test_what_is_not_the_tiers_is_counted_in_its_bytes(tmp_path: Path) -> None:
         (tmp_path / "v0-00000001.segment").write_bytes(bytes(1000))
         assert bench.tier.foreign_bytes == 1000
         assert bench.tier.used_bytes == directory_bytes(tmp_path)
+
+
+# -- small disks -------------------------------------------------------------------------------------------------
+
+
+def test_records_of_a_planned_load_outlive_the_stores_that_come_between(tmp_path: Path) -> None:
+    with Tiered(tmp_path, cap_bytes=MIB) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        fill = iter(range(10_000))
+        while bench.disk.usage().total_bytes < 0.7 * MIB:
+            bench.clock.now_s += 1
+            bench.disk.store(records(1, 20_000, first=next(fill)))
+        client = bench.begin_load([*PROMPT, 70])
+        evicted = bench.disk.room_counts.evicted_bytes
+        while bench.disk.room_counts.evicted_bytes < evicted + MIB // 2:
+            bench.disk.store(records(1, 20_000, first=next(fill)))
+        bench.loads.open()
+        bench.run()
+        bench.expect(client)
+        assert bench.tier.counters.loads == {"loaded": 1}
+        assert bench.tier.misses == {}
+
+
+@kinds
+def test_on_a_disk_that_is_always_full_no_load_is_planned_for_what_is_gone(
+    tmp_path: Path, families: tuple[Family, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    with Tiered(tmp_path, families=families, cap_bytes=MIB) as bench:
+        prompts = [[90, i, *range(40)] for i in range(12)]
+        for turn in range(60):
+            bench.clock.now_s += 1
+            prompt = prompts[min(int(rng.exponential(3)), 11)]
+            bench.answer(prompt)
+            prompt.append(turn)
+            bench.forget()
+            bench.disk.store(records(4, 20_000, first=4 * turn))  # evicts, behind the engine's back
+        tier = bench.tier
+        assert bench.disk.room_counts.evicted_records > 100
+        assert tier.misses == {}
+        assert set(tier.counters.loads) <= {"loaded"}
+        assert tier.counters.loads["loaded"] > 5
+        assert tier.written_bytes > tier.stored_bytes > 4 * MIB
+
+
+def test_a_budget_that_is_too_small_for_the_model_stops_the_start_and_says_the_least(tmp_path: Path) -> None:
+    state = RecurrentState(layers=2, bytes_per_state=MIB)
+    runtime = FakeRuntime(families=(FULL, state))
+    least = 16 * MIB
+    with pytest.raises(
+        InvalidOption, match=f"--disk-budget is {least - 1}, but must be at least {least:,} bytes"
+    ):
+        stored_index(runtime, TierConfig(tmp_path, least - 1), 4)
+    assert stored_index(runtime, TierConfig(tmp_path, least), 4) is not None
+    with pytest.raises(InvalidOption, match="--disk-budget is 1048575, but must be at least 1,048,576 bytes"):
+        TierConfig(tmp_path, MIB - 1)
+
+
+def test_a_load_whose_records_are_evicted_before_it_begins_is_planned_anew_and_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Tiered(tmp_path) as bench:
+        bench.answer(PROMPT)
+        bench.forget()
+        passed = bench.loads.passed
+        begin = bench.tiering.begin
+
+        def evict_and_begin(*planned: Any) -> None:
+            monkeypatch.setattr(bench.tiering, "begin", begin)
+            bench.disk.clear()
+            begin(*planned)
+
+        monkeypatch.setattr(bench.tiering, "begin", evict_and_begin)
+        assert cached(bench.answer([*PROMPT, 70])) == 0
+        assert bench.loads.passed == passed
+        assert bench.tier.counters.loads == {"evicted": 1}
+        assert bench.tier.misses == {}
+        assert bench.cache.stats().leases == 0

@@ -29,6 +29,8 @@ class Clock:
 def open_tier(
     folder: Path, cap_bytes: int = CAP_BYTES, segment_bytes: int = 64 * 1024, **options: object
 ) -> DiskTier:
+    if "clock" in options:
+        options.setdefault("wall_clock", options["clock"])
     tier = DiskTier.open(folder, cap_bytes, segment_bytes=segment_bytes, **options)  # type: ignore[arg-type]
     assert isinstance(tier, DiskTier), tier
     return tier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from rootstock.tiers.base import (
     Refusal,
     Stored,
 )
-from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.disk import RETRY_S, SEGMENT_BYTES, DiskTier
 from rootstock.tiers.index import INDEX_NAME, WAL_NAME
 from rootstock.tiers.lock import LOCK_NAME
 from rootstock.tiers.room import Budget
@@ -159,55 +160,62 @@ def test_entries_come_after_what_they_continue(tmp_path: Path) -> None:
     assert [entry.identity.end for entry in tier.entries()] == sorted(ends)
 
 
-def test_the_least_recently_used_go_first_and_of_a_chain_its_end(tmp_path: Path) -> None:
+def test_the_segment_used_least_recently_goes_first_and_of_a_chain_its_end(tmp_path: Path) -> None:
     clock = Clock()
     gone: list[bytes] = []
     tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
-    chain = [record_of(identity_of(1, start, start + 16), 20_000) for start in range(0, 160, 16)]
-    tier.store(chain)
+    chain = [record_of(identity_of(1, start, start + 16), 20_000) for start in range(0, 144, 16)]
+    tier.store(chain)  # three to a segment
     clock.now_s += 1
-    others = records(10, 20_000, first=50)
+    others = records(9, 20_000, first=50)
     tier.store(others)
     clock.now_s += 1
     tier.touch([record.identity.key for record in others])
     seeds = iter(range(1000, 1200))
-    while not gone:
+    while len(gone) < 6:
         clock.now_s += 1
         tier.store(records(1, 20_000, first=next(seeds)))
-    expected = [record.identity.key for record in reversed(chain)]
-    assert gone == expected[: len(gone)]
+    assert gone == [record.identity.key for record in reversed(chain[3:])]
     assert tier.load(chain[-1].identity) == Miss(MissKind.ABSENT)
     assert is_right(tier.load(chain[0].identity), chain[0])
 
 
-def test_what_is_stored_again_counts_as_used(tmp_path: Path) -> None:
+def test_a_record_stored_again_counts_as_used_and_keeps_its_segment(tmp_path: Path) -> None:
     clock = Clock()
     gone: list[bytes] = []
     tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
-    first, second = records(2, 20_000)
-    tier.store([first])
+    first, second = records(3, 20_000), records(3, 20_000, first=3)
+    tier.store(first)
     clock.now_s += 1
-    tier.store([second])
+    tier.store(second)
     seeds = iter(range(100, 300))
     while not gone:
         clock.now_s += 1
-        assert tier.store([first]) == [AlreadyStored()]
+        assert tier.store(first[:1]) == [AlreadyStored()]
         tier.store(records(1, 20_000, first=next(seeds)))
-    assert gone[0] == second.identity.key
-    assert first.identity.key not in gone
+    assert gone == [record.identity.key for record in second]
 
 
-def test_a_given_order_of_victims_is_followed(tmp_path: Path) -> None:
+def test_a_record_used_since_it_was_written_outlives_its_segment_once(tmp_path: Path) -> None:
+    clock = Clock()
     gone: list[bytes] = []
-    wanted: list[bytes] = []
-    tier = open_tier(tmp_path / "tier", victims=lambda needed_bytes: list(wanted), gone=gone.extend)  # type: ignore[arg-type]
-    first = records(10, 20_000)
-    tier.store(first)
-    wanted += [first[7].identity.key, b"x" * 16, first[4].identity.key, first[4].identity.key]
-    seeds = iter(range(100, 300))
-    while len(gone) < 3:
-        tier.store(records(1, 20_000, first=next(seeds)))
-    assert gone[:3] == [first[7].identity.key, first[4].identity.key, first[0].identity.key]
+    tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
+    segment = records(10, 6000)
+    tier.store(segment)
+    clock.now_s += 1
+    tier.touch([segment[4].identity.key])
+    seeds = iter(range(100, 1000))
+
+    def churn_until(evicted: int) -> None:
+        while len(gone) < evicted:
+            clock.now_s += 1
+            tier.store(records(1, 6000, first=next(seeds)))
+
+    churn_until(9)
+    assert gone == [record.identity.key for record in segment if record is not segment[4]]
+    assert is_right(tier.load(segment[4].identity), segment[4])
+    churn_until(400)
+    assert segment[4].identity.key in gone
 
 
 @pytest.mark.behaviour(42)
@@ -300,7 +308,7 @@ def test_uses_survive_a_process_that_never_closes(tmp_path: Path) -> None:
     first, second, third = records(3)
     tier.store([first, second])
     tier.touch([first.identity.key])
-    clock.now_s += 10
+    clock.now_s += 60
     tier.store([third])
     files.power_cut(tmp_path / "tier", tmp_path / "image", None)
     uses = {entry.identity.key: entry.uses for entry in open_tier(tmp_path / "image").entries()}
@@ -581,3 +589,173 @@ def test_what_is_stored_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}, modes
     assert folder.stat().st_mode & 0o777 == 0o700
     tier.close()
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_store_is_tried_again_after_a_minute_however_the_wall_clock_is_set(
+    tmp_path: Path, jump_s: float
+) -> None:
+    files, clock, wall_clock = FaultyFiles(), Clock(), Clock()
+    tier = open_tier(tmp_path / "tier", files=files, clock=clock, wall_clock=wall_clock)
+    first, second = records(2)
+    files.fail = lambda name: errno.EIO if name == "write" else 0
+    assert isinstance(tier.store([first])[0], NotStored)
+    files.fail = lambda name: 0
+    wall_clock.now_s += jump_s
+    clock.now_s += RETRY_S - 1
+    assert isinstance(early := tier.store([first])[0], NotStored)
+    assert early.why is Refusal.UNAVAILABLE
+    clock.now_s += 1
+    assert isinstance(tier.store([second])[0], Stored)
+
+
+@pytest.mark.parametrize("jumps_s", [(3600.0, 0.0), (0.0, -3600.0), (10.0**9, -(10.0**9)), (-900.0, 50.0)])
+def test_the_order_of_use_survives_a_wall_clock_that_is_set(
+    tmp_path: Path, jumps_s: tuple[float, float]
+) -> None:
+    """Set while the tier is open, and set between two lives."""
+    clock, wall_clock = Clock(), Clock()
+    wall_clock.now_s = 2.0e9
+    within_s, between_s = jumps_s
+    segments = [records(3, 20_000, first=3 * i) for i in range(9)]
+    gone: list[bytes] = []
+
+    def open_it() -> DiskTier:
+        return open_tier(tmp_path / "tier", clock=clock, wall_clock=wall_clock, gone=gone.extend)
+
+    tier = open_it()
+    for i, segment in enumerate(segments):
+        clock.now_s += 1
+        wall_clock.now_s += 1 + (within_s if i == 3 else 0)
+        tier.store(segment)
+    clock.now_s += 1
+    tier.touch([record.identity.key for record in segments[0]])
+    tier.close()
+    wall_clock.now_s += between_s
+    clock.now_s = 5.0  # of another process
+    tier = open_it()
+    assert all(entry.last_use_s < wall_clock.now_s + 0.001 for entry in tier.entries())
+    seeds = iter(range(100, 300))
+    while len(gone) < 27:
+        clock.now_s += 1
+        tier.store(records(1, 20_000, first=next(seeds)))
+    expected = [record.identity.key for segment in [*segments[1:], segments[0]] for record in segment]
+    assert gone[:27] == expected
+    tier.close()
+
+
+# -- room --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cap_bytes", "payload_bytes", "group"),
+    [
+        (CAP_BYTES, 2800, 4),
+        (3 * CAP_BYTES, 2800, 1),
+        (3 * CAP_BYTES, 2800, 16),
+        (CAP_BYTES, 60_000, 1),  # the largest that a server accepts for this budget
+        (16 * CAP_BYTES, 40_000, 8),
+    ],
+)
+def test_a_byte_that_is_stored_costs_no_more_than_two_that_are_written(
+    tmp_path: Path, cap_bytes: int, payload_bytes: int, group: int
+) -> None:
+    """Under steady churn, with loads of what was stored lately, whatever the budget."""
+    tier = open_tier(
+        tmp_path / "tier", cap_bytes, segment_bytes=SEGMENT_BYTES, files=FaultyFiles(), clock=Clock()
+    )
+    tier._index._db.execute("PRAGMA synchronous=OFF")  # bytes are counted here, and no power is cut
+    rng = np.random.default_rng(0)
+    live: list[Record] = []
+    hits = loads = 0
+    while tier.counts.stored_bytes < 3 * cap_bytes:
+        made = records(group, payload_bytes, first=len(live))
+        assert all(isinstance(outcome, Stored) for outcome in tier.store(made))
+        live += made
+        for age in rng.exponential(cap_bytes / payload_bytes / 4, group):
+            record = live[max(0, len(live) - 1 - int(age))]
+            hits += isinstance(tier.load(record.identity), Loaded)
+            loads += 1
+            tier.touch([record.identity.key])
+    stored_bytes = tier.counts.stored_bytes
+    assert stored_bytes < tier.written_bytes <= 2 * stored_bytes
+    assert directory_bytes(tmp_path / "tier") <= cap_bytes
+    assert hits > 0.8 * loads
+    live_bytes = sum(entry.stored_bytes for entry in tier.entries())
+    assert live_bytes > 0.55 * cap_bytes
+
+
+def test_the_bytes_that_are_said_to_be_written_are_those_that_are(tmp_path: Path) -> None:
+    io = Path("/proc/self/io")
+    if not io.exists():
+        pytest.skip("the system counts no writes")
+
+    def written() -> int:
+        return int(next(line.split()[1] for line in io.read_text().splitlines() if line.startswith("wchar")))
+
+    tier = open_tier(tmp_path / "tier", clock=Clock())
+    tier._index._db.execute("PRAGMA synchronous=OFF")
+    made = [records(4, 2800, first=first) for first in range(0, 1200, 4)]
+    before, told_before = written(), tier.written_bytes
+    for group in made:
+        tier.store(group)
+    told_bytes = tier.written_bytes - told_before
+    assert told_bytes == pytest.approx(written() - before, rel=0.02)
+
+
+def test_evictions_are_told_before_the_bytes_go_and_while_the_store_goes_on(tmp_path: Path) -> None:
+    files, clock = FaultyFiles(), Clock()
+    gone: set[bytes] = set()
+    tier = open_tier(tmp_path / "tier", files=files, clock=clock, gone=gone.update)
+    checked = []
+
+    def look(name: str) -> None:
+        if name == "remove":
+            checked.append(len(gone))
+            assert not gone & {entry.identity.key for entry in tier.entries()}
+            assert len(gone) == tier.room_counts.evicted_records > 0
+
+    files.boundary = look
+    tier.store(records(30, 20_000))
+    tier.store(records(30, 20_000, first=30))  # one call evicts segment after segment
+    assert len(checked) > 5
+
+
+def test_what_is_said_to_be_stored_is_there_when_one_call_stores_more_than_fits(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "tier", clock=Clock())
+    made = records(200, 9000)
+    outcomes = tier.store(made)
+    stored = [record for record, outcome in zip(made, outcomes, strict=True) if isinstance(outcome, Stored)]
+    assert stored == made[-len(stored) :]  # those that a caller names last are the ones to keep
+    assert len(stored) > 50
+    assert all(is_right(tier.load(record.identity), record) for record in stored)
+    assert {outcome.why for outcome in outcomes if isinstance(outcome, NotStored)} == {Refusal.NO_ROOM}
+    assert tier.counts.refused == {Refusal.NO_ROOM: 200 - len(stored)}
+    assert tier.written_bytes < 1.5 * CAP_BYTES
+
+
+def test_a_directory_whose_index_has_the_earlier_layout_is_read_and_put_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = open_tier(folder)
+    stored = records(20)
+    tier.store(stored)
+    tier.close()
+    with sqlite3.connect(folder / INDEX_NAME) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+        db.execute("PRAGMA page_size=4096")
+        db.execute("VACUUM")
+        db.execute("CREATE UNIQUE INDEX by_key ON records (key)")
+        db.execute("CREATE INDEX by_use ON records (last_use, last DESC)")
+        db.execute("CREATE INDEX by_segment ON records (segment, bytes)")
+    db.close()
+    tier = open_tier(folder)
+    assert tier._index._db.execute("PRAGMA page_size").fetchone() == (4096,)
+    assert tier._index._db.execute("SELECT name FROM sqlite_master WHERE type = 'index'").fetchall() == []
+    assert all(is_right(tier.load(record.identity), record) for record in stored)
+    for first in range(100, 400, 5):
+        assert all(isinstance(outcome, Stored) for outcome in tier.store(records(5, 9000, first=first)))
+        assert directory_bytes(folder) <= CAP_BYTES
+    assert tier.verify().failures == ()

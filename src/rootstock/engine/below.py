@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from rootstock.cache import KVCache
-from rootstock.cache.families import token_families
+from rootstock.cache.families import row_bytes, token_families
 from rootstock.cache.stored import LOSSY_MARK, StoredIndex
 from rootstock.config import TierConfig
 from rootstock.engine.tiering import Events, Space, Tiering
@@ -24,6 +24,7 @@ from rootstock.tiers.host import HostTier
 from rootstock.tiers.int8 import can_encode
 from rootstock.tiers.loader import Loader
 from rootstock.tiers.mover import Mover
+from rootstock.tiers.room import SEGMENTS, least_cap_bytes
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,16 @@ def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredI
     refuse_host_tier(tier.host_budget_bytes, described.device)
     if tier.disk_dir is None and not tier.host_budget_bytes:
         return None
+    if tier.disk_dir is not None:
+        largest_bytes = max(row_bytes(family, block_size) for family in described.families)
+        least_bytes = least_cap_bytes(largest_bytes)
+        if tier.disk_budget_bytes < least_bytes:
+            raise InvalidOption(
+                "--disk-budget",
+                tier.disk_budget_bytes,
+                f"at least {least_bytes:,} bytes: {SEGMENTS} of this model's largest records, {largest_bytes:,} "
+                "bytes each, must fit",
+            )
     lossy = ""
     if tier.compress == "int8":
         formats = [runtime.formats(i) for i in range(len(token_families(described.families)))]

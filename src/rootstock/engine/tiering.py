@@ -28,6 +28,8 @@ from rootstock.runtime.base import Runtime, Segment
 from rootstock.tiers.base import (
     AlreadyStored,
     LoadsOnly,
+    Miss,
+    MissKind,
     NotStored,
     Off,
     Ready,
@@ -150,6 +152,7 @@ class TierStats:
     refused: dict[str, int]
     stored_records: int
     stored_bytes: int
+    written_bytes: int  # by stores, copies and the index
     quarantined_records: int
     used_bytes: int
     foreign_bytes: int
@@ -317,6 +320,13 @@ class Tiering:
             self._clock() + max(OVERDUE_LEAST_S, OVERDUE_FACTOR * slowest),
         )
         self._under_way[lease] = under_way
+        keys = [load.identity.key for load in loads]
+        self._writer.touch(keys)  # before the load, so that the tier does not evict them next
+        self._events.apply(self._stored)
+        if not all(key in self._stored for key in keys):
+            evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
+            ended(under_way, LoadEnded(0, evicted, None, 0, 0.0, cancelled=False))
+            return
         tasks = [
             LoadTask(load.identity, buffers) for load, buffers in zip(loads, under_way.buffers, strict=True)
         ]
@@ -361,9 +371,8 @@ class Tiering:
         complete = ended.loaded == len(under_way.loads)
         if complete:
             self.counters.loads["loaded"] += 1
-            self._writer.touch(load.identity.key for load in under_way.loads)
         elif ended.miss is not None:
-            self.counters.loads["missed"] += 1
+            self.counters.loads["evicted" if under_way.job is None else "missed"] += 1
             if ended.missed is not None:
                 self._stored.remove(ended.missed)
         else:
@@ -479,6 +488,7 @@ class Tiering:
             refused={} if disk is None else _by_name(disk.counts.refused),
             stored_records=0 if disk is None else disk.counts.stored_records,
             stored_bytes=0 if disk is None else disk.counts.stored_bytes,
+            written_bytes=0 if disk is None else disk.written_bytes,
             quarantined_records=0 if disk is None else disk.counts.quarantined_records,
             used_bytes=space.used_bytes,
             foreign_bytes=space.foreign_bytes,

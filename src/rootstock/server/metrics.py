@@ -224,6 +224,7 @@ def _tier(tier: TierStats) -> Iterator[Metric]:
     yield _counted("rootstock_tier_stores_refused", "Rows that were not stored, by why", "why", refused)
     moved = CounterMetricFamily("rootstock_tier_moved_bytes", "Between memory and the tier", labels=["way"])
     moved.add_metric(["stored"], tier.stored_bytes)
+    moved.add_metric(["written"], tier.written_bytes)
     moved.add_metric(["loaded"], counters.loaded_bytes)
     yield moved
     stored = CounterMetricFamily("rootstock_tier_stored_records", "Records that were stored, durably")

@@ -146,13 +146,9 @@ class Off:
 
 TierState = Ready | LoadsOnly | Off
 
-VictimOrder = Callable[[int], Iterable[RecordKey]]
-"""Asked for records to give up, worth so many bytes at least, best victim first. It may give fewer, or records that
-are gone; the least recently used follow. Called by the thread that stores; must not call the tier."""
-
 Gone = Callable[[Sequence[RecordKey]], None]
-"""Told which records have been evicted or quarantined, by whichever thread did it, which holds no lock of
-the tier's then."""
+"""Told which records have been evicted or quarantined, by whichever thread did it, before it does anything else. That
+thread may be within a store: must not call the tier."""
 
 
 class Tier(Protocol):

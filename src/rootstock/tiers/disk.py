@@ -7,6 +7,9 @@ compared, and whatever differs is a miss, is counted under its kind, and is stru
 No method raises for what the disk does. A failed store turns the tier to `LoadsOnly` for a minute, a failed index to
 `Off`; each says so once, as a warning, and in `state`.
 
+Intervals are measured by a monotonic clock. The wall clock is read once, at `open`: times of use are that time plus
+what the monotonic clock has counted since, so that a wall clock that is set does not change the order of use.
+
 Two locks, always taken in this order: `_storing` for whoever appends, evicts or compacts, and the index's own, which
 is never held while bytes are written. A load holds the second one only to find its row and open its file: from then
 on the bytes stay readable, even if the record is evicted or moved meanwhile.
@@ -24,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rootstock.cache.identity import Identity, RecordKey
+from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.base import (
     AlreadyStored,
@@ -43,7 +47,6 @@ from rootstock.tiers.base import (
     Stored,
     StoreOutcome,
     TierState,
-    VictimOrder,
     as_bytes,
 )
 from rootstock.tiers.files import Files
@@ -68,15 +71,16 @@ from rootstock.tiers.reports import (
     NotExported,
     Verified,
 )
-from rootstock.tiers.room import LEAST_CAP_BYTES, Budget, Room, RoomCounts, Usage, measure, remove_foreign
+from rootstock.tiers.room import Budget, Room, RoomCounts, Usage, measure, remove_foreign
 from rootstock.tiers.segments import Segments, segment_number
 
 _log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 RETRY_S = 60.0
-_FLUSH_S = 5.0  # uses are written this often, or when there are many
-_MANY_USES = 1024
+# Uses are written after so long, if that adds no more than an eighth to what was stored meanwhile, and at the latest.
+_FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
+_FLUSH_PART = 8
 _IMPORT_BYTES = 16 * 2**20  # read into memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
@@ -102,32 +106,27 @@ class DiskTier:
         segments: Segments,
         budget: Budget,
         clock: Callable[[], float],
-        victims: VictimOrder | None,
+        epoch_s: float,
         gone: Gone | None,
     ) -> None:
+        """`epoch_s`, added to `clock`, is the time since the epoch."""
         self._files = files
         self._folder = folder
         self._lock = lock
         self._index = index
         self._segments = segments
         self._clock = clock
+        self._epoch_s = epoch_s
         self._gone = gone
         self._storing = threading.RLock()
         self._counting = threading.Lock()
-        self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the last transaction that said so
-        self._flush_due_s = 0.0
+        self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the index was told
+        self._flushed_at_s = clock()
+        self._flushed_at_bytes = 0  # of `counts.stored_bytes`
         self._state: TierState = Ready()
-        self._evicted: list[RecordKey] = []  # by the store that is under way
+        self._evicted: set[RecordKey] = set()  # by the store that is under way
         self._room = Room(
-            files,
-            folder,
-            index,
-            segments,
-            budget,
-            self._rewrite,
-            self._flush_uses,
-            victims,
-            self._evicted.extend,
+            files, folder, index, segments, budget, self._rewrite, self._note_uses, self._forget_evicted
         )
         self.counts = DiskCounts()
 
@@ -137,15 +136,17 @@ class DiskTier:
         cap_bytes: int,
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        clock: Callable[[], float] = time.time,
-        victims: VictimOrder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         gone: Gone | None = None,
         files: Files | None = None,
     ) -> DiskTier | Off:
         """`cap_bytes` holds for everything under `folder`, which is made if it is not there. `Off` says why not, and
         what to do."""
-        if cap_bytes < LEAST_CAP_BYTES:
-            return Off(f"--disk-budget is {cap_bytes:,} bytes, but must be at least {LEAST_CAP_BYTES:,}.")
+        if cap_bytes < LEAST_DISK_BUDGET_BYTES:
+            return Off(
+                f"--disk-budget is {cap_bytes:,} bytes, but must be at least {LEAST_DISK_BUDGET_BYTES:,}."
+            )
         files = files or Files()
         budget = Budget.of(cap_bytes, segment_bytes)
         try:
@@ -171,22 +172,21 @@ class DiskTier:
                     with suppress(FileNotFoundError):
                         files.remove(folder / name)
                 index = Index.open(files, folder, budget.wal_bytes)
+            epoch_s = index.bound_uses(wall_clock()) - clock()
             files.sync_folder(folder)
             next_number = _next_number(files, folder, index)
         except _FAULTS as error:
             lock.release()
             return Off(f"{folder} can't be used: {error}.")
         segments = Segments(files, folder, budget.segment_bytes, next_number)
-        tier = DiskTier(files, folder, lock, index, segments, budget, clock, victims, gone)
+        tier = DiskTier(files, folder, lock, index, segments, budget, clock, epoch_s, gone)
         tier.counts.indexes_lost = lost
         tier._room.counts = counts
         tier._tidy()
         return tier
 
     @staticmethod
-    def open_as_found(
-        folder: Path, *, clock: Callable[[], float] = time.time, files: Files | None = None
-    ) -> DiskTier | Off:
+    def open_as_found(folder: Path, *, files: Files | None = None) -> DiskTier | Off:
         """For looking at what a server has left, damage included: there is no cap, nothing is removed or put in
         order, and nothing is made but an index if there is none. `Off` says why not, and what to do."""
         files = files or Files()
@@ -223,7 +223,8 @@ class DiskTier:
                 )
             return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
         segments = Segments(files, folder, budget.segment_bytes, next_number)
-        return DiskTier(files, folder, lock, index, segments, budget, clock, None, None)
+        epoch_s = time.time() - time.monotonic()
+        return DiskTier(files, folder, lock, index, segments, budget, time.monotonic, epoch_s, None)
 
     # -- storing -------------------------------------------------------------------------------------------------
 
@@ -232,26 +233,46 @@ class DiskTier:
         encoded = [encode(record) for record in records]
         outcomes: list[StoreOutcome] = []
         with self._storing:
+            self._evicted.clear()
+            first = self._first_to_stay(encoded)
             group: list[Encoded] = []
-            for record in encoded:
+            for number, record in enumerate(encoded):
                 if group and not self._fits([*group, record]):
                     outcomes += self._store_group(group)
                     group = []
-                group.append(record)
-            if group:
-                outcomes += self._store_group(group)
+                if number < first and record.identity.key not in self._index:
+                    outcomes += [*self._store_group(group), _EVICTED_AT_ONCE]
+                    group = []
+                else:
+                    group.append(record)
+            outcomes += self._store_group(group)
+            outcomes = [
+                self._as_it_ended(record.identity.key, outcome)
+                for record, outcome in zip(encoded, outcomes, strict=True)
+            ]
             self._flush_uses_if_due()
-            evicted = self._evicted.copy()
-            self._evicted.clear()
-        self._tell_gone(evicted)
         with self._counting:
-            for outcome in outcomes:
-                if isinstance(outcome, NotStored):
-                    self.counts.refused[outcome.why] += 1
-                elif isinstance(outcome, Stored):
-                    self.counts.stored_records += 1
-                    self.counts.stored_bytes += outcome.stored_bytes
+            self.counts.refused.update(outcome.why for outcome in outcomes if isinstance(outcome, NotStored))
         return outcomes
+
+    def _first_to_stay(self, records: Sequence[Encoded]) -> int:
+        """From where on they fit into the budget together. Those before would be evicted by those after them."""
+        usable_bytes = self._room.budget.usable_bytes
+        room_bytes = usable_bytes - usable_bytes // 8  # some of it is for the index
+        first = len(records)
+        for record in reversed(records):
+            if record.stored_bytes <= usable_bytes:  # else it is refused, and takes nothing
+                room_bytes -= record.stored_bytes
+            if room_bytes < 0 and first < len(records):
+                break
+            first -= 1
+        return first
+
+    def _as_it_ended(self, key: RecordKey, outcome: StoreOutcome) -> StoreOutcome:
+        """Its outcome now: a later group of the same store may have evicted the record."""
+        if isinstance(outcome, NotStored) or key not in self._evicted or key in self._index:
+            return outcome
+        return _EVICTED_AT_ONCE
 
     def _fits(self, group: Sequence[Encoded]) -> bool:
         """Whether these may be one transaction, and need no more room at once than a segment has."""
@@ -261,6 +282,8 @@ class DiskTier:
         )
 
     def _store_group(self, group: Sequence[Encoded]) -> list[StoreOutcome]:
+        if not group:
+            return []
         if (refusal := self._refusal()) is not None:
             return [refusal] * len(group)
         try:
@@ -274,7 +297,7 @@ class DiskTier:
         keys = [record.identity.key for record in group]
         new: dict[RecordKey, Encoded] = {}
         for key, record in zip(keys, group, strict=True):
-            if self._index.find(key) is None:
+            if key not in self._index:
                 new.setdefault(key, record)
         self.touch(set(keys) - set(new))  # first, so that they are not what makes room
         refusal = self._make_room(list(new.values()))
@@ -284,10 +307,10 @@ class DiskTier:
         for key in keys:
             if refusal is None and (written := new.pop(key, None)) is not None:
                 outcomes.append(Stored(written.stored_bytes))
-            elif self._index.find(key) is not None:
+            elif key in self._index:
                 outcomes.append(AlreadyStored())
             else:
-                outcomes.append(refusal or NotStored(Refusal.NO_ROOM, "it was evicted for its own group"))
+                outcomes.append(refusal or _EVICTED_AT_ONCE)
         return outcomes
 
     def _make_room(self, records: Sequence[Encoded]) -> NotStored | None:
@@ -301,7 +324,7 @@ class DiskTier:
         return None
 
     def _write(self, records: dict[RecordKey, Encoded]) -> None:
-        now_s = self._clock()
+        now_s = self._use_time_s()
         rows = []
         for key, record in records.items():
             place = self._segments.append(record)
@@ -310,6 +333,9 @@ class DiskTier:
         self._segments.sync()
         self._index.insert(rows)
         self._segments.keep()
+        with self._counting:
+            self.counts.stored_records += len(rows)
+            self.counts.stored_bytes += sum(row.place.stored_bytes for row in rows)
         if isinstance(self._state, LoadsOnly):
             self._state = Ready()
 
@@ -402,6 +428,11 @@ class DiskTier:
         if keys and self._gone is not None:
             self._gone(keys)
 
+    def _forget_evicted(self, keys: Sequence[RecordKey]) -> None:
+        """At once, and not when the store ends: a load that is planned from here on must not count on them."""
+        self._evicted.update(keys)
+        self._tell_gone(keys)
+
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         """Strikes records that somebody has found to be wrong, here or by computing them anew."""
         for key in keys:
@@ -417,8 +448,8 @@ class DiskTier:
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         """These were used now. Kept in memory and written beside a later store, so that it costs nothing where it is
-        called; a crash forgets the last seconds of it."""
-        now_s = self._clock()
+        called; a crash forgets what was not written yet, mostly the last minute of it."""
+        now_s = self._use_time_s()
         with self._counting:
             for key in keys:
                 _, count = self._uses.get(key, (now_s, 0))
@@ -629,37 +660,53 @@ class DiskTier:
             )
             self._state = Off(f"the index failed: {error}")
 
-    def _flush_uses(self) -> None:
+    def _use_time_s(self) -> float:
+        """Since the epoch, by the wall clock as it was when the tier was opened."""
+        return self._epoch_s + self._clock()
+
+    def _note_uses(self) -> None:
         with self._counting:
             uses, self._uses = self._uses, {}
-        self._index.touch([(key, last_use_s, count) for key, (last_use_s, count) in uses.items()])
+        self._index.note_uses((key, last_use_s, count) for key, (last_use_s, count) in uses.items())
+
+    def _flush_uses(self) -> None:
+        self._note_uses()
+        self._index.write_uses()
 
     def _flush_uses_if_due(self) -> None:
-        now_s = self._clock()
-        if len(self._uses) < _MANY_USES and now_s < self._flush_due_s:
+        passed_s = self._clock() - self._flushed_at_s
+        if passed_s < _FLUSH_S:
             return
-        self._flush_due_s = now_s + _FLUSH_S
+        self._note_uses()
+        stored_bytes = self.counts.stored_bytes - self._flushed_at_bytes
+        if self._index.use_bytes > stored_bytes // _FLUSH_PART and passed_s < _FLUSH_AT_LATEST_S:
+            return
+        self._flushed_at_s += passed_s
+        self._flushed_at_bytes += stored_bytes
         if isinstance(self._state, Ready):
             try:
                 self._flush_uses()
             except sqlite3.Error as error:
                 self._fault(error)
 
-    def _rewrite(self, number: int) -> None:
-        """Copies the records that live in a segment to the open one, and lets their rows lead there once the copies
-        are synced. Damaged records are struck instead. The segment is dead afterwards."""
-        moves: list[tuple[RecordKey, Place, Place]] = []
+    def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
+        """Gives up these records of a segment and copies the others to the open one. Their rows lead there once the
+        copies are synced. Damaged records are struck instead. The segment is dead afterwards."""
+        moves: list[tuple[Row, Place]] = []
         damaged: list[Row] = []
+        going = set(lost)
         fd = self._files.open_read(self._segments.path(number))
         try:
             for row in self._index.of_segment(number):
+                if row.key in going:
+                    continue
                 copied = self._copy(fd, row)
                 if isinstance(copied, Miss):
                     with self._counting:
                         self.counts.misses[copied.kind] += 1
                     damaged.append(row)
                 else:
-                    moves.append((row.key, row.place, self._segments.append(copied)))
+                    moves.append((row, self._segments.append(copied)))
             self._segments.sync()
         except OSError:
             self._segments.abandon()
@@ -668,7 +715,7 @@ class DiskTier:
             self._close(fd)
         # From here on rows may lead to the copies: they are not taken back, whatever happens.
         self._segments.keep()
-        self._index.move(moves)
+        self._index.replace(lost, moves)
         for row in damaged:
             self._strike(row.key, row.place)
 
@@ -695,7 +742,8 @@ class DiskTier:
                     elif end < length:
                         self._files.truncate(self._segments.path(number), end)
                 self._room.remove_dead(usage)
-                if not self._room.make(0):
+                # The index was just written back: the room that is kept for its growth may be in use.
+                if not self._room.make(-self._room.budget.wal_bytes):
                     raise OSError(
                         errno.EDQUOT, "what lies there is more than --disk-budget, and can't be removed"
                     )
@@ -704,6 +752,7 @@ class DiskTier:
 
 
 _CLOSED = "closed"
+_EVICTED_AT_ONCE = NotStored(Refusal.NO_ROOM, "it was evicted for records of the same store")
 
 
 def _next_number(files: Files, folder: Path, index: Index) -> int:

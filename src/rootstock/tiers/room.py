@@ -2,30 +2,35 @@
 
 Every byte under the directory counts: segments with the dead bytes in them, the index and its WAL, files of older
 formats and whatever else lies there. It is measured (file lengths, as `ls -l` has them), not booked. Of the cap a
-part stays free at all times, so that making room never needs room that is not there: one segment for the copy that a
-compaction makes, and twice the limit of the WAL, for itself and for what the database grows by when it is written
-back.
+part stays free at all times, so that making room never needs room that is not there: an eighth of a segment for the
+copies of records that are kept, and twice the limit of the WAL, for itself and for what the database grows by when it
+is written back.
+
+Records are evicted by the segment, as a file system of log structure or a flash cache does it, because a record that
+is evicted alone frees no room until its neighbours are copied. The segment that goes is the one of which the most
+recently used record that would be lost was used longest ago. Records of it that were used since they were written are
+copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each segment
+that goes frees at least seven times the bytes that it makes us write: all copies together are at most a seventh of
+what is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rootstock.cache.identity import RecordKey
-from rootstock.tiers.base import VictimOrder
+from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.files import Files
 from rootstock.tiers.index import INDEX_NAMES, WAL_NAME, Index
 from rootstock.tiers.lock import LOCK_NAME
 from rootstock.tiers.segments import Segments, segment_number
 
-LEAST_CAP_BYTES = 2**20
-_LEAST_WAL_BYTES = 128 * 1024  # one row at once
-# A segment is worth copying if this much of it is dead, or if this much of everything is: then one such is the best.
-_MOSTLY_DEAD = 0.5
-_DEAD_OF_ALL = 0.25
+SEGMENTS = 16  # in a budget, at least: what one eviction gives up is no more than this part
+_LEAST_WAL_BYTES = 128 * 1024
+_KEPT_PART = 8  # of a segment that goes, up to one in so many bytes is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,17 @@ class Budget:
     @staticmethod
     def of(cap_bytes: int, segment_bytes: int) -> Budget:
         wal_bytes = min(8 * 2**20, max(_LEAST_WAL_BYTES, cap_bytes // 32))
-        return Budget(cap_bytes, min(segment_bytes, cap_bytes // 8), wal_bytes)
+        return Budget(cap_bytes, min(segment_bytes, cap_bytes // SEGMENTS), wal_bytes)
 
     @property
     def usable_bytes(self) -> int:
         """For everything but the WAL."""
-        return self.cap_bytes - self.segment_bytes - 2 * self.wal_bytes
+        return self.cap_bytes - self.segment_bytes // _KEPT_PART - 2 * self.wal_bytes
+
+
+def least_cap_bytes(largest_record_bytes: int) -> int:
+    """Of a tier for records up to this size: each must find room in a segment, and the index and its WAL as well."""
+    return max(LEAST_DISK_BUDGET_BYTES, SEGMENTS * largest_record_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +136,20 @@ def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: RoomCou
     return removed
 
 
+@dataclass(frozen=True, slots=True)
+class _Eviction:
+    """What giving up a segment means."""
+
+    version: int  # of the segment's content
+    length: int
+    kept_bytes: int
+    lost: tuple[RecordKey, ...]  # least recently used first
+    lost_bytes: int
+    recency: tuple[float, int]  # of the most recently used record that is lost
+
+
 class Room:
-    """Makes room, worst first: foreign files, dead segments, the dead bytes of a segment, records.
+    """Makes room, worst first: foreign files, dead segments, and then the segment that is missed least.
 
     Every method is for the thread that stores, and raises OSError and sqlite3.Error.
     """
@@ -139,9 +161,8 @@ class Room:
         index: Index,
         segments: Segments,
         budget: Budget,
-        rewrite: Callable[[int], None],
-        flush_uses: Callable[[], None],  # so that the index knows who was used last
-        victims: VictimOrder | None,
+        rewrite: Callable[[int, Sequence[RecordKey]], None],
+        note_uses: Callable[[], None],  # so that the index knows which records were used last
         evicted: Callable[[Sequence[RecordKey]], None],
     ) -> None:
         self._files = files
@@ -149,10 +170,12 @@ class Room:
         self._index = index
         self._segments = segments
         self.budget = budget
-        self._rewrite = rewrite  # copies the live records of a segment elsewhere, durably
-        self._flush_uses = flush_uses
-        self._victims = victims
-        self._evicted = evicted
+        self._rewrite = (
+            rewrite  # gives up these records of a segment, and copies the others elsewhere, durably
+        )
+        self._note_uses = note_uses
+        self._evicted = evicted  # told as soon as the rows are gone
+        self._evictions: dict[int, _Eviction] = {}  # by segment; those that still hold are not computed again
         self.counts = RoomCounts()
 
     def usage(self) -> Usage:
@@ -167,13 +190,10 @@ class Room:
             short_bytes = usage.charged_bytes + needed_bytes - self.budget.usable_bytes
             if short_bytes <= 0:
                 return True
-            # Only now, because it takes a look at every record: a full directory has a hundred thousand.
-            usage = replace(usage, live_bytes=sum(self._index.live_bytes().values()))
             freed = (
                 remove_foreign(self._files, usage, short_bytes, self.counts)
                 or self.remove_dead(usage)
-                or self._compact(usage)
-                or self._evict(max(short_bytes, self.budget.segment_bytes // 4))
+                or self._evict(usage)
             )
             if not freed:
                 return False
@@ -189,57 +209,60 @@ class Room:
             self.counts.removed_segments += 1
         return bool(dead)
 
-    def _compact(self, usage: Usage) -> bool:
-        """Copies what lives in the segment of which the largest part is dead, and removes it."""
-        live = self._index.live_bytes()
-        dead_parts = {
-            number: 1 - live.get(number, 0) / length for number, length in usage.segments.items() if length
+    def _evict(self, usage: Usage) -> bool:
+        """Gives up a segment, but for what of it is kept."""
+        self._note_uses()
+        self._evictions = {
+            number: self._eviction(number, usage.segments.get(number, 0))
+            for number in self._index.live_bytes()
         }
-        if not dead_parts:
+        if not self._evictions:
             return False
-        worst = max(dead_parts, key=lambda number: dead_parts[number])
-        least = _DEAD_OF_ALL if usage.dead_bytes >= _DEAD_OF_ALL * usage.segment_bytes else _MOSTLY_DEAD
-        copy_bytes = live.get(worst, 0)
-        has_room = usage.charged_bytes + copy_bytes + 2 * self.budget.wal_bytes <= self.budget.cap_bytes
-        if dead_parts[worst] < least or not has_room:
-            return False
-        if self._segments.open_number == worst:
+        number = min(self._evictions, key=lambda number: self._evictions[number].recency)
+        eviction = self._evictions[number]
+        lost, lost_bytes = eviction.lost, eviction.lost_bytes
+        has_room = (
+            usage.charged_bytes + eviction.kept_bytes + 2 * self.budget.wal_bytes <= self.budget.cap_bytes
+        )
+        if not has_room:
+            known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+            lost, lost_bytes = tuple(known.key for known in known), sum(known.stored_bytes for known in known)
+        if self._segments.open_number == number:
             self._segments.seal()
-        self._rewrite(worst)
-        self._files.remove(self._segments.path(worst))
-        self.counts.compacted_segments += 1
+        if eviction.kept_bytes and has_room:
+            self._rewrite(number, lost)
+            self.counts.compacted_segments += 1
+        else:
+            self._index.delete(lost)
+            self.counts.removed_segments += 1
+        self.counts.evicted_records += len(lost)
+        self.counts.evicted_bytes += lost_bytes
+        self._evicted(lost)
+        if number in usage.segments:
+            self._files.remove(self._segments.path(number))
         return True
 
-    def _evict(self, least_bytes: int) -> bool:
-        """Gives up records worth `least_bytes` or all there are."""
-        self._flush_uses()
-        evicted: list[RecordKey] = []
-        evicted_bytes = 0
-        for key, stored_bytes in self._candidates(least_bytes):
-            if evicted_bytes >= least_bytes:
-                break
-            evicted.append(key)
-            evicted_bytes += stored_bytes
-        self._index.delete(evicted)
-        self.counts.evicted_records += len(evicted)
-        self.counts.evicted_bytes += evicted_bytes
-        self._evicted(evicted)
-        return bool(evicted)
-
-    def _candidates(self, least_bytes: int) -> Iterator[tuple[RecordKey, int]]:
-        given: set[RecordKey] = set()
-        if self._victims is not None:
-            for row in self._index.rows(self._victims(least_bytes)):
-                if row.key not in given:
-                    given.add(row.key)
-                    yield row.key, row.place.stored_bytes
-        count = 64
-        seen = 0
-        while True:
-            oldest = self._index.least_recently_used(count)
-            for key, stored_bytes in oldest[seen:]:
-                if key not in given:
-                    yield key, stored_bytes
-            if len(oldest) < count:
-                return
-            seen, count = count, 4 * count
+    def _eviction(self, number: int, length: int) -> _Eviction:
+        version = self._index.version_of(number)
+        before = self._evictions.get(number)
+        if before is not None and (before.version, before.length) == (version, length):
+            return before
+        known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+        limit_bytes = min(length, self.budget.segment_bytes) // _KEPT_PART
+        is_mostly_dead = sum(each.stored_bytes for each in known) <= limit_bytes
+        kept_bytes = 0
+        lost = []
+        for each in reversed(known):
+            if (each.is_used or is_mostly_dead) and kept_bytes + each.stored_bytes <= limit_bytes:
+                kept_bytes += each.stored_bytes
+            else:
+                lost.append(each)
+        lost.reverse()
+        return _Eviction(
+            version,
+            length,
+            kept_bytes,
+            tuple(each.key for each in lost),
+            sum(each.stored_bytes for each in lost),
+            lost[-1].recency if lost else (float("-inf"), 0),
+        )
