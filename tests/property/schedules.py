@@ -241,6 +241,8 @@ def _live(
             engine.abort(clients[int(rng.integers(len(clients)))].request.id)
         elif action < 0.43:
             engine.clear_cache()
+        elif action < 0.435:
+            engine.clear_cache("tenant")
         engine.step()
         if tiering is not None:
             tiering.run()

@@ -111,6 +111,11 @@ class StoredIndex:
         self._places.clear()
         self.version += 1
 
+    def clear_namespace(self, namespace: Namespace) -> None:
+        """O(records)."""
+        for key in self.keys_beyond(namespace, -1):
+            self.remove(key)
+
     def some(self, count: int) -> list[Identity]:
         """The records that were added last."""
         keys = list(self._places)[-count:]
