@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rootstock.config import EngineConfig
+from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.text import ByteTextCodec
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -383,21 +383,26 @@ def test_stats_equal_a_recount_and_clearing_gives_everything_back(serve: Any) ->
         assert served.client.get("/v1/cache/stats").json()["cache"]["cached_blocks"] == 0
 
 
-def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any) -> None:
-    with serve() as served:
+@pytest.mark.parametrize("tells", ["own", "all"])
+def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any, tells: str) -> None:
+    with serve(server=ServerConfig(explain=tells)) as served:
         served.chat("The capital of France", max_tokens=1)
         found = served.client.post(
             "/v1/cache/explain", json={"messages": [{"role": "user", "content": "The capital of Spain"}]}
         ).json()
         common = len(served.chat_prompt("The capital of ")) - 2  # without the end of the turn
         assert found["matched_tokens"] == common
-        assert found["cap"] == "diverged"
+        assert found["cap"] == ("diverged" if tells == "all" else "not_cached")
         assert found["divergence"]["position"] == common
         assert found["divergence"]["before"].endswith("The capital of ")
         assert found["divergence"]["asked"] == {"token": ord("S"), "text": "S"}
-        assert found["divergence"]["cached"] == [{"token": ord("F"), "text": "F"}]
+        assert found["divergence"]["cached"] == (
+            [{"token": ord("F"), "text": "F"}] if tells == "all" else None
+        )
         assert "'S'" in found["message"]
-        assert "'F'" in found["message"]
+        assert ("'F'" in found["message"]) == (tells == "all")
+        for name in ("evicted_tokens", "pending_tokens"):
+            assert found[name] == (0 if tells == "all" else None)
 
 
 def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothing(serve: Any) -> None:

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, Header, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock._version import __version__
-from rootstock.cache.explain import Explanation
 from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import Tokens
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.text import TextCodec, token_text
+from rootstock.engine.text import TextCodec
 from rootstock.errors import BodyTooLarge, ModelNotFound, RequestError, Unauthorized
 from rootstock.runtime.base import ModelDescription
+from rootstock.server.access import (
+    Keys,
+    Tenant,
+    is_operator,
+    names_tenant,
+    refuse_unless,
+    remember_caller,
+)
 from rootstock.server.answer import Answerer
+from rootstock.server.cache_routes import cache_routes
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.described import numbers_of
 from rootstock.server.errors import error_response, install_error_handlers
 from rootstock.server.metrics import Metrics
-from rootstock.server.openai import ServedModel, salt_of
-from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest, ExplainRequest
+from rootstock.server.openai import ServedModel
+from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest
 from rootstock.server.tokenized import TokenizedPieces
 
 MAX_BODY_BYTES = 64 * 1024**2
-_CONTEXT_CHARACTERS = 80
-
-# The tenant, set by a proxy that knows who asks. Prefixes are shared within one tenant only.
-Tenant = Annotated[str, Header(alias="X-Cache-Salt")]
 
 
 def create_app(
@@ -56,14 +58,14 @@ def create_app(
         defaults or SamplingDefaults(),
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
-    metrics = Metrics(engine)
+    metrics, keys = Metrics(engine), Keys(config)
     app = FastAPI(title="Rootstock", version=__version__, strict_content_type=False, redoc_url=None)
-    app.add_middleware(Guard, api_key=config.api_key, max_body_bytes=MAX_BODY_BYTES)
+    app.add_middleware(Guard, keys=keys, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app)
     app.include_router(_generation_routes(model, Answerer(engine, metrics)))
-    app.include_router(_cache_routes(engine, model))
+    app.include_router(cache_routes(engine, model, keys, config.explain))
     app.include_router(
-        _state_routes(engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts))
+        _state_routes(engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), keys)
     )
     return app
 
@@ -72,7 +74,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant = "") -> Response:
+    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
         try:
             return await answerer.answer(lambda: model.chat_call(body, tenant), request)
         except RequestError as error:
@@ -81,36 +83,15 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
             raise
 
     @router.post("/v1/completions")
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant = "") -> Response:
+    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
         return await answerer.answer(lambda: model.completion_call(body, tenant), request)
 
     return router
 
 
-def _cache_routes(engine: Engine, model: ServedModel) -> APIRouter:
-    router = APIRouter(prefix="/v1/cache", tags=["Cache"])
-
-    # Plain functions: they wait for the engine's thread, and so run on a thread of their own.
-    @router.get("/stats")
-    def stats() -> dict[str, Any]:
-        found = engine.stats()
-        derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
-        return asdict(found) | {"cache": asdict(found.cache) | derived}
-
-    @router.post("/explain")
-    def explain(body: ExplainRequest, tenant: Tenant = "") -> dict[str, Any]:
-        model.refuse_other(body.model)
-        tokens = body.tokens(model.codec)
-        return explained(engine.explain(tokens, salt_of(tenant, body.cache_salt)), tokens, model.codec)
-
-    @router.post("/clear")
-    def clear() -> dict[str, Any]:
-        return asdict(engine.clear_cache())
-
-    return router
-
-
-def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any]) -> APIRouter:
+def _state_routes(
+    engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any], keys: Keys
+) -> APIRouter:
     router = APIRouter(tags=["State"])
 
     def described() -> dict[str, Any]:
@@ -134,57 +115,27 @@ def _state_routes(engine: Engine, model: ServedModel, metrics: Metrics, numbers:
         return described()
 
     @router.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         found = engine.health()
-        status = "ok" if found.alive else "dead"
-        return JSONResponse({"status": status, **asdict(found)}, 200 if found.alive else 503)
+        told = {"status": "ok" if found.alive else "dead", "alive": found.alive, "detail": found.detail}
+        if is_operator(request):
+            told |= asdict(found)  # how many requests run is what others do
+        return JSONResponse(told, 200 if found.alive else 503)
 
     @router.get("/metrics")
-    def prometheus() -> Response:
+    def prometheus(request: Request) -> Response:
+        refuse_unless(not names_tenant(request), keys)
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 
 
-def explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dict[str, Any]:
-    """An explanation with the text that its token ids stand for."""
-    at = explanation.divergence
-    divergence = None
-    message = explanation.message
-    if explanation.below is not None:
-        message += f" {explanation.below.message}"
-    if at is not None:
-
-        def shown(token: int) -> dict[str, Any]:
-            return {"token": token, "text": token_text(codec, token)}
-
-        asked = shown(int(tokens[at]))
-        cached = [shown(token) for token in explanation.cached_tokens_there]
-        before = codec.decode(tokens[max(0, at - _CONTEXT_CHARACTERS) : at].tolist())[-_CONTEXT_CHARACTERS:]
-        divergence = {"position": at, "before": before, "asked": asked, "cached": cached}
-        if cached:
-            others = ", ".join(repr(each["text"]) for each in cached)
-            message += f" After {before[-40:]!r} it says {asked['text']!r}, cached prefixes say {others}."
-    return {
-        "prompt_tokens": explanation.prompt_tokens,
-        "matched_tokens": explanation.matched_tokens,
-        "found_tokens": explanation.found_tokens,
-        "cap": explanation.cap,
-        "capped_by": explanation.capped_by,
-        "message": message,
-        "divergence": divergence,
-        "evicted_tokens": explanation.evicted_tokens,
-        "pending_tokens": explanation.pending_tokens,
-        "below": None if explanation.below is None else asdict(explanation.below),
-    }
-
-
 class Guard:
     """Before every route: the API key, and the size of the body. Only /health needs no key."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,15 +143,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        if not self._knows(headers.get(b"authorization", b"")) and scope["path"] != "/health":
+        caller = self._keys.caller(headers.get(b"authorization", b""))
+        if caller is None and scope["path"] != "/health":
             await error_response(Unauthorized())(scope, receive, send)
         elif int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
             await error_response(BodyTooLarge(self._max_body_bytes))(scope, receive, send)
         else:
+            if caller is not None:
+                remember_caller(scope.setdefault("state", {}), caller)
             await self._app(scope, self._limited(receive), send)
-
-    def _knows(self, authorization: bytes) -> bool:
-        return self._expected is None or hmac.compare_digest(authorization, self._expected)
 
     def _limited(self, receive: Receive) -> Receive:
         received = 0

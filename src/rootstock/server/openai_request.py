@@ -178,6 +178,12 @@ class ExplainRequest(TemplateFields):
         return prompts[0].tokens
 
 
+class ClearRequest(Wire):
+    """Whose prefixes go."""
+
+    cache_salt: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: Tokens

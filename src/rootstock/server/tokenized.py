@@ -16,7 +16,7 @@ from rootstock.cache.plan import Tokens
 from rootstock.engine.text import TextCodec
 
 CAP_BYTES = 64 * 1024**2
-_ENTRY_BYTES = 400  # of what holds a piece and its tokens, besides these
+_ENTRY_BYTES = 520  # of what holds a piece and its tokens, besides these; 113 of them are a salt
 
 _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
 
