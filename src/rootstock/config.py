@@ -130,7 +130,8 @@ class EngineConfig:
     chunk_tokens: int = 512  # tokens of one step, decodes included: how long a decode can be held up
     max_queue: int = 1024  # requests that are accepted beyond max_batch
     context_limit: int | None = None  # lower than the model's, if set
-    # Where the seeds of requests without one come from; None: the system, so that no answer tells how many there were.
+    # Where the seeds of requests without one come from; None: the system. From a stream that is known, an answer
+    # would tell how many requests came before.
     seed: int | None = None
     itl_target_s: float | None = (
         None  # how long a step with decodes may take: fewer tokens of prompts go into it

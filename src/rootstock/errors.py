@@ -234,8 +234,8 @@ class EngineFault(EngineError):
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(
-            f"The engine failed: {type(cause).__name__}; the server's log says why. It has dropped every open request "
-            "and started with an empty cache. Send the request again, and report this: it is a bug."
+            f"The engine failed: {type(cause).__name__}; the server's log says why. Every open request is dropped, "
+            "and it has started with an empty cache. Send the request again, and report this: it is a bug."
         )
         self.cause = cause
 

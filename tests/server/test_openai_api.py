@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from rootstock.config import EngineConfig, ServerConfig
+from rootstock.cache.families import row_bytes
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
+from rootstock.engine.assemble import assemble
 from rootstock.engine.text import ByteTextCodec
+from rootstock.runtime.fake import FULL, FakeRuntime
+from rootstock.server.app import create_app
+from rootstock.server.run import running
+from rootstock.tiers.base import Refusal
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 CHAT = "/v1/chat/completions"
@@ -419,6 +427,24 @@ def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothi
         assert explain(prompt=list(b"all of this")) == whole
         assert explain(prompt="all of this", cache_salt="other")["cap"] == "nothing_cached"
         assert served.assembly.engine.stats().cache == before
+
+
+def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Path) -> None:
+    """`asdict` made of Counter(loaded=2) a Counter of its items: {"loaded,2": 1}."""
+    runtime = FakeRuntime(ByteTextCodec.vocab_size, 4096)
+    config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
+    made = assemble(runtime, ByteTextCodec(), config, None, TierConfig(tmp_path / "tier"))
+    app = create_app(made.engine, made.codec, made.description)
+    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url) as client:
+        tiering = made.engine._tiering
+        assert tiering is not None
+        tiering.counters.loads["loaded"] += 2777
+        tiering.counters.choices["load"] += 3
+        tiering.counters.stores_refused[Refusal.QUEUE_FULL] += 4
+        counters = client.get("/v1/cache/stats").json()["tier"]["counters"]
+    assert counters["loads"] == {"loaded": 2777}
+    assert counters["choices"] == {"load": 3}
+    assert counters["stores_refused"] == {"queue_full": 4}
 
 
 def test_metrics_count_requests_and_tokens(serve: Any) -> None:
