@@ -266,7 +266,9 @@ def serve(
         verify_hits,
     )
     tenant_keys = {} if api_keys_file is None else read_tenant_keys(api_keys_file)
-    server_config = ServerConfig(host, port, api_key, admin_key, tenant_keys, explain)
+    server_config = ServerConfig(
+        host, port, api_key, admin_key=admin_key, tenant_keys=tenant_keys, explain=explain
+    )
     template = None if chat_template is None else _read_template(chat_template)
 
     from rootstock.server.run import listen, serve, url_of

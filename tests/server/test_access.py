@@ -187,7 +187,7 @@ def test_a_tenant_clears_what_is_its_own_and_nothing_else(serve: Any) -> None:
         assert cached(served, a) == 0
 
 
-def test_who_is_named_a_tenant_is_not_told_of_all_of_them(serve: Any) -> None:
+def test_a_sender_that_names_a_tenant_is_not_told_of_all_of_them(serve: Any) -> None:
     for config, tenant, operator in (
         (ServerConfig(), salted("a"), {}),
         (ServerConfig(api_key="k"), key("k") | salted("a"), key("k")),

@@ -58,14 +58,16 @@ def create_app(
         defaults or SamplingDefaults(),
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
-    metrics, keys = Metrics(engine), Keys(config)
+    metrics = Metrics(engine)
     app = FastAPI(title="Rootstock", version=__version__, strict_content_type=False, redoc_url=None)
-    app.add_middleware(Guard, keys=keys, max_body_bytes=MAX_BODY_BYTES)
+    app.add_middleware(Guard, config=config, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app)
     app.include_router(_generation_routes(model, Answerer(engine, metrics)))
-    app.include_router(cache_routes(engine, model, keys, config.explain))
+    app.include_router(cache_routes(engine, model, config))
     app.include_router(
-        _state_routes(engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), keys)
+        _state_routes(
+            engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config
+        )
     )
     return app
 
@@ -90,7 +92,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
 
 
 def _state_routes(
-    engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any], keys: Keys
+    engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any], config: ServerConfig
 ) -> APIRouter:
     router = APIRouter(tags=["State"])
 
@@ -124,7 +126,7 @@ def _state_routes(
 
     @router.get("/metrics")
     def prometheus(request: Request) -> Response:
-        refuse_unless(not names_tenant(request), keys)
+        refuse_unless(not names_tenant(request), config)
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
@@ -133,9 +135,9 @@ def _state_routes(
 class Guard:
     """Before every route: the API key, and the size of the body. Only /health needs no key."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, max_body_bytes: int) -> None:
         self._app = app
-        self._keys = keys
+        self._keys = Keys(config)
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

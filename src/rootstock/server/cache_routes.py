@@ -10,23 +10,23 @@ from fastapi import APIRouter, Request
 
 from rootstock.cache.explain import Explanation
 from rootstock.cache.plan import Tokens
+from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.text import TextCodec, token_text
-from rootstock.server.access import Keys, Tenant, caller_of, is_operator, refuse_unless, salt_of
+from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless, salt_of
 from rootstock.server.openai import ServedModel
 from rootstock.server.openai_request import ClearRequest, ExplainRequest
 
 _CONTEXT_CHARACTERS = 80
 
 
-def cache_routes(engine: Engine, model: ServedModel, keys: Keys, explain_tells: str) -> APIRouter:
-    """`explain_tells` is `ServerConfig.explain`."""
+def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1/cache", tags=["Cache"])
 
     # Plain functions: they wait for the engine's thread, and so run on a thread of their own.
     @router.get("/stats")
     def stats(request: Request) -> dict[str, Any]:
-        refuse_unless(is_operator(request), keys)
+        refuse_unless(is_operator(request), config)
         found = engine.stats()
         derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
         told: dict[str, Any] = _as_json(found)
@@ -35,12 +35,12 @@ def cache_routes(engine: Engine, model: ServedModel, keys: Keys, explain_tells: 
 
     @router.post("/explain")
     def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
-        refuse_unless(not keys.asks_for_admin_key or caller_of(request).has_admin_key, keys)
+        refuse_unless(config.admin_key is None or caller_of(request).has_admin_key, config)
         model.refuse_other(body.model)
         salt = salt_of(tenant, body.cache_salt)
         tokens = body.tokens(model.codec)
         explanation = engine.explain(tokens, salt)
-        if explain_tells == "own":
+        if config.explain == "own":
             explanation = explanation.of_the_prompt()
         return _explained(explanation, tokens, model.codec)
 
@@ -49,7 +49,7 @@ def cache_routes(engine: Engine, model: ServedModel, keys: Keys, explain_tells: 
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if salt:
             return asdict(engine.clear_cache(salt))
-        refuse_unless(is_operator(request), keys)
+        refuse_unless(is_operator(request), config)
         return asdict(engine.clear_cache())
 
     return router
