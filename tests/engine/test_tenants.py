@@ -132,6 +132,8 @@ def test_what_is_known_of_the_disk_is_what_is_on_it_however_many_tenants_there_w
         on_disk = [entry.identity for entry in bench.disk.entries()]
         assert len(stored) == len(on_disk) > 0
         assert len(stored._at) == len({identity.parent for identity in on_disk})
+        assert set(stored._of_namespace) == {identity.namespace for identity in on_disk}
+        assert sum(map(len, stored._of_namespace.values())) == len(stored)
         assert len(bench.cache.tree.roots) <= 24 + MAX_EMPTY_ROOTS
 
 

@@ -448,7 +448,7 @@ class Tiering:
         return True
 
     def forget(self, namespace: Namespace) -> None:
-        """Nothing of the namespace is loaded any more, as far as is known here. O(records)."""
+        """Nothing of the namespace is loaded any more, as far as is known here. O(its records)."""
         self._events.apply(self._stored)
         self._stored.clear_namespace(namespace)
 
