@@ -29,6 +29,7 @@ from rootstock.config import (
     parse_draft_tokens,
     parse_names,
     parse_seconds,
+    read_tenant_keys,
 )
 from rootstock.engine.assemble import Assembly, build_engine
 from rootstock.engine.tiering import TierStats
@@ -124,6 +125,28 @@ def serve(
             "loopback address, localhost and IP addresses; any otherwise."
         ),
     ] = "",
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a line 'KEY TENANT' for each API key. The key decides whose cache a request shares, "
+            "whatever X-Cache-Salt says."
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROOTSTOCK_ADMIN_KEY",
+            show_envvar=True,
+            help="Ask for it at /v1/cache/stats, /v1/cache/explain, and to clear what is not a tenant's own.",
+        ),
+    ] = None,
+    explain: Annotated[
+        str,
+        typer.Option(
+            help="What /v1/cache/explain tells. own: of the prompt alone; all: also others' tokens, evictions and "
+            "running requests, of everybody who shares its salt."
+        ),
+    ] = _SERVER.explain,
     served_model_name: Annotated[str | None, typer.Option(help="How clients call the model.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = _MODEL.device,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = _MODEL.dtype,
@@ -296,6 +319,9 @@ def serve(
         host,
         port,
         api_key,
+        admin_key=admin_key,
+        tenant_keys={} if api_keys_file is None else read_tenant_keys(api_keys_file),
+        explain=explain,
         max_body_bytes=parse_bytes(max_body, "--max-body"),
         max_connections=max_connections,
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rootstock.errors import InvalidOption
@@ -24,6 +25,11 @@ MAX_THREADS = 4096
 MAX_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter of it is for the index's write-ahead log
+EXPLANATIONS = ("own", "all")
+MAX_KEY_LENGTH = 1024
+MAX_KEYS = 100_000
+MAX_SALT_LENGTH = 1024  # characters, also of a tenant's name
+KEY_FORM = f"1 to {MAX_KEY_LENGTH:,} printable ASCII characters without spaces"
 
 
 def parse_bytes(text: str, option: str = "--kv-budget") -> int:
@@ -65,6 +71,34 @@ def parse_draft_tokens(text: str) -> int | None:
     if not re.fullmatch(r"[0-9]{1,4}", text):
         raise InvalidOption("--speculate", text, "auto, off, or how many tokens at most")
     return int(text)
+
+
+def is_key(text: str) -> bool:
+    return re.fullmatch(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}", text) is not None
+
+
+def read_tenant_keys(path: Path) -> dict[str, str]:
+    """API key → tenant, of a file with a line `KEY TENANT` for each key. Empty lines and those that begin with # are
+    skipped. Raises InvalidOption, which shows no key."""
+    option, keys = "--api-keys-file", dict[str, str]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, *tenant = line.split()
+        where = f"{path}, line {number}"
+        if not is_key(key) or len(tenant) != 1 or len(tenant[0]) > MAX_SALT_LENGTH:
+            allowed = f"a key ({KEY_FORM}), a space and a tenant of 1 to {MAX_SALT_LENGTH:,} characters"
+            raise InvalidOption(option, where, allowed)
+        if key in keys:
+            raise InvalidOption(option, where, "a key that is on no other line")
+        keys[key] = tenant[0]
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise InvalidOption(option, str(path), f"a file with 1 to {MAX_KEYS:,} keys")
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +151,9 @@ class EngineConfig:
     chunk_tokens: int = 512  # tokens of one step, decodes included: how long a decode can be held up
     max_queue: int = 1024  # requests that are accepted beyond max_batch
     context_limit: int | None = None  # lower than the model's, if set
-    seed: int = 0  # where the seeds of requests without one come from
+    # Where the seeds of requests without one come from; None: the system. From a stream that is known, an answer
+    # would tell how many requests came before.
+    seed: int | None = None
     itl_target_s: float | None = (
         None  # how long a step with decodes may take: fewer tokens of prompts go into it
     )
@@ -184,7 +220,12 @@ class ModelConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # bound to no tenant: it may name any
+    # Asked for by what tells of all tenants, or clears what is theirs.
+    admin_key: str | None = field(default=None, repr=False)
+    tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
+    # What `explain` tells. own: of the prompt alone; all: of everything in its namespace.
+    explain: str = "own"
     parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
     max_body_bytes: int = 16 * KIB**2  # of one request
     max_connections: int = 2048
@@ -195,6 +236,17 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for option, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
+            if key is not None and not is_key(key):
+                raise InvalidOption(option, "(not shown)", KEY_FORM)
+        if self.admin_key is not None and (
+            self.admin_key == self.api_key or self.admin_key in self.tenant_keys
+        ):
+            raise InvalidOption("--admin-key", "(not shown)", "another key than those of clients")
+        if self.api_key in self.tenant_keys:
+            raise InvalidOption("--api-key", "(not shown)", "another key than those of --api-keys-file")
+        if self.explain not in EXPLANATIONS:
+            raise InvalidOption("--explain", self.explain, " | ".join(EXPLANATIONS))
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
         if self.max_body_bytes < KIB:

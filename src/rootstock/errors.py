@@ -17,6 +17,7 @@
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
     │   ├── Unauthorized                401
+    │   ├── AdminOnly                   403
     │   ├── HostNotAllowed              403  a name that this server is not known by: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -27,6 +28,7 @@
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
+    │   ├── ClearUnderWay               429
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  in the bodies of all requests together
     ├── EngineError                     500
@@ -246,6 +248,19 @@ class Unauthorized(RequestError):
         super().__init__("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
 
 
+class AdminOnly(RequestError):
+    code = "admin_only"
+    http_status = 403
+
+    def __init__(self, has_admin_key: bool) -> None:
+        remedy = (
+            "Send the admin key as 'Authorization: Bearer KEY'"
+            if has_admin_key
+            else "Serve with --admin-key KEY, and send that key as 'Authorization: Bearer KEY'"
+        )
+        super().__init__(f"This tells of all tenants, or changes what is theirs. {remedy}.")
+
+
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
@@ -349,6 +364,13 @@ class QueueFull(Overloaded):
         self.max_queue = max_queue
 
 
+class ClearUnderWay(Overloaded):
+    code = "clear_under_way"
+
+    def __init__(self) -> None:
+        super().__init__("Records are being removed for an earlier request. Try again in a moment.")
+
+
 class TooManyConnections(Overloaded):
     code = "too_many_connections"
     http_status = 503
@@ -381,8 +403,9 @@ class StepFailed(EngineError):
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(
-            f"The forward pass of this request failed: {type(cause).__name__}: {cause}. Other requests go on; "
-            "send it again, and report it if it fails again."
+            # Not what it says: it may be about other requests of the same forward.
+            f"The forward pass of this request failed: {type(cause).__name__}; the server's log says why. Other "
+            "requests go on; send it again, and report it if it fails again."
         )
         self.cause = cause
 
@@ -392,8 +415,8 @@ class EngineFault(EngineError):
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(
-            f"The engine failed: {type(cause).__name__}: {cause}. It has dropped every open request and started with "
-            "an empty cache. Send the request again, and report this: it is a bug."
+            f"The engine failed: {type(cause).__name__}; the server's log says why. Every open request is dropped, "
+            "and it has started with an empty cache. Send the request again, and report this: it is a bug."
         )
         self.cause = cause
 

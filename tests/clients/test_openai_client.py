@@ -152,7 +152,8 @@ def test_the_async_client_runs_many_at_once_and_may_leave_a_stream(url: str) -> 
                 break
             await stream.close()
             for _ in range(1000):
-                health = (await client._client.get(url.removesuffix("/v1") + "/health")).json()
+                known = {"Authorization": f"Bearer {KEY}"}
+                health = (await client._client.get(url.removesuffix("/v1") + "/health", headers=known)).json()
                 if health["running"] == 0:
                     break
                 await asyncio.sleep(0.005)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
+from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
@@ -42,7 +43,7 @@ class Scripted:
     def ended(self, sequence: Running, lease: Lease) -> None:
         pass
 
-    def forget(self) -> None:
+    def forget(self, namespace: Namespace | None = None) -> None:
         pass
 
 

@@ -19,6 +19,7 @@ from property.simulated_tier import Failing, SimulatedTier, SimulatedTiering
 from rootstock.cache import KVCache
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
+from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import Tokens
 from rootstock.cache.stored import StoredIndex
@@ -241,6 +242,8 @@ def _live(
             engine.abort(clients[int(rng.integers(len(clients)))].request.id)
         elif action < 0.43:
             engine.clear_cache()
+        elif action < 0.435:
+            engine.clear_cache("tenant")
         engine.step()
         if tiering is not None:
             tiering.run()
@@ -336,7 +339,7 @@ class Guesses:
     def ended(self, sequence: Sequence, lease: Lease) -> None:
         assert len(lease.tokens) == len(sequence.request.tokens) + max(0, len(sequence.generated) - 1)
 
-    def forget(self) -> None:
+    def forget(self, namespace: Namespace | None = None) -> None:
         pass
 
 

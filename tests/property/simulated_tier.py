@@ -116,8 +116,10 @@ class SimulatedTier:
         for key in keys:
             self._records.pop(key, None)
 
-    def clear(self) -> None:
-        self._records.clear()
+    def clear(self, namespace: bytes | None = None) -> None:
+        for key, (identity, _) in list(self._records.items()):
+            if namespace in (None, identity.namespace):
+                del self._records[key]
 
     def entries(self) -> Iterator[Entry]:
         for identity, payload in list(self._records.values()):

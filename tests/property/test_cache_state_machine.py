@@ -186,6 +186,25 @@ class TreeAndPool(RuleBasedStateMachine):
         self.cache.clear()
         assert all(pool.pool.cached_blocks == 0 for pool in self.cache.pools.every)
 
+    @rule(tenant=st.sampled_from(["", "other"]))
+    def clear_for_a_tenant(self, tenant: str) -> None:
+        namespace = Namespace("weights", "float32", salt=tenant)
+        others = [
+            node
+            for root in self.cache.tree.roots.values()
+            if root.namespace != namespace
+            for node in walk(root)
+        ]
+        self.cache.clear(namespace)
+        root = self.cache.tree.roots.get(namespace)
+        assert root is None or all(node.pins for node in walk(root))
+        assert others == [
+            node
+            for root in self.cache.tree.roots.values()
+            if root.namespace != namespace
+            for node in walk(root)
+        ]
+
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
         namespace = Namespace("weights", "float32")

@@ -219,6 +219,26 @@ def test_the_api_key_may_come_from_the_environment(processes: list[Process]) -> 
     assert httpx.get(f"{one.url}/v1/models", headers=known).status_code == 200
 
 
+def test_keys_of_tenants_and_of_the_admin_are_given_at_the_start(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
+    options = ("--kv-budget", "1MiB", "--api-keys-file", str(tmp_path / "keys"), "--explain", "all")
+    one = Process(*options, env={"ROOTSTOCK_ADMIN_KEY": "of-the-admin"})
+    processes.append(one)
+
+    def get(path: str, key: str) -> int:
+        return httpx.get(f"{one.url}{path}", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert [get("/v1/models", key) for key in ("key-a", "key-b", "of-the-admin", "other")] == [
+        200,
+        200,
+        200,
+        401,
+    ]
+    assert [get("/v1/cache/stats", key) for key in ("key-a", "of-the-admin")] == [403, 200]
+
+
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:
     from rootstock.server.defaults import SamplingDefaults
 

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from rootstock.config import EngineConfig
+from rootstock.cache.families import row_bytes
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
+from rootstock.engine.assemble import assemble
 from rootstock.engine.text import ByteTextCodec
+from rootstock.runtime.fake import FULL, FakeRuntime
+from rootstock.server.app import create_app
+from rootstock.server.run import running
+from rootstock.tiers.base import Refusal
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 CHAT = "/v1/chat/completions"
@@ -383,21 +391,26 @@ def test_stats_equal_a_recount_and_clearing_gives_everything_back(serve: Any) ->
         assert served.client.get("/v1/cache/stats").json()["cache"]["cached_blocks"] == 0
 
 
-def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any) -> None:
-    with serve() as served:
+@pytest.mark.parametrize("tells", ["own", "all"])
+def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any, tells: str) -> None:
+    with serve(server=ServerConfig(explain=tells)) as served:
         served.chat("The capital of France", max_tokens=1)
         found = served.client.post(
             "/v1/cache/explain", json={"messages": [{"role": "user", "content": "The capital of Spain"}]}
         ).json()
         common = len(served.chat_prompt("The capital of ")) - 2  # without the end of the turn
         assert found["matched_tokens"] == common
-        assert found["cap"] == "diverged"
+        assert found["cap"] == ("diverged" if tells == "all" else "not_cached")
         assert found["divergence"]["position"] == common
         assert found["divergence"]["before"].endswith("The capital of ")
         assert found["divergence"]["asked"] == {"token": ord("S"), "text": "S"}
-        assert found["divergence"]["cached"] == [{"token": ord("F"), "text": "F"}]
+        assert found["divergence"]["cached"] == (
+            [{"token": ord("F"), "text": "F"}] if tells == "all" else None
+        )
         assert "'S'" in found["message"]
-        assert "'F'" in found["message"]
+        assert ("'F'" in found["message"]) == (tells == "all")
+        for name in ("evicted_tokens", "pending_tokens"):
+            assert found[name] == (0 if tells == "all" else None)
 
 
 def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothing(serve: Any) -> None:
@@ -414,6 +427,24 @@ def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothi
         assert explain(prompt=list(b"all of this")) == whole
         assert explain(prompt="all of this", cache_salt="other")["cap"] == "nothing_cached"
         assert served.assembly.engine.stats().cache == before
+
+
+def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Path) -> None:
+    """`asdict` made of Counter(loaded=2) a Counter of its items: {"loaded,2": 1}."""
+    runtime = FakeRuntime(ByteTextCodec.vocab_size, 4096)
+    config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
+    made = assemble(runtime, ByteTextCodec(), config, None, TierConfig(tmp_path / "tier"))
+    app = create_app(made.engine, made.codec, made.description)
+    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url) as client:
+        tiering = made.engine._tiering
+        assert tiering is not None
+        tiering.counters.loads["loaded"] += 2777
+        tiering.counters.choices["load"] += 3
+        tiering.counters.stores_refused[Refusal.QUEUE_FULL] += 4
+        counters = client.get("/v1/cache/stats").json()["tier"]["counters"]
+    assert counters["loads"] == {"loaded": 2777}
+    assert counters["choices"] == {"load": 3}
+    assert counters["stores_refused"] == {"queue_full": 4}
 
 
 def test_metrics_count_requests_and_tokens(serve: Any) -> None:

@@ -679,7 +679,8 @@ class FailsOnce:
 def test_a_step_that_fails_answers_its_requests_and_the_server_goes_on(serve: Any) -> None:
     with serve(fault=FailsOnce(3)) as served:
         failed = served.chat("boom", max_tokens=20, ignore_eos=True)
-        assert_error(failed, 500, "step_failed", None, "the accelerator hiccuped")
+        assert_error(failed, 500, "step_failed", None, "RuntimeError")
+        assert "hiccuped" not in failed.text, "it may tell of others in the same forward"
         assert failed.json()["error"]["type"] == "server_error"
         assert served.chat("again", max_tokens=20).status_code == 200
         served.settled()

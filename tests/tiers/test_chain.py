@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.keys import Namespace
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
@@ -280,6 +281,21 @@ def test_clear_leaves_nothing_wherever_it_was(chain: Chain) -> None:
     assert keys_in(chain.disk) == []
     chain.tier.store(group[:1])
     assert keys_in(chain.tier) == keys_of(group[:1])
+
+
+def test_clearing_a_namespace_leaves_every_other_wherever_it_is(chain: Chain) -> None:
+    another = Namespace("weights", "float32", salt="another")
+    ours = records(3)
+    theirs = [record_of(identity_of(seed, namespace=another)) for seed in range(3)]
+    for pair in zip(ours, theirs, strict=True):  # below, on their way, above
+        chain.tier.store(pair)
+        chain.mover.let()
+    chain.tier.clear(another.digest())
+    for _ in range(2):
+        assert sorted(keys_in(chain.tier)) == sorted(keys_of(ours))
+        assert all(is_right(chain.tier.load(record.identity), record) for record in ours)
+        assert all(chain.tier.load(record.identity) == Miss(MissKind.ABSENT) for record in theirs)
+        chain.mover.let()
 
 
 def test_closing_brings_everything_down_for_the_next_start(tmp_path: Path) -> None:

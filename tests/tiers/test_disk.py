@@ -434,6 +434,25 @@ def test_clearing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
     assert is_right(tier.load(stored[0].identity), stored[0])
 
 
+@pytest.mark.behaviour(9)
+def test_clearing_a_namespace_leaves_the_records_of_every_other(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    gone: list[bytes] = []
+    tier = open_tier(folder, gone=gone.extend)
+    another = Namespace("weights", "float32", salt="another")
+    ours, theirs = records(5), [record_of(identity_of(seed, namespace=another)) for seed in range(5)]
+    tier.store([*ours, *theirs])
+    tier.clear(another.digest())
+    assert gone == [record.identity.key for record in theirs]
+    tier.clear(Namespace("weights", "float32", salt="of nobody").digest())
+    for _ in range(2):
+        assert all(is_right(tier.load(record.identity), record) for record in ours)
+        assert all(tier.load(record.identity) == Miss(MissKind.ABSENT) for record in theirs)
+        tier.close()
+        tier = open_tier(folder)
+    assert tier.counts.quarantined_records == 0
+
+
 def test_verify_reports_each_damaged_record_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder)

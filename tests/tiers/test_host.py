@@ -268,6 +268,18 @@ def test_quarantine_and_clear_drop_records_and_tell() -> None:
     assert tier.store(group[:1]) == [Stored(EACH)]
 
 
+def test_clearing_a_namespace_leaves_every_other() -> None:
+    told: list[RecordKey] = []
+    tier = tier_for(4, gone=told.extend)
+    another = Namespace("weights", "float32", salt="another")
+    ours, theirs = records(2), [record_of(identity_of(seed, namespace=another)) for seed in range(2)]
+    tier.store([*ours, *theirs])
+    tier.clear(another.digest())
+    assert told == keys_of(theirs)
+    assert all(is_right(tier.load(record.identity), record) for record in ours)
+    assert all(tier.load(record.identity) == Miss(MissKind.ABSENT) for record in theirs)
+
+
 def test_closing_drops_everything_and_says_so() -> None:
     tier = tier_for(4)
     (record,) = records(1)

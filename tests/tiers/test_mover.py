@@ -137,6 +137,27 @@ def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
     mover.close()
 
 
+def test_a_drain_does_not_wait_for_what_is_queued_after_it_began() -> None:
+    tier = SlowTier()
+    tier.go.set()
+    mover = Mover(tier, 10**6)
+    drained = threading.Event()
+    more, in_time = iter(records(200)), [True]
+
+    def another(key: RecordKey, outcome: StoreOutcome) -> None:
+        record = None if drained.is_set() else next(more, None)
+        if record is not None:
+            mover.put(record, another)
+        else:
+            in_time.append(drained.wait(30))  # the writer is never idle before the drain has returned
+
+    mover.put(next(more), another)
+    mover.drain()
+    drained.set()
+    mover.close()
+    assert all(in_time)
+
+
 def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

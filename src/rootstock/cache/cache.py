@@ -734,13 +734,22 @@ class KVCache:
             self.spill.node(node)
         return self.spill.take()
 
-    def clear(self) -> int:
-        """Drops every cached prefix that no running request uses; returns how many blocks that freed."""
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Drops every cached prefix that no running request uses, of all namespaces unless one is given; returns how
+        many blocks that freed."""
         before = self.pool.free_blocks
-        self.tree.clear()
+        if namespace is None:
+            self.tree.clear()
+        else:
+            self.tree.clear_namespace(namespace)
         if self.spill is not None:
-            self.spill.take()
+            self.spill.forget(namespace)
         return self.pool.free_blocks - before
+
+    def knows(self, namespace: Namespace) -> bool:
+        """Whether anything of it is in memory, or in use."""
+        root = self.tree.roots.get(namespace)
+        return root is not None and not root.is_empty
 
     def reset(self) -> None:
         """Forgets everything, leases included: for an owner whose own state was lost."""

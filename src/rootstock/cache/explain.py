@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rootstock.cache.lease import Match
@@ -11,6 +11,7 @@ Cap = Literal[
     "cache_off",
     "nothing_cached",  # this namespace holds nothing that begins like this
     "diverged",  # the prompt goes another way than everything cached
+    "not_cached",  # from some position on, whatever the reason (`Explanation.of_the_prompt`)
     "no_checkpoint",  # K/V are cached further than some family can resume
     "evicted",  # more of it was cached once
     "end_of_cached",  # everything cached on this path agrees; the rest was never seen
@@ -51,13 +52,36 @@ class Explanation:
     cap: Cap
     divergence: int | None  # position of the first token that is not cached; None: all are
     asked_token: int | None  # the prompt's token there
-    cached_tokens_there: tuple[int, ...]  # the tokens with which cached prefixes go on there
-    evicted_tokens: int  # how many of the following tokens were cached once
-    pending_tokens: int  # how many of the following tokens a running request is computing now
+    # The tokens with which cached prefixes go on there; None, here and below: not told.
+    cached_tokens_there: tuple[int, ...] | None
+    evicted_tokens: int | None  # how many of the following tokens were cached once
+    pending_tokens: int | None  # how many of the following tokens a running request is computing now
     found_tokens: int  # of the prompt, that are cached in the sense that their K/V need not be computed
     capped_by: str | None  # the family that cannot resume as far as that
     message: str
     below: LoadChoice | None = None  # what the tier below adds; None: nothing
+
+    def of_the_prompt(self) -> Explanation:
+        """The part that says nothing of others in the namespace beyond what sending this prompt would tell: how much
+        of it is cached. Their tokens, evictions and running requests are left out, and whether there are any."""
+        cap, message = self.cap, self.message
+        if cap in ("diverged", "evicted", "end_of_cached"):
+            cap = "not_cached" if self.found_tokens else "nothing_cached"
+            message = _NOTHING_CACHED
+        if cap == "not_cached":
+            message = (
+                f"{self.matched_tokens:,} of {self.prompt_tokens:,} tokens are cached; nothing cached has token "
+                f"{self.asked_token} at position {self.found_tokens:,}, as the prompt does."
+            )
+        return replace(
+            self,
+            cap=cap,
+            message=message,
+            cached_tokens_there=None,
+            evicted_tokens=None,
+            pending_tokens=None,
+            below=None,
+        )
 
 
 def explain_match(match: Match, reuse: bool) -> Explanation:
@@ -119,7 +143,7 @@ def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int
         case "evicted":
             return f"{of}; {evicted:,} more were cached and have been evicted since."
         case "nothing_cached":
-            return "Nothing cached begins with this prompt's first token."
+            return _NOTHING_CACHED
         case "diverged":
             there = ", ".join(map(str, alternatives))
             asked = int(match.tokens[match.found])
@@ -127,3 +151,8 @@ def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int
             return f"{of}; {where}, cached prefixes go on with {there}."
         case "end_of_cached":
             return f"{of}; no cached prefix is longer."
+        case "not_cached":
+            raise AssertionError("only what is left of an explanation says so")
+
+
+_NOTHING_CACHED = "Nothing cached begins with this prompt's first token."

@@ -137,6 +137,11 @@ class Root(Node):
         self.resume_anywhere = resume_anywhere
         self.namespace = namespace
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is cached below it, and no lease hangs on it."""
+        return not (self.children or self.pins)
+
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens are equal."""

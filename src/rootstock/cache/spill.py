@@ -39,6 +39,15 @@ class Spill:
         stores, self._waiting = tuple(self._waiting.values()), {}
         return stores
 
+    def forget(self, namespace: Namespace | None = None) -> None:
+        """Drops the stores that wait, all of them or those of a namespace."""
+        of = None if namespace is None else namespace.digest()
+        self._waiting = {
+            key: store
+            for key, store in self._waiting.items()
+            if of is not None and store.identity.namespace != of
+        }
+
     def take_used(self) -> list[RecordKey]:
         """Records of what was in use in memory until now."""
         used, self._used = self._used, []

@@ -71,6 +71,7 @@ class StoredIndex:
         # By the digest of the tokens before it.
         self._at: dict[bytes, list[tuple[int, RecordKey, Identity]]] = {}
         self._places: dict[RecordKey, bytes] = {}
+        self._of_namespace: dict[bytes, set[RecordKey]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -94,12 +95,18 @@ class StoredIndex:
         if key not in self._places:
             self._places[key] = identity.parent
             self._at.setdefault(identity.parent, []).append((family, key, identity))
+            self._of_namespace.setdefault(identity.namespace, set()).add(key)
             self.version += 1
 
     def remove(self, key: RecordKey) -> None:
         parent = self._places.pop(key, None)
         if parent is not None:
-            left = [entry for entry in self._at[parent] if entry[1] != key]
+            here = self._at[parent]
+            (namespace,) = (identity.namespace for _, other, identity in here if other == key)
+            self._of_namespace[namespace].remove(key)
+            if not self._of_namespace[namespace]:
+                del self._of_namespace[namespace]
+            left = [entry for entry in here if entry[1] != key]
             if left:
                 self._at[parent] = left
             else:
@@ -109,7 +116,13 @@ class StoredIndex:
     def clear(self) -> None:
         self._at.clear()
         self._places.clear()
+        self._of_namespace.clear()
         self.version += 1
+
+    def clear_namespace(self, namespace: Namespace) -> None:
+        """O(its records)."""
+        for key in list(self._of_namespace.get(namespace.digest(), ())):
+            self.remove(key)
 
     def some(self, count: int) -> list[Identity]:
         """The records that were added last."""

@@ -22,6 +22,9 @@ from rootstock.cache.radix import NO_TOKENS, Node, Root, common_prefix, descend,
 from rootstock.cache.spill import Spill
 from rootstock.cache.stats import Counters
 
+# Namespaces of which nothing is cached any more, kept for what `explain` tells of their evicted prefixes.
+MAX_EMPTY_ROOTS = 64
+
 
 class Want:
     """A queued request's claim on the prefix it would hit: evicted after everything nobody waits for."""
@@ -50,6 +53,8 @@ class PrefixTree:
         self.counters = counters
         self.version = 0  # changes with the tree: a match stands as long as it does not
         self.roots: dict[Namespace, Root] = {}
+        # Every root that has neither children nor pins is here, emptied last at the end; others may be as well.
+        self._emptied: dict[Namespace, None] = {}
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictedRuns()
@@ -505,9 +510,27 @@ class PrefixTree:
         while self.queue.peek() is not None:
             self._remove(self.queue.pop())
         for root in list(self.roots.values()):
-            for node in (root, *walk(root)):
-                self.evicted.forget_below(node)
-            self._forget_if_empty(root)
+            self._forget_evictions(root)
+
+    def clear_namespace(self, namespace: Namespace) -> None:
+        """Like `clear`, for one namespace: O(its nodes)."""
+        self.version += 1
+        root = self.roots.get(namespace)
+        if root is None:
+            return
+        for node in reversed(list(walk(root))):  # children first
+            for checkpoint in list(node.checkpoints.values()):
+                if checkpoint.queue_ticket:
+                    self.drop(checkpoint)
+            if node.queue_ticket:
+                self.queue.drop(node)
+                self._remove(node)
+        self._forget_evictions(root)
+
+    def _forget_evictions(self, root: Root) -> None:
+        for node in (root, *walk(root)):
+            self.evicted.forget_below(node)
+        self._forget_if_empty(root)
 
     def _trim(self, leaf: Node, blocks: int) -> None:
         """Evicts the last `blocks` blocks of a leaf, or all of it if it has no more than that.
@@ -589,13 +612,31 @@ class PrefixTree:
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
-        if isinstance(node, Root) and not (node.children or node.pins or node.evicted):
+        """Drops a root of which nothing is cached or in use, unless it was emptied lately and remembers evictions."""
+        if not isinstance(node, Root) or not node.is_empty:
+            return
+        self._emptied.pop(node.namespace, None)
+        if not node.evicted:
             self.roots.pop(node.namespace, None)
+            return
+        self._emptied[node.namespace] = None
+        while len(self._emptied) > MAX_EMPTY_ROOTS:
+            namespace = next(iter(self._emptied))
+            del self._emptied[namespace]
+            oldest = self.roots.get(namespace)
+            if oldest is not None and oldest.is_empty:
+                self.evicted.forget_below(oldest)
+                del self.roots[namespace]
 
     def check(self) -> None:
-        """Asserts the invariants of every node."""
+        """Asserts the invariants of every node and every root."""
         for node in self.nodes():
             self._check_node(node)
+        assert len(self._emptied) <= MAX_EMPTY_ROOTS
+        for namespace, root in self.roots.items():
+            assert root.namespace == namespace
+            is_remembered = bool(root.evicted) and namespace in self._emptied
+            assert not root.is_empty or is_remembered, "a namespace outlives what was cached of it"
 
     def _check_node(self, node: Node) -> None:
         size = self.block_size

@@ -45,8 +45,8 @@ class Drafter(Protocol):
         """A sequence is complete; the lease has all its tokens."""
         ...
 
-    def forget(self) -> None:
-        """Nothing is remembered of sequences that have ended."""
+    def forget(self, namespace: Namespace | None = None) -> None:
+        """Nothing is remembered of sequences that have ended, of all namespaces unless one is given."""
         ...
 
 
@@ -91,13 +91,18 @@ class PromptLookup:
         if not self._cache.reuse:
             return
         shared = self._shared.pop(sequence.namespace, None) or TokenHistory(SHARED_TOKENS)
+        for namespace in [each for each in self._shared if not self._cache.knows(each)]:
+            del self._shared[namespace]
         if len(self._shared) >= SHARED_NAMESPACES:
             del self._shared[next(iter(self._shared))]
         self._shared[sequence.namespace] = shared
         shared.append(lease.tokens[max(0, lease.hit_tokens - NGRAM) :])
 
-    def forget(self) -> None:
-        self._shared.clear()
+    def forget(self, namespace: Namespace | None = None) -> None:
+        if namespace is None:
+            self._shared.clear()
+        else:
+            self._shared.pop(namespace, None)
 
     def _guess(self, sequence: Sequence, lease: Lease) -> tuple[Tokens, float]:
         """What may come next, and the chance that one more token of it is right."""

@@ -47,6 +47,7 @@ from rootstock.engine.text import TextCodec, TextStream
 from rootstock.engine.tiering import UNMEASURED, Tiering, UnderWay
 from rootstock.engine.verifying import HitVerifier
 from rootstock.errors import (
+    ClearUnderWay,
     CompletionTooLong,
     EmptyPrompt,
     EngineFault,
@@ -122,6 +123,7 @@ class Engine:
         self._lock = threading.Lock()  # of _live, _arrivals and _closed
         self._arrivals = 0
         self._closed = False
+        self._clearing = threading.Lock()  # of one tenant's records, below memory
         self._seeds = np.random.default_rng(self._config.seed)
         # A fine-tune's tokenizer often knows an end of turn that its configuration does not name.
         of_codec = () if codec is None else codec.eos_token_ids
@@ -321,18 +323,37 @@ class Engine:
             )
         )
 
-    def clear_cache(self) -> Cleared:
-        """Drops every cached prefix that no running request uses, in memory and below."""
+    def clear_cache(self, salt: str | None = None) -> Cleared:
+        """Drops every cached prefix that no running request uses, in memory and below: of all tenants, or of the one
+        with this salt."""
+        namespace = None if salt is None else self._namespace(salt)
 
         def clear() -> Cleared:
+            self._verifier.pause()  # its leases would hold what is to go
             before = self._cache.pools.owned_bytes
-            blocks = self._cache.clear()
+            blocks = self._cache.clear(namespace)
             if self._drafter is not None:
-                self._drafter.forget()
-            later = self._tiering is not None and not self._tiering.clear()
+                self._drafter.forget(namespace)
+            later = False
+            if self._tiering is not None and namespace is not None:
+                self._tiering.forget(namespace)
+            elif self._tiering is not None:
+                later = not self._tiering.clear()
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
-        return self.call(clear)
+        if self._tiering is None or namespace is None:
+            return self.call(clear)
+        if not self._clearing.acquire(blocking=False):
+            raise ClearUnderWay()
+        try:
+            cleared = self.call(clear)
+            # On the caller's thread: any tenant may ask for this, and no other request may wait for the disk.
+            self._tiering.clear_below(namespace)
+            # Stores that ended meanwhile have told the index of their records.
+            self.call(clear)
+        finally:
+            self._clearing.release()
+        return cleared
 
     def health(self) -> Health:
         """Answered by the calling thread, so that a dead or hung engine cannot hide."""

@@ -19,6 +19,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
 from rootstock.cache.stored import Reach, StoredIndex
@@ -454,6 +455,17 @@ class Tiering:
             return False
         self._clear_now()
         return True
+
+    def forget(self, namespace: Namespace) -> None:
+        """Nothing of the namespace is loaded any more, as far as is known here. O(its records)."""
+        self._events.apply(self._stored)
+        self._stored.clear_namespace(namespace)
+
+    def clear_below(self, namespace: Namespace) -> None:
+        """Removes every record of the namespace, those on their way down included. Waits for the tier: for any
+        thread but the engine's. Loads that have begun end well, or miss."""
+        self._writer.drain()
+        self._tier.clear(namespace.digest())
 
     def _clear_now(self) -> None:
         self._clear_asked = False

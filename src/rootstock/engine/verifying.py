@@ -54,7 +54,7 @@ class HitVerifier:
         chunk_tokens: int,
         apply: Callable[[Plan], None],
         distrust: Callable[[Tokens, Namespace, int], None],
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         """`distrust` is told of tokens of which what is kept, from a position on, is wrong."""
         self._runtime = runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from rootstock.errors import (
     TooManyBodyBytes,
     Unauthorized,
 )
+from rootstock.server.access import Caller, Keys, remember_caller
 from rootstock.server.errors import BodyRefused, error_response
 
 Headers = Mapping[bytes, bytes]
@@ -45,7 +45,7 @@ class Guard:
         self, app: ASGIApp, config: ServerConfig, max_held_body_bytes: int = MAX_HELD_BODY_BYTES
     ) -> None:
         self._app = app
-        self._api_key = None if config.api_key is None else config.api_key.encode()
+        self._keys = Keys(config)
         self._max_body_bytes = config.max_body_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
@@ -57,7 +57,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Headers = dict(reversed(scope["headers"]))  # of several the first, as everywhere behind this
-        refusal = self._refusal(scope["method"], scope["path"], headers)
+        caller = self._keys.caller(headers.get(b"authorization", b""))
+        if caller is not None:
+            remember_caller(scope.setdefault("state", {}), caller)
+        refusal = self._refusal(scope["method"], scope["path"], headers, caller)
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
@@ -82,12 +85,14 @@ class Guard:
         finally:
             self._held_bytes -= held_bytes
 
-    def _refusal(self, method: str, path: str, headers: Headers) -> RootstockError | None:
+    def _refusal(
+        self, method: str, path: str, headers: Headers, caller: Caller | None
+    ) -> RootstockError | None:
         if not self._knows_host(headers.get(b"host")):
             return HostNotAllowed(_text(headers[b"host"]))
         if self._is_foreign(method, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
-        if path not in OPEN_PATHS and not self._has_key(headers.get(b"authorization", b"")):
+        if path not in OPEN_PATHS and caller is None:
             return Unauthorized()
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
@@ -97,12 +102,6 @@ class Guard:
         if method not in _SAFE_METHODS:
             return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
         return None
-
-    def _has_key(self, authorization: bytes) -> bool:
-        if self._api_key is None:
-            return True
-        scheme, _, key = authorization.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
 
     def _knows_host(self, host: bytes | None) -> bool:
         # Browsers always send a Host header. An IP address cannot have been rebound.

@@ -12,14 +12,9 @@ from rootstock.cache.plan import Tokens
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
 from rootstock.engine.text import TextCodec
 from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
+from rootstock.server.access import salt_of
 from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import (
-    Conversation,
-    chat_tokens,
-    placed_chat,
-    refuse_surrogates,
-    with_text_as_text,
-)
+from rootstock.server.chat import Conversation, chat_tokens, placed_chat, with_text_as_text
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.openai_answer import ChatFormat, CompletionFormat, Echo, WireFormat
 from rootstock.server.openai_request import (
@@ -236,9 +231,3 @@ def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     if sampling.seed is None or choice == 0:
         return sampling
     return replace(sampling, seed=sampling.seed + choice)
-
-
-def salt_of(tenant: str, salt: str | None) -> str:
-    """A proxy's header and a client's field, so that no field leads into another tenant's namespace."""
-    refuse_surrogates(salt or "", "cache_salt")
-    return f"{tenant}\0{salt or ''}" if tenant or salt else ""

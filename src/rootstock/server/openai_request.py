@@ -322,6 +322,12 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class ClearRequest(Wire):
+    """Whose prefixes go."""
+
+    cache_salt: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: Tokens

@@ -20,7 +20,7 @@ CAP_BYTES = 64 * 1024**2
 # A text of more characters per token of the limit is first counted by slices: texts have about four.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536
-_ENTRY_BYTES = 400  # of what holds a piece and its tokens, besides these
+_ENTRY_BYTES = 520  # of what holds a piece and its tokens, besides these; 113 of them are a salt
 
 _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
 

@@ -40,7 +40,7 @@ class AbsentTier:
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         pass
 
-    def clear(self) -> None:
+    def clear(self, namespace: bytes | None = None) -> None:
         pass
 
     def entries(self) -> Iterator[Entry]:

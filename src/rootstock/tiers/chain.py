@@ -152,11 +152,13 @@ class TierChain:
             self._condemned.update(key for key in struck if key in self._moving)
         self.lower.quarantine(struck)
 
-    def clear(self) -> None:
-        self.upper.clear()
+    def clear(self, namespace: bytes | None = None) -> None:
+        self.upper.clear(namespace)
         with self._lock:
-            self._condemned.update(self._moving)
-        self.lower.clear()
+            self._condemned.update(
+                key for key, record in self._moving.items() if namespace in (None, record.identity.namespace)
+            )
+        self.lower.clear(namespace)
 
     def entries(self) -> Iterator[Entry]:
         """Every record once, what it continues before it. Of a record that both have, the upper one's use."""

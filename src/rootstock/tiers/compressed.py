@@ -88,8 +88,8 @@ class CompressedTier:
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
         self.inner.quarantine(keys)
 
-    def clear(self) -> None:
-        self.inner.clear()
+    def clear(self, namespace: bytes | None = None) -> None:
+        self.inner.clear(namespace)
 
     def entries(self) -> Iterator[Entry]:
         return self.inner.entries()

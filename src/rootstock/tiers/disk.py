@@ -472,17 +472,27 @@ class DiskTier:
         except sqlite3.Error as error:
             self._index_fault(error)
 
-    def clear(self) -> None:
-        """Removes every record. Loads that have begun end well."""
-        with self._storing:
-            try:
-                keys = self._index.keys()
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Removes every record, or those of a namespace. Loads that have begun end well."""
+        try:
+            # Read before the lock is taken: stores go on while all rows are looked at.
+            of_namespace = None if namespace is None else self._keys_of(namespace)
+            with self._storing:
+                keys = self._index.keys() if of_namespace is None else of_namespace
                 self._index.delete(keys)
                 self._room.remove_dead(self._room.usage())
-            except _FAULTS as error:
+        except _FAULTS as error:
+            with self._storing:
                 self._fault(error)
-                return
+            return
         self._tell_gone(keys)
+
+    def _keys_of(self, namespace: bytes) -> list[RecordKey]:
+        return [
+            row.key
+            for row in self._index.rows(self._index.keys())
+            if (identity := _identity_of(row)) is not None and identity.namespace == namespace
+        ]
 
     def verify(self, progress: Progress = _ignore) -> Verified:
         """Reads every record. Changes nothing: `quarantine` takes the keys of the failures."""

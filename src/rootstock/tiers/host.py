@@ -81,6 +81,10 @@ class _Held:
     def record(self) -> Record:
         return Record(self.identity, self.divided(self.content))
 
+    def is_of(self, namespace: bytes | None) -> bool:
+        """Whether it has this namespace; None is any."""
+        return namespace in (None, self.identity.namespace)
+
     @property
     def is_intact(self) -> bool:
         return _checksum([self.content]) == self.checksum
@@ -288,13 +292,14 @@ class HostTier:
                 self._wait_until_it_has_left(key)
         self._tell_gone(struck)
 
-    def clear(self) -> None:
-        """Drops every record, for good. Those that were on their way out have been handed on when this returns."""
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Drops every record, or those of a namespace, for good. Those that were on their way out have been handed
+        on when this returns."""
         with self._changed:
-            cleared = list(self._held)
+            cleared = [key for key, held in self._held.items() if held.is_of(namespace)]
             for key in cleared:
                 self._drop(key)
-            for key in list(self._leaving):
+            for key in [key for key, held in self._leaving.items() if held.is_of(namespace)]:
                 self._wait_until_it_has_left(key)
         self._tell_gone(cleared)
 

@@ -76,7 +76,7 @@ class Mover:
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._closing = False
-        self._telling = False  # of a group that has left the queue
+        self._telling: list[_Pending] = []  # a group that has left the queue, while its ends are told
         self.counts = MoverCounts()
         self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
         self._thread.start()
@@ -129,12 +129,17 @@ class Mover:
         self._tier.touch(keys)
 
     def drain(self) -> None:
-        """Returns when everything that was queued has been stored or refused, and everybody has been told."""
+        """Returns when everything that was queued has been stored or refused, and everybody has been told. What is
+        queued meanwhile is not waited for."""
         with self._changed:
+            queued = {*self._queue.by_key.values(), *self._telling}
             self._in_a_hurry += 1
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: not (self._queue.by_key or self._telling) or not self._thread.is_alive()
+                lambda: (
+                    queued.isdisjoint((*self._queue.by_key.values(), *self._telling))
+                    or not self._thread.is_alive()
+                )
             )
             self._in_a_hurry -= 1
 
@@ -151,7 +156,7 @@ class Mover:
         while group := self._next_group():
             outcomes = self._store(group)
             with self._changed:
-                self._telling = True
+                self._telling = group
                 for pending in group:
                     del self._queue.by_key[pending.key]  # loads go to the tier from here on
                     self._queue.bytes -= pending.record.payload_bytes
@@ -165,7 +170,7 @@ class Mover:
                     except Exception:
                         _log.exception("Whoever waited for a store failed. The writer goes on.")
             with self._changed:
-                self._telling = False
+                self._telling = []
                 self._changed.notify_all()
 
     def _next_group(self) -> list[_Pending]:

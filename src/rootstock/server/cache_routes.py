@@ -1,0 +1,107 @@
+"""Routes under /v1/cache: what the cache holds, why a prompt hits what it hits, and clearing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from rootstock.cache.explain import Explanation
+from rootstock.cache.plan import Tokens
+from rootstock.config import ServerConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.text import TextCodec, token_text
+from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless, salt_of
+from rootstock.server.json_body import BoundedJsonRoute
+from rootstock.server.openai import ServedModel
+from rootstock.server.openai_request import ClearRequest, ExplainRequest
+from rootstock.server.preparing import PreparationQueue
+
+_CONTEXT_CHARACTERS = 80
+
+
+def cache_routes(
+    engine: Engine, model: ServedModel, config: ServerConfig, queue: PreparationQueue
+) -> APIRouter:
+    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
+
+    # Plain functions: they wait for the engine's thread, and so run on a thread of their own.
+    @router.get("/stats")
+    def stats(request: Request) -> dict[str, Any]:
+        refuse_unless(is_operator(request), config)
+        found = engine.stats()
+        derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
+        told: dict[str, Any] = _as_json(found)
+        told["cache"] |= derived
+        return told
+
+    @router.post("/explain")
+    async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        refuse_unless(config.admin_key is None or caller_of(request).has_admin_key, config)
+        salt = salt_of(tenant, body.cache_salt)
+
+        def explained() -> dict[str, Any]:
+            tokens = model.explained_tokens(body, salt)
+            explanation = engine.explain(tokens, salt)
+            if config.explain == "own":
+                explanation = explanation.of_the_prompt()
+            return _explained(explanation, tokens, model.codec)
+
+        return await queue.run(request, explained)
+
+    @router.post("/clear")
+    def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
+        salt = salt_of(tenant, None if body is None else body.cache_salt)
+        if salt:
+            return asdict(engine.clear_cache(salt))
+        refuse_unless(is_operator(request), config)
+        return asdict(engine.clear_cache())
+
+    return router
+
+
+def _as_json(value: Any) -> Any:
+    """Turns dataclasses into objects. `asdict` does not serve: it makes a Counter anew of its items, and so counts
+    those."""
+    if is_dataclass(value):
+        return {field.name: _as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(each) for key, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dict[str, Any]:
+    """An explanation with the text that its token ids stand for."""
+    at = explanation.divergence
+    divergence = None
+    message = explanation.message
+    if explanation.below is not None:
+        message += f" {explanation.below.message}"
+    if at is not None:
+
+        def shown(token: int) -> dict[str, Any]:
+            return {"token": token, "text": token_text(codec, token)}
+
+        asked = shown(int(tokens[at]))
+        others = explanation.cached_tokens_there
+        cached = None if others is None else [shown(token) for token in others]
+        before = codec.decode(tokens[max(0, at - _CONTEXT_CHARACTERS) : at].tolist())[-_CONTEXT_CHARACTERS:]
+        divergence = {"position": at, "before": before, "asked": asked, "cached": cached}
+        message += f" After {before[-40:]!r} it says {asked['text']!r}"
+        if cached:
+            message += f", cached prefixes say {', '.join(repr(each['text']) for each in cached)}"
+        message += "."
+    return {
+        "prompt_tokens": explanation.prompt_tokens,
+        "matched_tokens": explanation.matched_tokens,
+        "found_tokens": explanation.found_tokens,
+        "cap": explanation.cap,
+        "capped_by": explanation.capped_by,
+        "message": message,
+        "divergence": divergence,
+        "evicted_tokens": explanation.evicted_tokens,
+        "pending_tokens": explanation.pending_tokens,
+        "below": None if explanation.below is None else asdict(explanation.below),
+    }

@@ -1,0 +1,277 @@
+"""Two tenants of one server, and a twin server that only one of them ever used.
+
+Whatever the first one does, each answer that the second one gets is the answer of the twin: no token, text or count
+of one shows in an answer to the other. Ids and times are left out of the comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+from fastapi import FastAPI
+from hypothesis import strategies as st
+
+from rootstock.cache.families import Family, row_bytes
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.engine.assemble import Assembly, assemble
+from rootstock.engine.text import ByteTextCodec
+from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+from rootstock.server.app import create_app
+from rootstock.server.run import running
+
+Json = dict[str, Any]
+Name = Literal["A", "B"]
+WORDS = ("my password is ", "correct ", "horse ", "battery ", "staple ", "x", "\n")
+# The mark of each tenant: in some of its prompts, and never in an answer to the other.
+MARKS = {"A": "alpha-only", "B": "bravo-only"}
+FAMILIES: Mapping[str, tuple[Family, ...]] = {"full": (FULL,), "hybrid": (FULL, window(7), STATE)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a server tells its tenants apart, and what each of them sends."""
+
+    name: str
+    server: ServerConfig
+    headers: Mapping[Name, Mapping[str, str]]
+    salts: Mapping[Name, str | None] = field(default_factory=lambda: {"A": None, "B": None})
+    totals: frozenset[str] = frozenset()  # routes that tell this client of everybody, and are documented to
+
+    @property
+    def admin(self) -> Mapping[str, str]:
+        """What whoever owns the server sends."""
+        key = self.server.admin_key or self.server.api_key
+        return {} if key is None else _key(key)
+
+
+def _key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _salted(tenant: str) -> dict[str, str]:
+    return {"X-Cache-Salt": tenant}
+
+
+_KEYS = {"key-a": "a", "key-b": "b"}
+_BOUND: Mapping[Name, Mapping[str, str]] = {"A": _key("key-a"), "B": _key("key-b")}
+SETTINGS = (
+    Setting("a proxy's header", ServerConfig(), {"A": _salted("a"), "B": _salted("b")}),
+    Setting(
+        "a proxy's header and the API key",
+        ServerConfig(api_key="k", explain="all"),
+        {"A": _key("k") | _salted("a"), "B": _key("k") | _salted("b")},
+    ),
+    Setting("keys of tenants", ServerConfig(tenant_keys=_KEYS, api_key="k"), _BOUND),
+    Setting("keys of tenants and of the admin", ServerConfig(tenant_keys=_KEYS, admin_key="admin"), _BOUND),
+    Setting(
+        "salts that clients choose",
+        ServerConfig(admin_key="admin"),
+        {"A": {}, "B": {}},
+        {"A": "secret of a", "B": "secret of b"},
+        frozenset({"/metrics"}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a tenant."""
+
+    method: str
+    route: str  # as the application names it
+    path: str = ""  # if another than the route
+    body: Json | None = None
+    stays_open: bool = False  # a stream, of which nothing but the beginning is read
+    spoof: bool = False  # names the other tenant in the header
+
+
+# Mostly beginnings of one sentence, so that prompts share and part.
+_BEGINNINGS = st.integers(1, len(WORDS)).map(lambda words: "".join(WORDS[:words]))
+TEXTS = _BEGINNINGS | st.tuples(_BEGINNINGS, st.sampled_from(WORDS)).map("".join)
+MAX_TOKENS = st.sampled_from([0, 1, 9])
+
+
+def _body(**parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
+    return st.fixed_dictionaries(parts)
+
+
+_SAMPLING = {
+    "max_tokens": MAX_TOKENS,
+    "stream": st.booleans(),
+    "temperature": st.sampled_from([0, 1.0]),
+    "seed": st.integers(0, 3),
+    "ignore_eos": st.just(True),
+}
+_MESSAGES = st.lists(TEXTS, min_size=1, max_size=3).map(
+    lambda said: [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+)
+# One choice each: how several of one request meet in the cache depends on when the engine sees each of them.
+_CHAT = _body(messages=_MESSAGES, logprobs=st.booleans(), **_SAMPLING)
+_COMPLETION = _body(prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), **_SAMPLING)
+_EXPLAIN = _body(prompt=TEXTS) | _body(messages=_MESSAGES)
+
+
+def _plain(route: str, path: str = "") -> st.SearchStrategy[Ask]:
+    return st.just(Ask("GET", route, path))
+
+
+def _posted(route: str, bodies: st.SearchStrategy[Json | None]) -> st.SearchStrategy[Ask]:
+    return st.builds(Ask, st.just("POST"), st.just(route), st.just(""), bodies, spoof=st.booleans())
+
+
+# What is asked of each route of the application, streams that stay open beside it.
+ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
+    ("POST", "/v1/chat/completions"): _posted("/v1/chat/completions", _CHAT),
+    ("POST", "/v1/completions"): _posted("/v1/completions", _COMPLETION),
+    ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN),
+    ("POST", "/v1/cache/clear"): _posted("/v1/cache/clear", st.none() | st.just({})),
+    ("GET", "/v1/cache/stats"): _plain("/v1/cache/stats"),
+    ("GET", "/v1/models"): _plain("/v1/models"),
+    ("GET", "/v1/models/{name:path}"): _plain("/v1/models/{name:path}", "/v1/models/fake"),
+    ("GET", "/"): _plain("/"),
+    ("GET", "/health"): _plain("/health"),
+    ("GET", "/metrics"): _plain("/metrics"),
+    ("GET", "/openapi.json"): _plain("/openapi.json"),
+    ("GET", "/docs"): _plain("/docs"),
+    ("GET", "/docs/oauth2-redirect"): _plain("/docs/oauth2-redirect"),
+}
+_OPEN = st.builds(
+    lambda text: Ask(
+        "POST",
+        "/v1/completions",
+        body={"prompt": text, "max_tokens": 3_900, "stream": True, "temperature": 0, "ignore_eos": True},
+        stays_open=True,
+    ),
+    TEXTS,
+)
+_OFTEN = [ROUTES["POST", path] for path in ("/v1/chat/completions", "/v1/completions", "/v1/cache/explain")]
+_ASKS = st.one_of(*_OFTEN, *_OFTEN, *ROUTES.values())
+# Only the first tenant leaves streams open: how far one of its own has come may show in an answer to a client.
+_STEP = st.tuples(st.just("A"), _ASKS | _OPEN) | st.tuples(st.just("B"), _ASKS)
+STEPS: st.SearchStrategy[list[tuple[Name, Ask]]] = st.lists(_STEP, min_size=2, max_size=12)
+
+
+def routes_of(app: FastAPI) -> set[tuple[str, str]]:
+    """Every method and path; HEAD is a GET without its body."""
+    found: set[tuple[str, str]] = set()
+    left: list[Any] = list(app.routes)
+    while left:
+        route = left.pop()
+        included = getattr(route, "original_router", None)  # as newer versions of FastAPI include a router
+        if included is not None:
+            left += included.routes
+            continue
+        assert route.methods, f"{route} is no route that this test knows: it may lead to others"
+        found |= {(method, route.path) for method in route.methods - {"HEAD"}}
+    return found
+
+
+@dataclass
+class World:
+    """A server, and what was left open there."""
+
+    setting: Setting
+    app: FastAPI
+    client: httpx.Client
+    made: Assembly
+    streams: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def reset(self) -> None:
+        self.streams.close()
+        while (health := self.made.engine.health()).running or health.waiting:
+            self.made.engine.call(lambda: None)  # a step further
+        self.made.engine.clear_cache()
+
+    def ask(self, who: Name, ask: Ask, ordinal: int) -> Answer:
+        headers = dict(self.setting.headers[who])
+        if ask.spoof and self.setting.server.tenant_keys:
+            headers |= _salted("b" if who == "A" else "a")  # overridden by the key
+        body = None if ask.body is None else dict(ask.body)
+        salt = self.setting.salts[who]
+        if body is not None and salt is not None:
+            body["cache_salt"] = salt
+        if body is not None and ordinal % 3 == 0 and "prompt" in body:
+            body["prompt"] += MARKS[who]
+        arguments: Json = {"headers": headers} | ({} if body is None else {"json": body})
+        path = ask.path or ask.route
+        if not ask.stays_open:
+            answer = self.client.request(ask.method, path, **arguments)
+            return Answer(answer.status_code, _told(answer.text))
+        stream = self.streams.enter_context(self.client.stream(ask.method, path, **arguments))
+        begins = next(stream.iter_lines()) if stream.status_code == 200 else stream.read().decode()
+        return Answer(stream.status_code, _told(begins))
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    text: str
+
+
+def _told(text: str) -> str:
+    """An answer without ids and the time at which it was made."""
+    text = re.sub(r'"id": ?"(chatcmpl|cmpl)-[0-9a-f]{32}"', '"id":0', text)
+    return re.sub(r'"created": ?\d+', '"created":0', text)
+
+
+@contextlib.contextmanager
+def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
+    codec = ByteTextCodec()
+    runtime = FakeRuntime(codec.vocab_size, 4096, families=tuple(families), eos_token_ids=(codec.END,))
+    block_bytes = sum(row_bytes(family, 8) for family in families)
+    # Room for everything: what one tenant's requests evict of another's is documented, and is not compared.
+    made = assemble(runtime, codec, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
+    app = create_app(made.engine, made.codec, made.description, setting.server, block_size=8)
+    with (
+        made.engine,
+        running(app, made.engine) as url,
+        httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as client,
+    ):
+        one = World(setting, app, client, made)
+        with one.streams:
+            yield one
+
+
+@dataclass
+class Twins:
+    """A server of both tenants, and one of the second alone."""
+
+    both: World
+    alone: World
+    compared: int = 0
+    cached_tokens: int = (
+        0  # that the second was told of: some, or nothing was compared that could have differed
+    )
+    routes: set[tuple[str, str]] = field(default_factory=set)
+
+    def play(self, steps: Sequence[tuple[Name, Ask]]) -> None:
+        """Asserts that the second tenant cannot tell the two servers apart."""
+        self.both.reset()
+        self.alone.reset()
+        for ordinal, (who, ask) in enumerate(steps):
+            answer = self.both.ask(who, ask, ordinal)
+            other = MARKS["B" if who == "A" else "A"]
+            assert other not in answer.text, f"{who} was told what the other one wrote: {answer.text}"
+            assert answer.status < 500, answer.text
+            if who == "A":
+                continue
+            expected = self.alone.ask(who, ask, ordinal)
+            if ask.route in self.both.setting.totals:
+                assert answer.status == expected.status
+                continue
+            assert answer == expected, f"{ask} tells B of A"
+            self.compared += 1
+            self.routes.add((ask.method, ask.route))
+            found = re.findall(r'"(?:cached_tokens|matched_tokens)": ?(\d+)', answer.text)
+            self.cached_tokens += sum(map(int, found))
+
+
+@contextlib.contextmanager
+def twins(setting: Setting, families: Sequence[Family]) -> Iterator[Twins]:
+    with world(setting, families) as both, world(setting, families) as alone:
+        yield Twins(both, alone)

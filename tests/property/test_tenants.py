@@ -1,0 +1,76 @@
+"""No token, text or count of one tenant is in an answer to another, on any route, with and without keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from property.tenants import FAMILIES, ROUTES, SETTINGS, STEPS, Ask, Name, Setting, Twins, routes_of, twins
+
+KINDS = [(setting, kind) for setting in SETTINGS for kind in ("full", "hybrid")]
+
+
+@pytest.fixture(params=KINDS, ids=lambda of: f"{of[0].name}, {of[1]}", scope="module")
+def pair(request: pytest.FixtureRequest) -> Iterator[Twins]:
+    setting, kind = request.param
+    with twins(setting, FAMILIES[kind]) as both:
+        yield both
+
+
+@pytest.mark.behaviour(9)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS)
+def test_a_tenant_is_answered_as_if_the_other_had_never_been(
+    pair: Twins, steps: list[tuple[Name, Ask]]
+) -> None:
+    pair.play(steps)
+
+
+@pytest.mark.behaviour(9)
+def test_every_route_answers_a_tenant_as_if_the_other_had_never_been(pair: Twins) -> None:
+    """What the examples may leave out: each route, after the other tenant has used all of them."""
+    prompt = "my password is correct horse"
+    said = {"max_tokens": 3, "temperature": 0}
+    asks = [
+        Ask("POST", "/v1/completions", body={"prompt": prompt, **said}),
+        Ask(
+            "POST",
+            "/v1/chat/completions",
+            body={"messages": [{"role": "user", "content": prompt}], **said},
+        ),
+        Ask("POST", "/v1/cache/explain", body={"prompt": prompt}),
+        *(
+            Ask(method, route, "/v1/models/fake" if "{" in route else "")
+            for method, route in sorted(ROUTES)
+            if method == "GET"
+        ),
+        Ask("POST", "/v1/cache/clear", body={}),
+    ]
+    assert {(ask.method, ask.route) for ask in asks} == set(ROUTES)
+    pair.compared, pair.routes = 0, set()
+    before = [("B", asks[0])] * 4  # a hybrid resumes there from the third on
+    pair.play([*before, *(("A", ask) for ask in asks), *(("B", ask) for ask in asks)])
+    told = {(method, route) for method, route in ROUTES if route not in pair.both.setting.totals}
+    assert pair.routes == told
+    assert pair.cached_tokens > 0
+
+
+def test_every_route_of_the_application_is_asked(pair: Twins) -> None:
+    """A new route needs a line in `ROUTES`: what does it tell a tenant of the others?"""
+    assert routes_of(pair.both.app) == set(ROUTES)
+
+
+def test_the_comparison_sees_what_one_tenant_is_told_of_another() -> None:
+    """Two clients of one namespace: the very answers that must not differ between tenants do."""
+    shared = Setting("one salt for both", SETTINGS[0].server, {"A": {}, "B": {}})
+    ask = Ask("POST", "/v1/completions", body={"prompt": "my password is", "max_tokens": 1, "temperature": 0})
+    with twins(shared, FAMILIES["full"]) as both:
+        for seen in (
+            ask,
+            Ask("GET", "/v1/cache/stats"),
+            Ask("POST", "/v1/cache/explain", body={"prompt": "my"}),
+        ):
+            with pytest.raises(AssertionError, match="tells B of A"):
+                both.play([("A", ask), ("B", seen)])
