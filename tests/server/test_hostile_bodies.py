@@ -18,7 +18,8 @@ from rootstock.engine.text import ByteTextCodec
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import json_body
 from rootstock.server.errors import ClientGone
-from rootstock.server.json_body import MAX_DEPTH, MAX_VALUES, check_shape
+from rootstock.server.json_body import check_shape
+from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_VALUES
 from rootstock.server.preparing import LONG_BODY_BYTES, PreparationQueue
 
 CHAT = "/v1/chat/completions"
@@ -45,11 +46,11 @@ def shape_of(value: Any) -> tuple[int, int]:
 
 @given(value=values, ascii=st.booleans(), slice_bytes=st.integers(1, 9))
 def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool, slice_bytes: int) -> None:
-    body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_DEPTH
+    body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_BODY_DEPTH
     depth, count = shape_of(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
-        for name, figure in (("MAX_DEPTH", depth), ("MAX_VALUES", count)):
+        for name, figure in (("MAX_BODY_DEPTH", depth), ("MAX_BODY_VALUES", count)):
             patch.setattr(json_body, name, figure)
             check_shape(body)
             if figure:
@@ -68,9 +69,9 @@ def test_other_encodings_than_utf_8_are_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
-        ("[" * 100_000, f"nested more than {MAX_DEPTH} deep"),
-        ('{"messages": ' * 3_000, f"nested more than {MAX_DEPTH} deep"),
-        ("[" + "[]," * MAX_VALUES + "1]", f"more than {MAX_VALUES:,} values"),
+        ("[" * 100_000, f"nested more than {MAX_BODY_DEPTH} deep"),
+        ('{"messages": ' * 3_000, f"nested more than {MAX_BODY_DEPTH} deep"),
+        ("[" + "[]," * MAX_BODY_VALUES + "1]", f"more than {MAX_BODY_VALUES:,} values"),
     ],
 )
 def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str) -> None:

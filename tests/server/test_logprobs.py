@@ -31,7 +31,8 @@ from rootstock.runtime.base import Batch
 from rootstock.server import openai_answer
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
-from rootstock.server.openai import MAX_LOGPROBS, Call
+from rootstock.server.limits import MAX_LOGPROBS
+from rootstock.server.openai import Call
 from rootstock.server.openai_answer import ChoiceHistory
 
 TEXT = "/v1/completions"

@@ -19,9 +19,8 @@ from starlette.requests import ClientDisconnect
 
 from rootstock.errors import InvalidJson, JsonTooComplex
 from rootstock.server.errors import ClientGone
+from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_VALUES
 
-MAX_DEPTH = 512  # lists and objects within each other: Python's parser fails at about 1,000
-MAX_VALUES = 1_048_576  # list elements and fields: prompts of as many token ids
 _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = 1024**2
 
@@ -55,7 +54,7 @@ def check_shape(body: bytes) -> None:
     """
     if not json.detect_encoding(body).startswith("utf-8"):
         raise InvalidJson("it is not in UTF-8")
-    if len(body) <= 2 * MAX_DEPTH:  # a list in a list takes two characters
+    if len(body) <= 2 * MAX_BODY_DEPTH:  # a list in a list takes two characters
         return
     depth = values = 0
     in_string = escaped = False
@@ -68,11 +67,11 @@ def check_shape(body: bytes) -> None:
         steps = np.flatnonzero(opened | closed)
         depths = depth + np.cumsum(np.where(opened[steps], 1, -1))
         if len(depths):
-            if depths.max() > MAX_DEPTH:
-                raise JsonTooComplex(f"lists and objects nested more than {MAX_DEPTH} deep")
+            if depths.max() > MAX_BODY_DEPTH:
+                raise JsonTooComplex(f"lists and objects nested more than {MAX_BODY_DEPTH} deep")
             depth = int(depths[-1])
-        if values > MAX_VALUES:
-            raise JsonTooComplex(f"more than {MAX_VALUES:,} values")
+        if values > MAX_BODY_VALUES:
+            raise JsonTooComplex(f"more than {MAX_BODY_VALUES:,} values")
 
 
 def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -> tuple[Bits, bool, bool]:

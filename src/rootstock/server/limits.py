@@ -11,6 +11,8 @@ from typing import Any
 
 from rootstock.errors import InvalidParameter
 
+MAX_BODY_DEPTH = 512  # lists and objects within each other: Python's parser fails at about 1,000
+MAX_BODY_VALUES = 1_048_576  # list elements and fields: prompts of as many token ids
 MAX_MESSAGES = 16_384
 MAX_CONTENT_PARTS = 4_096  # of one message
 MAX_TOOL_CALLS = 1_024  # of one message
@@ -28,6 +30,7 @@ MAX_STOP_CHARS = 512  # of one stop string
 MAX_STOP_TOKENS = 1_024
 MAX_LOGIT_BIASES = 16_384
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROBS = 16 * 1024**2  # in the answer to one HTTP request
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MIN_REPETITION_PENALTY = 0.01

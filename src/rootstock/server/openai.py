@@ -16,6 +16,7 @@ from rootstock.server.access import salt_of
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, chat_tokens, placed_chat, with_text_as_text
 from rootstock.server.defaults import SamplingDefaults
+from rootstock.server.limits import MAX_LOGPROBS
 from rootstock.server.openai_answer import ChatFormat, CompletionFormat, Echo, WireFormat
 from rootstock.server.openai_request import (
     ChatCompletionRequest,
@@ -31,7 +32,6 @@ from rootstock.server.tokenized import PromptTokenizer
 # Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
 # only those see who ask for it.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
-MAX_LOGPROBS = 16 * 1024**2  # in the answer to one HTTP request
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
