@@ -11,6 +11,7 @@ import numpy as np
 from rootstock.cache.plan import Tokens
 from rootstock.engine.text import ByteTextCodec
 from rootstock.server.tokenized import TokenizedPieces
+from waiting import join
 
 
 class CountingCodec(ByteTextCodec):
@@ -96,7 +97,6 @@ def test_threads_may_ask_at_once() -> None:
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert not wrong
     assert tokenized.held_bytes <= 5_000
