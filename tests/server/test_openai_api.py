@@ -433,7 +433,7 @@ def test_metrics_count_requests_and_tokens(serve: Any) -> None:
 def test_metrics_tell_how_much_prefill_a_target_for_the_time_between_tokens_leaves_room_for(
     serve: Any,
 ) -> None:
-    with serve(EngineConfig(itl_target_s=60.0, chunk_tokens=100)) as served:
+    with serve(EngineConfig(itl_target_s=3600.0, chunk_tokens=100)) as served:
         served.complete("count these", max_tokens=4, ignore_eos=True)
         assert served.metric("rootstock_prefill_chunk_tokens") == 99, "one token of the step is a decode"
 
