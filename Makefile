@@ -42,7 +42,7 @@ show: setup
 
 # The long forms of the property tests, by hand before a release.
 soak: setup
-	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest tests/property
+	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/property
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

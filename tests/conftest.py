@@ -1,10 +1,12 @@
 """Hypothesis profiles: quick and repeatable by default, long and random with ROOTSTOCK_SOAK=1. Triton's interpreter
-where Triton is installed and there is no CUDA device."""
+where Triton is installed and there is no CUDA device. Temporary directories in memory where there is room."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -20,3 +22,9 @@ if importlib.util.find_spec("triton") is not None:
         os.environ["TRITON_INTERPRET"] = (
             "1"  # before anybody imports Triton: its functions are made for one of both
         )
+
+# Tests of the disk tier sync thousands of times, which takes minutes on a disk and checks nothing more: they simulate
+# power cuts by what was synced, and real ones cannot happen within a test.
+_IN_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
+if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEEDED_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path

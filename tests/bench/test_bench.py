@@ -29,6 +29,7 @@ from rootstock.runtime.base import Batch
 from rootstock.runtime.fake import FakeRuntime
 from rootstock.server.app import create_app
 from rootstock.server.run import running
+from waiting import unused_port
 
 SIZES_OF_A_TEST = Sizes(4, 3, turns=3, prefix_tokens=100, new_tokens=(3, 9), answer_tokens=6)
 SETTING = Setting(
@@ -188,8 +189,10 @@ def test_a_bench_over_a_url_writes_rows_and_ends_with_0(
 
 
 def test_a_url_where_nobody_answers_is_told_in_one_line() -> None:
-    with pytest.raises(StartupError, match="Check --url"):
-        run_bench(BenchConfig(("burst",)), ServedModel("http://127.0.0.1:9"), Console(file=io.StringIO()))
+    with unused_port() as port, pytest.raises(StartupError, match="Check --url"):
+        run_bench(
+            BenchConfig(("burst",)), ServedModel(f"http://127.0.0.1:{port}"), Console(file=io.StringIO())
+        )
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class Bench:
         weights: str = "fake",
         tier: TierConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        load_clock: Callable[[], float] = time.perf_counter,
         drafter: Drafter | None = None,
         **config: int,
     ) -> None:
@@ -78,16 +79,18 @@ class Bench:
         # One size of chunk for all steps, so that a test knows what a step computes.
         config = {"idle_chunk_tokens": config.get("chunk_tokens", EngineConfig().chunk_tokens), **config}
         tier, engine = tier or TierConfig(), EngineConfig(**config)
+        ticks = itertools.count()
         self.cache = KVCache(
             families,
             budget,
             block_size,
             reuse=reuse,
+            clock=lambda: next(ticks) * 1e-3,  # what is evicted depends on when it was used
             stored=stored_index(self.runtime, tier, block_size),
             through=tier.disk_write == "through",
         )
         self.runtime.allocate(self.cache.rows, block_size)
-        tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock)
+        tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
         self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering, drafter=drafter)
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:

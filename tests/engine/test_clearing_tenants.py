@@ -18,6 +18,7 @@ from rootstock.engine.drafting import SHARED_NAMESPACES, PromptLookup
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
 from rootstock.errors import ClearUnderWay
+from waiting import HANG_S
 
 PROMPT = list(range(30, 60))
 
@@ -79,14 +80,14 @@ def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -
 
         def held(namespace: bytes | None = None) -> None:
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(HANG_S)
             clear(namespace)
 
         bench.disk.clear = held  # type: ignore[method-assign]
         bench.engine.start()
         clearing = threading.Thread(target=bench.engine.clear_cache, args=("a",))
         clearing.start()
-        assert begun.wait(30)
+        assert begun.wait(HANG_S)
         with pytest.raises(ClearUnderWay):
             bench.engine.clear_cache("b")
         ask = StopParams(max_tokens=1)

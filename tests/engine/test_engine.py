@@ -27,6 +27,7 @@ from rootstock.engine.request import (
 from rootstock.engine.text import ByteTextCodec
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
 from rootstock.runtime.base import Batch, Rung
+from waiting import HANG_S, join, wait_for, wait_until
 
 
 def numbers(seed: int, length: int) -> list[int]:
@@ -437,13 +438,9 @@ def test_an_abort_that_comes_between_the_lines_of_a_submit_hurts_nobody(
             clients = [Client(numbers(i, 8), 3, id=name) for i, name in enumerate(names)]
             for client in (innocent, *clients):
                 bench.engine.submit(client.request, client.events.append)
-            deadline = time.monotonic() + 60
-            while (
-                bench.engine.health().running + bench.engine.health().waiting and time.monotonic() < deadline
-            ):
-                time.sleep(0.01)
+            wait_until(lambda: not (bench.engine.health().running + bench.engine.health().waiting))
             stop.set()
-            aborter.join()
+            join(aborter)
     finally:
         stop.set()
         sys.setswitchinterval(interval)
@@ -465,7 +462,7 @@ def test_when_the_thread_dies_everybody_is_told_and_nobody_is_let_in(monkeypatch
     monkeypatch.setattr(bench.engine._scheduler, "schedule", dies)
     bench.engine.submit(client.request, client.events.append)
     assert bench.engine._thread is not None
-    bench.engine._thread.join(10)
+    join(bench.engine._thread)
     assert isinstance(client.events[-1], Failed)
     assert not bench.engine.health().alive
     with pytest.raises(EngineStopped):
@@ -501,8 +498,7 @@ def test_many_threads_submit_and_each_gets_its_own_answer() -> None:
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(24)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        join(*threads)
         assert bench.engine.health().alive
     assert answers == {seed: bench.alone(numbers(seed, 20), 6) for seed in range(24)}
 
@@ -513,20 +509,23 @@ def test_closing_a_generator_aborts_its_request() -> None:
         events = bench.engine.generate(Client(numbers(1, 10), 500).request)
         next(events)
         events.close()
-        deadline = time.monotonic() + 10
-        while bench.engine.stats().running and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: not bench.engine.stats().running)
         assert bench.engine.stats().cache.live_blocks == 0
 
 
 def test_stopping_fails_what_runs_and_refuses_what_comes() -> None:
     started = threading.Event()
-    bench = Bench(fault=lambda batch: (started.set(), time.sleep(0.01))[0])
+
+    def runs_until_the_stop(batch: Batch) -> None:
+        started.set()
+        wait_until(lambda: bench.engine._closed)
+
+    bench = Bench(fault=runs_until_the_stop)
     clients = [Client(numbers(seed, 10), 500) for seed in range(3)]
     bench.engine.start()
     for client in clients:
         bench.engine.submit(client.request, client.events.append)
-    assert started.wait(10)
+    wait_for(started)
     bench.engine.stop()
     bench.engine.stop()
     for client in clients:
@@ -545,14 +544,14 @@ def test_health_tells_of_a_step_that_hangs_without_asking_the_thread_that_hangs(
 
     def hang(batch: Batch) -> None:
         entered.set()
-        release.wait(10)
+        release.wait(HANG_S)
 
     clock = {"now": 0.0}
     bench = Bench(fault=hang)
     engine = Engine(bench.runtime, bench.cache, EngineConfig(), clock=lambda: clock["now"])
     with engine:
         engine.submit(Client(numbers(1, 4)).request, lambda event: None)
-        assert entered.wait(10)
+        wait_for(entered)
         assert engine.health().alive
         clock["now"] = 1000.0
         health = engine.health()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiered import KINDS, MIB, WAIT_S, Tiered, cached
+from engine.tiered import KINDS, MIB, Tiered, cached, opened_by
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
@@ -31,6 +31,7 @@ from rootstock.server.openai import salt_of
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
 from rootstock.tiers.index import INDEX_NAME
 from tiers.helpers import directory_bytes, segment_files
+from waiting import first_wait_on, join, wait_for, wait_until
 
 
 def of_kinds(families: Sequence[tuple[Family, ...]]) -> pytest.MarkDecorator:
@@ -530,14 +531,12 @@ def test_stopping_an_engine_waits_for_the_record_that_is_being_loaded(
         client = bench.begin_load([*PROMPT, 70])
         stopping = threading.Thread(target=bench.engine.stop)
         stopping.start()
-        while not client.terminals:
-            stopping.join(0.001)  # it is failed at once …
+        wait_until(lambda: client.terminals)  # it is failed at once …
         assert isinstance(client.events[-1], Failed)
         assert isinstance(client.events[-1].error, EngineStopped)
         assert stopping.is_alive()  # … and the rows are kept until the disk has let go of them
         bench.loads.open()
-        stopping.join(WAIT_S)
-        assert not stopping.is_alive()
+        join(stopping)
     with Tiered(tmp_path, families=families) as bench:
         assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
 
@@ -599,7 +598,7 @@ def test_a_started_engine_notices_that_a_load_takes_far_too_long(tmp_path: Path)
         assert not client.events
         bench.clock.now_s += OVERDUE_LEAST_S + 0.1
         bench.engine.call(lambda: None)
-        assert client.ended.wait(WAIT_S)
+        wait_for(client.ended)
         bench.expect(client)
         assert cached(client) == 0
 
@@ -645,13 +644,13 @@ def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
         with monkeypatch.context() as patch:
             patch.setattr(bench.engine._scheduler, "schedule", bug)
             stepping = threading.Thread(target=bench.engine.step)
+            waits = first_wait_on(bench.tiering._reader._changed)
             stepping.start()
-            stepping.join(0.05)
+            wait_for(waits)
             assert stepping.is_alive()
             assert not client.terminals
             bench.loads.open()
-            stepping.join(WAIT_S)
-            assert not stepping.is_alive()
+            join(stepping)
         assert isinstance(client.events[-1], Failed)
         assert isinstance(client.events[-1].error, EngineFault)
         assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
@@ -789,10 +788,8 @@ def test_clearing_takes_what_is_still_on_its_way_down(tmp_path: Path, families: 
         for first in range(4):
             bench.answer([80 + first, *range(80)])
         bench.stores.wait_until_reached()
-        opener = threading.Timer(0.02, bench.stores.open)
-        opener.start()
+        opened_by(bench.stores, bench.mover, "drain")
         assert not bench.engine.clear_cache().later
-        opener.join()
         assert list(bench.disk.entries()) == []
         assert cached(bench.answer([*PROMPT, 70])) == 0
         assert bench.tier.counters.loads == {}
@@ -808,8 +805,7 @@ def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_befor
         bench.forget()
         client = bench.begin_load([*PROMPT, 70])
         assert bench.engine.clear_cache().later
-        opener = threading.Timer(0.02, bench.loads.open)
-        opener.start()
+        opened_by(bench.loads, bench.tiering._reader, "drain")
         if end == "fault":
             with monkeypatch.context() as patch:
                 patch.setattr(bench.engine._scheduler, "schedule", lambda: 1 / 0)
@@ -822,7 +818,6 @@ def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_befor
             )
             bench.engine.clear_cache()
         bench.engine.stop()
-        opener.join()
     with Tiered(tmp_path) as bench:
         assert cached(bench.answer([*PROMPT, 70])) == 0
 
@@ -877,9 +872,9 @@ def test_an_engine_that_dies_in_a_forward_stores_nothing_of_what_it_left_half_do
         bench.runtime.forward = dying  # type: ignore[method-assign]
         bench.engine.start()
         client = bench.ask(PROMPT)
-        assert client.ended.wait(10)
+        wait_for(client.ended)
         assert bench.engine._thread is not None
-        bench.engine._thread.join(10)
+        join(bench.engine._thread)
         given = client.tokens
     assert given
     with Tiered(tmp_path, families=(FULL, STATE)) as bench:

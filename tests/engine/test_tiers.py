@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.helpers import Bench
-from engine.tiered import KINDS, MIB, WAIT_S, Tiered, cached
+from engine.helpers import Bench, Client
+from engine.tiered import KINDS, MIB, Tiered, cached
 from rootstock.cache.families import Family, RecurrentState
 from rootstock.config import TierConfig
 from rootstock.engine.below import stored_index
@@ -20,6 +20,7 @@ from rootstock.engine.tiering import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
 from tiers.helpers import directory_bytes, records
+from waiting import join, wait_for
 
 kinds = pytest.mark.parametrize("families", KINDS, ids=lambda fs: "+".join(f.name for f in fs))
 PROMPT = list(range(62))
@@ -217,7 +218,7 @@ def test_a_started_engine_wakes_up_when_a_load_has_ended(tmp_path: Path) -> None
         events = bench.engine.generate(bench.client([*PROMPT, 70]).request)
         opener = bench.when_reached(bench.loads, bench.loads.open)
         tokens = [event.token for event in events if hasattr(event, "token")]
-        opener.join()
+        join(opener)
         assert tokens == bench.alone([*PROMPT, 70], 4)
         assert bench.engine.stats().tier.counters.loads == {"loaded": 1}  # type: ignore[union-attr]
 
@@ -258,8 +259,15 @@ def test_threads_aborts_clears_and_restarts_over_a_real_disk_change_no_answer_an
             queue_bytes=4000,
         ) as bench:
             bench.engine.start()
+
+            def asked_and_aborted(bench: Tiered = bench) -> Client:
+                # On the engine's thread, between two steps: the request cannot have ended before.
+                client = bench.ask(PROMPT, 8)
+                bench.engine.abort(client.request.id)
+                return client
+
             for _ in range(12):
-                clients = []
+                clients = [bench.engine.call(asked_and_aborted)]
                 for _ in range(6):
                     start = int(rng.integers(0, 3))
                     prompt = [start, *PROMPT[: int(rng.integers(5, 60))], *rng.integers(0, 97, 2).tolist()]
@@ -269,7 +277,7 @@ def test_threads_aborts_clears_and_restarts_over_a_real_disk_change_no_answer_an
                 if rng.random() < 0.1:
                     bench.engine.clear_cache()
                 for client in clients:
-                    assert client.ended.wait(WAIT_S)
+                    wait_for(client.ended)
                     (end,) = client.terminals
                     seen[type(end).__name__] += 1
                     expected = bench.alone(client.request.tokens, len(client.tokens))

@@ -23,6 +23,7 @@ from rootstock.engine.text import ByteTextCodec
 from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
 from rootstock.server.app import create_app
 from rootstock.server.run import running
+from waiting import HANG_S
 
 Json = dict[str, Any]
 Name = Literal["A", "B"]
@@ -230,7 +231,7 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     with (
         made.engine,
         running(app, made.engine) as url,
-        httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as client,
+        httpx.Client(base_url=url, timeout=HANG_S, limits=httpx.Limits(max_connections=None)) as client,
     ):
         one = World(setting, app, client, made)
         with one.streams:

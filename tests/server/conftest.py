@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.run import running
+from server.held import Held
+from waiting import HANG_S, wait_until
 
 Json = dict[str, Any]
 GREEDY: Json = {"temperature": 0}
@@ -82,10 +83,8 @@ class Served:
 
     def settled(self) -> None:
         """Waits until nothing runs; then everything must have been released."""
-        until = time.monotonic() + 10
-        while (health := self.assembly.engine.health()).running or health.waiting:
-            assert time.monotonic() < until, health
-            time.sleep(0.005)
+        health = self.assembly.engine.health
+        wait_until(lambda: not (health().running or health().waiting))
         stats = self.assembly.engine.stats().cache
         assert stats.leases == 0
         assert stats.live_blocks == 0
@@ -126,11 +125,13 @@ def served_by_oracle(
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
     )
+    if isinstance(fault, Held):
+        fault.engine = made.engine
     app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,
-        httpx.Client(base_url=url, timeout=30) as client,
+        httpx.Client(base_url=url, timeout=HANG_S) as client,
     ):
         yield Served(url, client, made, runtime)
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import random
-import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,28 +317,45 @@ def test_a_long_conversation_costs_no_more_than_a_few_renderings(
     conversation = conversation_of(messages, TOOLS)
     placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
 
-    rendered = [0]
-    render = codec.render_chat
+    prompt_calls = calls_of(lambda: placed_chat(conversation, PromptTokenizer(codec, 10**6)))
+    assert calls_of(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_calls
+
+    rendered, tokenised, chars = [0], [0], [0]
+    render, encode = codec.render_chat, codec.encode_chat
 
     def counted(messages: list[Message], *rest: Any, **options: Any) -> Any:
         rendered[0] += len(messages)
-        return render(messages, *rest, **options)
+        text = render(messages, *rest, **options)
+        chars[0] += len(text)
+        return text
+
+    def counted_encode(text: str) -> Any:
+        tokenised[0] += len(text)
+        return encode(text)
 
     monkeypatch.setattr(codec, "render_chat", counted)
+    monkeypatch.setattr(codec, "encode_chat", counted_encode)
     boundaries_of(codec, conversation, placed)
-    monkeypatch.undo()
-    assert rendered[0] <= len(messages)
+    assert 0 < rendered[0] <= len(messages)
+    assert 0 < chars[0] <= len(placed.text)
+    assert 0 < tokenised[0] <= len(placed.text) / 4
 
-    def median_s(work: Callable[[], object]) -> float:
-        def once() -> float:
-            began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
 
-        return statistics.median(once() for _ in range(7))
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions: the same on every machine, unlike seconds."""
+    calls = 0
 
-    prompt_s = median_s(lambda: placed_chat(conversation, PromptTokenizer(codec, 10**6)))
-    assert median_s(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_s
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 # ---- whatever clients send

@@ -19,12 +19,15 @@ import pytest
 
 from rootstock import __version__
 from rootstock.errors import ModelFileInvalid
+from waiting import HANG_S, join, wait_for
 
 # `rootstock serve` with the oracle in the place of a model that is loaded; everything else is the real thing.
 ORACLE = """
 import sys, time
 from pathlib import Path
 import rootstock.cli as cli
+import rootstock.engine.tiering
+import rootstock.server.run
 from rootstock.config import CacheConfig
 from rootstock.engine.assemble import assemble
 from rootstock.engine.text import ByteTextCodec
@@ -34,10 +37,12 @@ def build_engine(model, cache, engine, tier, *, chat_template, progress, directo
     progress("load", 0.0)
     progress("load", 1.0)
     runtime = FakeRuntime(
-        ByteTextCodec.vocab_size, 4096, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
+        ByteTextCodec.vocab_size, 1 << 17, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
     )
     return assemble(runtime, ByteTextCodec(), cache, engine, tier)
 
+# On a busy machine a load, and the end of an answer, may take any time.
+rootstock.engine.tiering.OVERDUE_LEAST_S = rootstock.server.run.GRACE_S = 600
 cli.build_engine = build_engine
 cli.locate = lambda model, **_: Path('no directory')
 cli.main()
@@ -46,8 +51,12 @@ cli.main()
 
 def rootstock(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rootstock.cli", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "rootstock.cli", *arguments], capture_output=True, text=True, timeout=HANG_S
     )
+
+
+def get(url: str, **options: Any) -> httpx.Response:
+    return httpx.get(url, timeout=HANG_S, **options)
 
 
 class Process:
@@ -67,7 +76,7 @@ class Process:
 
     def stop(self, sent: signal.Signals) -> tuple[int, str, str]:
         self.process.send_signal(sent)
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, out, err
 
 
@@ -137,7 +146,7 @@ def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes:
     assert "fake" in one.ready
     assert "full × 1 layer, " in one.ready
     assert "pool of 65,536 tokens, 1.0 MiB" in one.ready
-    assert httpx.get(f"{one.url}/health").json()["status"] == "ok"
+    assert get(f"{one.url}/health").json()["status"] == "ok"
     returncode, out, err = one.stop(signal.SIGTERM)
     assert (returncode, out) == (0, "")
     assert err == "rootstock: Loading the weights\n"  # plain lines where there is no terminal
@@ -153,17 +162,22 @@ def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     started = threading.Event()
 
     def read() -> None:
-        body: dict[str, Any] = {"prompt": "on and on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=30) as response:
+        body: dict[str, Any] = {
+            "prompt": "on and on",
+            "max_tokens": 60_000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=HANG_S) as response:
             for line in response.iter_lines():
                 events.append(line)
                 started.set()
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert started.wait(10)
+    wait_for(started)
     returncode, _, err = one.stop(sent)
-    reader.join(10)
+    join(reader)
     assert returncode == 0, err
     assert "Traceback" not in err
     last = [event for event in events if event][-1]
@@ -180,10 +194,10 @@ def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
     for _ in range(2):
         one = Process(*options)
         processes.append(one)
-        answer = httpx.post(f"{one.url}/v1/completions", json=body, timeout=30).json()
+        answer = httpx.post(f"{one.url}/v1/completions", json=body, timeout=HANG_S).json()
         answers.append(answer["choices"][0]["text"])
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-        metrics = httpx.get(f"{one.url}/metrics").text
+        metrics = get(f"{one.url}/metrics").text
         returncode, _, err = one.stop(signal.SIGTERM)
         assert returncode == 0
         assert "writing down what only memory has" in err
@@ -204,8 +218,8 @@ def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
     processes += [first, second]
     assert "nothing below it" in second.ready
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
-    assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=30).status_code == 200
-    assert 'rootstock_tier_state{state="off"} 1.0' in httpx.get(f"{second.url}/metrics").text
+    assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
+    assert 'rootstock_tier_state{state="off"} 1.0' in get(f"{second.url}/metrics").text
     _, _, err = second.stop(signal.SIGTERM)
     assert err.count("WARNING") == 1, err
     assert "in use" in err
@@ -214,9 +228,9 @@ def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
 def test_the_api_key_may_come_from_the_environment(processes: list[Process]) -> None:
     one = Process("--kv-budget", "1MiB", env={"ROOTSTOCK_API_KEY": "from-the-environment"})
     processes.append(one)
-    assert httpx.get(f"{one.url}/v1/models").status_code == 401
+    assert get(f"{one.url}/v1/models").status_code == 401
     known = {"Authorization": "Bearer from-the-environment"}
-    assert httpx.get(f"{one.url}/v1/models", headers=known).status_code == 200
+    assert get(f"{one.url}/v1/models", headers=known).status_code == 200
 
 
 def test_keys_of_tenants_and_of_the_admin_are_given_at_the_start(
@@ -227,16 +241,16 @@ def test_keys_of_tenants_and_of_the_admin_are_given_at_the_start(
     one = Process(*options, env={"ROOTSTOCK_ADMIN_KEY": "of-the-admin"})
     processes.append(one)
 
-    def get(path: str, key: str) -> int:
-        return httpx.get(f"{one.url}{path}", headers={"Authorization": f"Bearer {key}"}).status_code
+    def status(path: str, key: str) -> int:
+        return get(f"{one.url}{path}", headers={"Authorization": f"Bearer {key}"}).status_code
 
-    assert [get("/v1/models", key) for key in ("key-a", "key-b", "of-the-admin", "other")] == [
+    assert [status("/v1/models", key) for key in ("key-a", "key-b", "of-the-admin", "other")] == [
         200,
         200,
         200,
         401,
     ]
-    assert [get("/v1/cache/stats", key) for key in ("key-a", "of-the-admin")] == [403, 200]
+    assert [status("/v1/cache/stats", key) for key in ("key-a", "of-the-admin")] == [403, 200]
 
 
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from rootstock.cli_cache import cache_app
 from rootstock.tiers.base import MissKind, Record
 from rootstock.tiers.lock import LOCK_NAME
 from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
+from waiting import HANG_S
 
 CAP_BYTES = 16 * 2**20
 BLOCK = 16
@@ -241,7 +242,7 @@ def test_the_exit_status_is_the_processes_and_no_traceback_is_shown(tmp_path: Pa
         [sys.executable, "-m", "rootstock.cli", "cache", "verify", str(tmp_path / "missing")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert ran.returncode == 2
     assert ran.stderr.startswith("rootstock: ")
@@ -257,7 +258,9 @@ def test_the_commands_need_no_tensor_framework(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     for arguments in (["verify", folder], ["ls", folder], ["export", folder, tmp_path / "file"]):
-        subprocess.run([sys.executable, "-c", code, "cache", *map(str, arguments)], check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", code, "cache", *map(str, arguments)], check=True, timeout=HANG_S
+        )
 
 
 # -- ls ----------------------------------------------------------------------------------------------------------

@@ -5,26 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
-from collections.abc import Callable
+import threading
 from typing import Any
 
 import pytest
 
 from rootstock.config import EngineConfig
+from server.held import Held
+from waiting import join, wait_until
 
 ENDLESS: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
-
-
-def slowly(_batch: Any) -> None:
-    time.sleep(0.01)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def ask_over_a_socket(served: Any, path: str, body: dict[str, Any]) -> socket.socket:
@@ -39,16 +29,18 @@ def ask_over_a_socket(served: Any, path: str, body: dict[str, Any]) -> socket.so
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, stream: bool, n: int) -> None:
-    with serve(fault=slowly) as served:
+    held = Held(free_forwards=8)
+    with serve(fault=held) as served:
         engine = served.assembly.engine
         body = {"prompt": "forever", "stream": stream, "n": n, **ENDLESS}
         connection = ask_over_a_socket(served, "/v1/completions", body)
-        wait_for(lambda: engine.health().running == n and engine.health().steps > 5)
+        wait_until(lambda: engine.health().running == n and engine.health().steps > 5)
         connection.close()
-        wait_for(lambda: engine.health().running == 0)
+        wait_until(lambda: engine.health().running == 0)
         served.settled()
         outcome = {"outcome": "disconnected", "route": "/v1/completions"}
-        wait_for(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
+        wait_until(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
+        held.let_go()
         # What was computed until then is found again.
         again = served.complete("forever", max_tokens=1).json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == len("forever") - 1
@@ -56,32 +48,34 @@ def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_leaves_the_queue(serve: Any, stream: bool) -> None:
-    with serve(EngineConfig(max_batch=1), fault=slowly) as served:
+    with serve(EngineConfig(max_batch=1), fault=Held(free_forwards=8)) as served:
         engine = served.assembly.engine
         running = ask_over_a_socket(served, "/v1/completions", {"prompt": "first", **ENDLESS})
-        wait_for(lambda: engine.health().running == 1)
+        wait_until(lambda: engine.health().running == 1)
         waiting = ask_over_a_socket(
             served, "/v1/completions", {"prompt": "second", "stream": stream, **ENDLESS}
         )
-        wait_for(lambda: engine.health().waiting == 1)
+        wait_until(lambda: engine.health().waiting == 1)
         waiting.close()
-        wait_for(lambda: engine.health().waiting == 0)
+        wait_until(lambda: engine.health().waiting == 0)
         assert engine.health().running == 1
         running.close()
-        wait_for(lambda: engine.health().running == 0)
+        wait_until(lambda: engine.health().running == 0)
         served.settled()
 
 
 def test_a_client_that_disconnects_does_not_disturb_the_others(serve: Any) -> None:
-    with serve(fault=slowly) as served:
+    held = Held()
+    with serve(fault=held) as served:
+        held.let_go()
         expected = served.complete("steady", max_tokens=40, temperature=0, ignore_eos=True).json()["choices"]
+        held.hold()
         gone = [
             ask_over_a_socket(served, "/v1/completions", {"prompt": "steady", "stream": True, **ENDLESS})
             for _ in range(4)
         ]
-        wait_for(lambda: served.assembly.engine.health().running == 4)
-        import threading
-
+        health = served.assembly.engine.health
+        wait_until(lambda: health().running == 4)
         answers: list[Any] = []
         ask = threading.Thread(
             target=lambda: answers.append(
@@ -89,10 +83,12 @@ def test_a_client_that_disconnects_does_not_disturb_the_others(serve: Any) -> No
             )
         )
         ask.start()
-        for connection in gone:
+        wait_until(lambda: health().running == 5)
+        for left, connection in zip((4, 3, 2, 1), gone, strict=True):
             connection.close()
-            time.sleep(0.03)
-        ask.join()
+            wait_until(lambda left=left: health().running == left)
+        held.let_go()
+        join(ask)
         assert answers == [expected]
         served.settled()
 
@@ -101,7 +97,7 @@ def test_a_cancelled_server_task_aborts_too(serve: Any) -> None:
     """As when uvicorn gives up waiting at its end: straight through ASGI, with no socket in between."""
     from rootstock.server.app import create_app
 
-    with serve(fault=slowly) as served:
+    with serve(fault=Held(free_forwards=8)) as served:
         made = served.assembly
         app = create_app(made.engine, made.codec, made.description)
 
@@ -134,5 +130,5 @@ def test_a_cancelled_server_task_aborts_too(serve: Any) -> None:
 
         for stream in ("true", "false"):
             asyncio.run(call(stream))
-            wait_for(lambda: made.engine.health().running == 0)
+            wait_until(lambda: made.engine.health().running == 0)
         served.settled()

@@ -20,6 +20,7 @@ from rootstock.errors import InvalidOption
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.guard import Guard
 from server.test_cli import Process, rootstock
+from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -395,14 +396,14 @@ def test_the_options_of_the_command_line_reach_the_server() -> None:
     options = ("--max-body", "2KiB", "--allowed-origins", PAGE, "--allowed-hosts", "llm.example.com")
     process = Process(*options, "--max-connections", "1")
     try:
-        with httpx.Client(base_url=process.url, timeout=30) as client:
+        with httpx.Client(base_url=process.url, timeout=HANG_S) as client:
             assert client.get("/health", headers={"Host": "llm.example.com"}).status_code == 200
             assert client.get("/health", headers={"Host": "example.com"}).status_code == 403
             from_page = client.get("/health", headers={"Origin": PAGE})
             assert from_page.headers["access-control-allow-origin"] == PAGE
             large = client.post(TEXT, json={"prompt": "x" * 3000})
             assert_error(large, 413, "body_too_large", "2,048 bytes")
-            second = httpx.get(f"{process.url}/health")
+            second = httpx.get(f"{process.url}/health", timeout=HANG_S)
             assert_error(second, 503, "too_many_connections", "1 (--max-connections)")
     finally:
         code, _, _ = process.stop(signal.SIGTERM)

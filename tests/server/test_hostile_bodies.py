@@ -21,6 +21,7 @@ from rootstock.server.errors import ClientGone
 from rootstock.server.json_body import check_shape
 from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_VALUES
 from rootstock.server.preparing import LONG_BODY_BYTES, PreparationQueue
+from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
 
@@ -156,7 +157,7 @@ def test_long_bodies_are_prepared_one_after_another_and_short_ones_pass_them() -
         with lock:
             running += 1
             most = max(most, running)
-        assert release.wait(120)
+        assert release.wait(HANG_S)
         with lock:
             running -= 1
 
@@ -190,7 +191,7 @@ def test_no_more_requests_wait_than_the_engine_would_take() -> None:
 
     async def scenario() -> None:
         long = request_of(b" " * LONG_BODY_BYTES)
-        waiting = [asyncio.ensure_future(queue.run(long, lambda: release.wait(120))) for _ in range(2)]
+        waiting = [asyncio.ensure_future(queue.run(long, lambda: release.wait(HANG_S))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await queue.run(long, lambda: None)

@@ -16,6 +16,7 @@ import pytest
 from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.index import INDEX_NAME
 from server.test_cli import ORACLE
+from waiting import HANG_S
 
 # Sends a signal from inside, when the process imports a module, opens a file or connects to a database: exactly
 # there, however fast the machine is.
@@ -114,7 +115,7 @@ def test_a_process_that_was_started_with_ctrl_c_ignored_goes_on(tmp_path: Path) 
         env={**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": "import=typer", "INTERRUPT_WITH": "2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -130,7 +131,7 @@ def test_on_a_terminal_the_cursor_is_shown_again() -> None:
     terminal, side = pty.openpty()
     try:
         env = {**os.environ, "TERM": "xterm"}
-        done = subprocess.run([sys.executable, "-c", code], stderr=side, env=env, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], stderr=side, env=env, timeout=HANG_S)
         written = os.read(terminal, 1 << 16)
     finally:
         os.close(side)
@@ -171,7 +172,7 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
     process.send_signal(first)
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (-signal.SIGINT, "")
     [line] = [line for line in err.splitlines() if "Loading" not in line]
     assert line == "rootstock: writing down what only memory has (Ctrl-C again: end at once, without it)"
@@ -182,6 +183,6 @@ def test_a_signal_after_a_clean_stop_does_not_change_its_status(late: signal.Sig
     at_exit = f"import atexit, os\natexit.register(lambda: os.kill(os.getpid(), {int(late)}))\n"
     process = serve_oracle(at_exit, "--kv-budget", "1MiB")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (0, ""), err
     assert err == "rootstock: Loading the weights\n"

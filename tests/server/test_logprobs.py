@@ -34,6 +34,7 @@ from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_ch
 from rootstock.server.limits import MAX_LOGPROBS
 from rootstock.server.openai import Call
 from rootstock.server.openai_answer import ChoiceHistory
+from waiting import HANG_S
 
 TEXT = "/v1/completions"
 PROMPT = "a prompt that is scored once, whatever is asked beside it"
@@ -52,7 +53,7 @@ class Scoring:
     def __call__(self, batch: Batch) -> None:
         if any(1 < len(each.tokens) == each.score_last for each in batch.segments):
             self.before_scoring.set()
-            assert self.may_score.wait(30)
+            assert self.may_score.wait(HANG_S)
             if self.fails_scoring:
                 raise ValueError("no score")
 
@@ -143,7 +144,8 @@ def test_a_choice_whose_scores_fail_fails_the_answer_and_nothing_stays_behind(
         scoring.fails_scoring = True
         answer = served.complete(PROMPT, n=4, stream=stream, **ECHO)
         assert answer.status_code == (200 if stream else 500)
-        assert "no score" in answer.text
+        assert "no score" not in answer.text
+        assert "ValueError" in answer.text
         assert '"text"' not in answer.text  # none was told without its prompt
         served.settled()
         scoring.fails_scoring = False

@@ -16,6 +16,7 @@ from rootstock.runtime.fake import FULL, FakeRuntime
 from rootstock.server.app import create_app
 from rootstock.server.run import running
 from rootstock.tiers.base import Refusal
+from waiting import HANG_S
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 CHAT = "/v1/chat/completions"
@@ -435,7 +436,7 @@ def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Pa
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTextCodec(), config, None, TierConfig(tmp_path / "tier"))
     app = create_app(made.engine, made.codec, made.description)
-    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url) as client:
+    with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
         tiering = made.engine._tiering
         assert tiering is not None
         tiering.counters.loads["loaded"] += 2777
@@ -464,7 +465,7 @@ def test_metrics_count_requests_and_tokens(serve: Any) -> None:
 def test_metrics_tell_how_much_prefill_a_target_for_the_time_between_tokens_leaves_room_for(
     serve: Any,
 ) -> None:
-    with serve(EngineConfig(itl_target_s=60.0, chunk_tokens=100)) as served:
+    with serve(EngineConfig(itl_target_s=3600.0, chunk_tokens=100)) as served:
         served.complete("count these", max_tokens=4, ignore_eos=True)
         assert served.metric("rootstock_prefill_chunk_tokens") == 99, "one token of the step is a decode"
 

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rootstock import cli
+from waiting import HANG_S
 
 
 def dense_greedy(checkpoint: Path, prompt: str, count: int) -> str:
@@ -47,7 +48,7 @@ def server(checkpoint: Path) -> Iterator[str]:
     assert "8.0 MiB" in ready
     yield found[0]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err
 
@@ -59,7 +60,7 @@ def test_a_served_checkpoint_says_what_transformers_says_cold_and_warm(server: s
     }  # fmt: skip
     expected = dense_greedy(checkpoint, "<|system|>Be brief.<|user|>Say something.<|assistant|>", 24)
     for cached in (False, True):
-        answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=HANG_S).json()
         assert answer["choices"][0]["message"]["content"] == expected
         usage = answer["usage"]
         found = usage["prompt_tokens_details"]["cached_tokens"]
@@ -69,7 +70,7 @@ def test_a_served_checkpoint_says_what_transformers_says_cold_and_warm(server: s
 def test_a_streamed_answer_of_a_checkpoint_is_the_whole_one(server: str, checkpoint: Path) -> None:
     body = {"prompt": "one two", "temperature": 0, "max_tokens": 16, "ignore_eos": True, "stream": True}
     text = ""
-    with httpx.stream("POST", f"{server}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{server}/v1/completions", json=body, timeout=HANG_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]

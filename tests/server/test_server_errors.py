@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from pydantic import ValidationError
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.server.known_fields import IGNORED, REFUSED
 from rootstock.server.openai_request import ChatCompletionRequest
+from server.held import Held
+from waiting import join, wait_for, wait_until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -628,12 +629,9 @@ def test_an_api_key_is_asked_for_everywhere_but_at_health(serve: Any) -> None:
 # ---- what goes wrong later
 
 
-def slowly(_batch: Any) -> None:
-    time.sleep(0.02)
-
-
 def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
-    with serve(EngineConfig(max_batch=1, max_queue=3), fault=slowly) as served:
+    held = Held()
+    with serve(EngineConfig(max_batch=1, max_queue=3), fault=held) as served:
         answers: list[int] = []
 
         def ask() -> None:
@@ -643,8 +641,7 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
             for _ in range(count):
                 threads.append(threading.Thread(target=ask))
                 threads[-1].start()
-            while len(served.assembly.engine._live) < len(threads):
-                time.sleep(0.002)
+            wait_until(lambda: len(served.assembly.engine._live) == len(threads))
 
         threads: list[threading.Thread] = []
         start(2)
@@ -653,12 +650,11 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
             refused = served.chat("three", n=3, stream=stream)
             assert_error(refused, 429, "queue_full", None, "--max-queue")
             assert int(refused.headers["retry-after"]) >= 1
-            while len(served.assembly.engine._live) > 2:
-                time.sleep(0.002)
+            wait_until(lambda: len(served.assembly.engine._live) == 2)
         start(2)
         assert served.chat("one too many").status_code == 429
-        for thread in threads:
-            thread.join()
+        held.let_go()
+        join(*threads)
         assert answers == [200] * 4
         served.settled()
         assert served.metric("rootstock_requests_total", outcome="error", route=CHAT) == 3
@@ -718,7 +714,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(serve: Any) -> None
 
 def test_a_server_that_stops_ends_its_streams_with_an_error_event(serve: Any) -> None:
     events: list[str] = []
-    with serve(fault=slowly) as served:
+    with serve(fault=Held(free_forwards=3)) as served:
         body = {"messages": MESSAGES, "max_tokens": 3000, "stream": True, "ignore_eos": True}
         started = threading.Event()
 
@@ -730,10 +726,9 @@ def test_a_server_that_stops_ends_its_streams_with_an_error_event(serve: Any) ->
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert started.wait(10)
+        wait_for(started)
         served.assembly.engine.stop()
-        reader.join(10)
-        assert not reader.is_alive()
+        join(reader)
     said = [event for event in events if event]
     assert "engine_stopped" in said[-1]
     assert "data: [DONE]" not in said

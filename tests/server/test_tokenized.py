@@ -13,6 +13,7 @@ from rootstock.cache.plan import Tokens
 from rootstock.engine.text import ByteTextCodec
 from rootstock.errors import PromptTextTooLong
 from rootstock.server.tokenized import PromptTokenizer, TokenizedPieces
+from waiting import join
 
 
 class CountingCodec(ByteTextCodec):
@@ -98,8 +99,7 @@ def test_threads_may_ask_at_once() -> None:
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert not wrong
     assert tokenized.held_bytes <= 5_000
 

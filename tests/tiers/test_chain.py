@@ -34,6 +34,7 @@ from rootstock.tiers.disk import DiskTier
 from rootstock.tiers.host import HostTier, charge
 from rootstock.tiers.mover import Done, Mover, PutResult, Queued
 from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
+from waiting import join, wait_until
 
 EACH = charge(records(1)[0])  # what a record of the usual size is charged above
 
@@ -362,22 +363,21 @@ def test_every_record_is_readable_at_every_instant_from_above_to_below(tmp_path:
                         wrong.append((published - back, result))
                 time.sleep(0.0005)  # the others' turn
 
+        def some_in_every_place() -> bool:  # and nobody far ahead
+            return published - 4 - disk.counts.stored_records <= 15
+
         threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
         for thread in threads:
             thread.start()
         for record in group:
             assert isinstance(tier.store([record])[0], Stored)
             published += 1
-            while (
-                published - 4 - disk.counts.stored_records > 15
-            ):  # some in every place, and nobody far ahead
-                time.sleep(0.001)
+            wait_until(some_in_every_place)
             if published % 8 == 0:
                 listed = keys_in(tier)
                 assert len(listed) == len(set(listed)) == published
         done.set()
-        for thread in threads:
-            thread.join()
+        join(*threads)
         assert wrong == []
         assert tier.lost_records == 0
     assert disk.counts.stored_records == len(group)

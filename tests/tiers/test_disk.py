@@ -48,6 +48,7 @@ from tiers.helpers import (
     records,
     segment_files,
 )
+from waiting import HANG_S, join, wait_until
 
 
 def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in(tmp_path: Path) -> None:
@@ -271,11 +272,13 @@ def test_loads_beside_stores_evictions_and_compactions_are_right_or_absent(tmp_p
     group = records(150, 15_000)
     wrong: list[object] = []
     hits: list[int] = []
+    turns = 0
     published = 1
     done = threading.Event()
     tier.store(group[:1])
 
     def read(seed: int) -> None:
+        nonlocal turns
         rng = np.random.default_rng(seed)
         while not done.is_set():
             record = group[int(rng.integers(max(0, published - 60), published))]
@@ -285,7 +288,8 @@ def test_loads_beside_stores_evictions_and_compactions_are_right_or_absent(tmp_p
                 tier.touch([record.identity.key])
             elif result != Miss(MissKind.ABSENT):
                 wrong.append(result)
-            time.sleep(0.0005)
+            turns += 1
+            time.sleep(0.0005)  # the others' turn
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
     for thread in threads:
@@ -294,9 +298,11 @@ def test_loads_beside_stores_evictions_and_compactions_are_right_or_absent(tmp_p
         clock.now_s += 1
         assert isinstance(tier.store([record])[0], Stored)
         published += 1
+        if published % 10 == 0:
+            wait_until(lambda before=turns: turns > before)  # the readers keep up
+    wait_until(lambda: hits or wrong)
     done.set()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert wrong == []
     assert hits
     assert tier.room_counts.evicted_records > 0
@@ -388,13 +394,13 @@ def test_a_second_process_is_refused_at_once_and_told_who_has_the_directory(tmp_
         f"print(DiskTier.open(Path(sys.argv[1]), {CAP_BYTES}))"
     )
     run = [sys.executable, "-c", program, str(folder)]
-    refused = subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout
+    refused = subprocess.run(run, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     assert "in use by another process" in refused
     assert str(os.getpid()) in refused
     tier.close()
     assert (
         "DiskTier object"
-        in subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout
+        in subprocess.run(run, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     )
 
 

@@ -31,6 +31,7 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.host import HostTier, charge
 from tiers.helpers import Clock, identity_of, is_right, joined, record_of, records
+from waiting import HANG_S, first_wait_on, join, wait_for
 
 EACH = charge(records(1)[0])  # what a record of the usual size is charged
 
@@ -330,19 +331,18 @@ def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
 
     def take(record: Record) -> None:
         leaving.set()
-        assert go_on.wait(10)
+        wait_for(go_on)
 
     tier = tier_for(1, spilled=take)
     group = records(2)
     storing = in_thread(lambda: tier.store(group))
-    assert leaving.wait(10)
+    wait_for(leaving)
+    waits = first_wait_on(tier._changed)
     striking = in_thread(lambda: tier.quarantine(keys_of(group[:1])))
-    striking.join(0.05)
+    wait_for(waits)
     assert striking.is_alive()
     go_on.set()
-    striking.join(10)
-    storing.join(10)
-    assert not striking.is_alive()
+    join(striking, storing)
     assert len(tier) == 1
 
 
@@ -351,21 +351,21 @@ def test_a_store_waits_for_room_that_another_is_making() -> None:
 
     def take(record: Record) -> None:
         leaving.set()
-        assert go_on.wait(10)
+        wait_for(go_on)
 
     tier = tier_for(1, spilled=take)
     first, second, third = records(3)
     tier.store([first])
     outcomes: list[StoreOutcome] = []
     threads = [in_thread(lambda: outcomes.extend(tier.store([second])))]
-    assert leaving.wait(10)
+    wait_for(leaving)
+    waits = first_wait_on(tier._changed)
     threads.append(in_thread(lambda: outcomes.extend(tier.store([third]))))
-    threads[1].join(0.05)
+    wait_for(waits)
     assert threads[1].is_alive()
     assert tier.used_bytes == EACH
     go_on.set()
-    for thread in threads:
-        thread.join(10)
+    join(*threads)
     assert outcomes == [Stored(EACH)] * 2
     assert tier.used_bytes == EACH
 
@@ -375,15 +375,14 @@ def test_two_who_store_the_same_record_at_once_are_charged_for_one(monkeypatch: 
     copied = rootstock.tiers.host._copied
 
     def at_once(*arguments: object) -> object:
-        both.wait(10)
+        both.wait(HANG_S)
         return copied(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rootstock.tiers.host, "_copied", at_once)
     tier = tier_for(2)
     outcomes: list[StoreOutcome] = []
     threads = [in_thread(lambda: outcomes.extend(tier.store(records(1)))) for _ in range(2)]
-    for thread in threads:
-        thread.join(10)
+    join(*threads)
     assert sorted(outcomes, key=str) == [AlreadyStored(), Stored(EACH)]
     assert (tier.used_bytes, len(tier)) == (EACH, 1)
 
@@ -426,8 +425,7 @@ def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
                 wrong.append(tier.used_bytes)
 
     threads = [in_thread(lambda seed=seed: work(seed)) for seed in range(4)]  # type: ignore[misc]
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert wrong == []
     assert tier.used_bytes == EACH * len(tier)
     assert tier._leaving == {}

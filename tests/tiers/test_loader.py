@@ -16,6 +16,7 @@ from rootstock.cache.identity import Identity, RecordKey
 from rootstock.tiers.base import Buffer, Loaded, LoadResult, Miss, MissKind, as_bytes
 from rootstock.tiers.loader import LoadEnded, Loader, LoadTask
 from tiers.helpers import identity_of, payload_of
+from waiting import join, wait_for
 
 PAYLOAD_BYTES = 96
 IDENTITIES = [identity_of(seed) for seed in range(12)]
@@ -40,7 +41,7 @@ class Shelf:
         self.now_s += 0.25
         if identity.key in self.held:
             self.begun.set()
-            assert self.go.wait(30)
+            wait_for(self.go)
         if identity.key in self.raises:
             raise ZeroDivisionError("a bug")
         payload = self.payloads.get(identity.key)
@@ -68,7 +69,7 @@ class Told:
         self.came.set()
 
     def wait(self) -> LoadEnded:
-        assert self.came.wait(30)
+        wait_for(self.came)
         [ended] = self.calls
         return ended
 
@@ -145,7 +146,7 @@ def test_submitting_waits_for_nothing_and_the_wait_in_line_is_not_counted(
     shelf.held = {IDENTITIES[0].key}
     slow, quick = Told(), Told()
     loader.submit(tasks_of(IDENTITIES[:1]), slow)
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     loader.submit(tasks_of(IDENTITIES[1:2]), quick)
     shelf.now_s += 100.0
     assert not quick.calls
@@ -159,7 +160,7 @@ def test_cancelling_waits_for_the_task_under_way_and_skips_the_rest(shelf: Shelf
     shelf.held = {IDENTITIES[1].key}
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
     job = loader.submit(tasks, told)
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     job.cancel()
     job.cancel()
     assert not told.calls, "the loader still writes into a buffer"
@@ -174,7 +175,7 @@ def test_a_cancelled_job_in_line_ends_before_those_that_go_on(shelf: Shelf, load
     shelf.held = {IDENTITIES[0].key}
     order: list[str] = []
     loader.submit(tasks_of(IDENTITIES[:3]), lambda _: order.append("first"))
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     told = Told()
 
     def second(ended: LoadEnded) -> None:
@@ -193,7 +194,7 @@ def test_cancelling_during_the_last_task_skips_nothing(shelf: Shelf, loader: Loa
     shelf.held = {IDENTITIES[1].key}
     told = Told()
     job = loader.submit(tasks_of(IDENTITIES[:2]), told)
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     job.cancel()
     shelf.go.set()
     ended = told.wait()
@@ -213,7 +214,7 @@ def test_what_waits_is_what_is_not_loaded_yet(shelf: Shelf, loader: Loader) -> N
     assert loader.waiting_bytes == 0
     shelf.held = {IDENTITIES[1].key}
     loader.submit(tasks_of(IDENTITIES[:3]), Told())
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     job = loader.submit(tasks_of(IDENTITIES[3:7]), Told())
     assert loader.waiting_bytes == (2 + 4) * PAYLOAD_BYTES
     job.cancel()
@@ -272,7 +273,7 @@ def test_closing_while_loading_ends_every_job_after_the_task_under_way(shelf: Sh
     under_way, queued = Told(), Told()
     loader.submit(tasks_of(IDENTITIES[:3]), under_way)
     loader.submit(tasks_of(IDENTITIES[3:6]), queued)
-    assert shelf.begun.wait(30)
+    wait_for(shelf.begun)
     closers = [threading.Thread(target=loader.close) for _ in range(2)]
     for closer in closers:
         closer.start()
@@ -283,9 +284,7 @@ def test_closing_while_loading_ends_every_job_after_the_task_under_way(shelf: Sh
         late = Told()
         loader.submit([], late)
     shelf.go.set()
-    for closer in closers:
-        closer.join(30)
-        assert not closer.is_alive()
+    join(*closers)
     assert (under_way.wait().loaded, under_way.wait().cancelled) == (1, True)
     assert (queued.wait().loaded, queued.wait().cancelled) == (0, True)
     assert len(shelf.asked) == 1
@@ -347,8 +346,7 @@ def test_two_thousand_jobs_end_once_each_with_what_is_there() -> None:
     threads = [threading.Thread(target=submit_many, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     loader.drain()
     assert loader.waiting_bytes == 0
     loader.close()

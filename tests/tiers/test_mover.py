@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from rootstock.tiers.base import (
 )
 from rootstock.tiers.mover import Mover, Queued
 from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
+from waiting import HANG_S, join, wait_for, wait_until
 
 
 class SlowTier:
@@ -46,7 +46,7 @@ class SlowTier:
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         self.begun.set()
-        assert self.go.wait(30)
+        wait_for(self.go)
         if self.fails:
             raise ZeroDivisionError("a bug")
         self.groups.append(len(records))
@@ -70,7 +70,7 @@ def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
     mover = Mover(tier, 10_000)
     first, second = records(2)
     assert mover.put(first) == Queued()
-    assert tier.begun.wait(10)
+    wait_for(tier.begun)
     assert mover.put(second) == Queued()
     for record in (first, second):
         assert is_right(mover.load(record.identity), record)
@@ -124,15 +124,19 @@ def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
 
     def listener(key: RecordKey, outcome: StoreOutcome) -> None:
         telling.set()
-        assert tell.wait(30)
+        wait_for(tell)
         told.append(key)
 
     record = records(1)[0]
     mover.put(record, listener)
     tier.go.set()
-    assert telling.wait(30)
-    threading.Timer(0.05, tell.set).start()
-    mover.drain()
+    wait_for(telling)
+    draining = threading.Thread(target=mover.drain)
+    draining.start()
+    wait_until(lambda: mover._in_a_hurry)  # the drain has begun …
+    assert draining.is_alive()
+    tell.set()
+    join(draining)  # … and ends once the listener has returned
     assert told == [record.identity.key]
     mover.close()
 
@@ -149,7 +153,7 @@ def test_a_drain_does_not_wait_for_what_is_queued_after_it_began() -> None:
         if record is not None:
             mover.put(record, another)
         else:
-            in_time.append(drained.wait(30))  # the writer is never idle before the drain has returned
+            in_time.append(drained.wait(HANG_S))  # the writer is never idle before the drain has returned
 
     mover.put(next(more), another)
     mover.drain()
@@ -171,7 +175,7 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
 
     def slowly(*arguments: object) -> LoadResult:
         reading.set()
-        assert read_on.wait(10)
+        wait_for(read_on)
         assert told == []
         return copied(*arguments)  # type: ignore[arg-type]
 
@@ -179,13 +183,12 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
     results: list[LoadResult] = []
     reader = threading.Thread(target=lambda: results.append(mover.load(record.identity)))
     reader.start()
-    assert reading.wait(10)
+    wait_for(reading)
     tier.go.set()
-    while mover.waiting_bytes:  # stored by now, and out of the queue
-        time.sleep(0.001)
+    wait_until(lambda: not mover.waiting_bytes)  # stored by now, and out of the queue
     assert told == []
     read_on.set()
-    reader.join()
+    join(reader)
     mover.close()
     assert is_right(results[0], record)
     assert told == [record.identity.key]
@@ -197,8 +200,11 @@ def test_closing_stores_what_is_queued_and_takes_no_more() -> None:
     group = records(8)
     for record in group:
         mover.put(record)
-    threading.Timer(0.05, tier.go.set).start()
-    mover.close()
+    closing = threading.Thread(target=mover.close)
+    closing.start()
+    wait_until(lambda: mover._closing)
+    tier.go.set()
+    join(closing)
     assert len(tier.stored) == 8
     assert len(tier.groups) <= 2  # stored together, not one by one
     assert mover.put(group[0]) == NotStored(Refusal.UNAVAILABLE, "closed")
@@ -253,8 +259,7 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
         published += 1
     mover.close()
     done.set()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert wrong == []
     assert tier.counts.stored_records == 120
     tier.close()
@@ -263,10 +268,10 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
 def test_stores_of_a_moment_are_one_group_and_a_drain_does_not_wait_for_more() -> None:
     tier = SlowTier()
     tier.go.set()
-    mover = Mover(tier, 10**6, linger_s=60.0)
+    mover = Mover(tier, 10**6, linger_s=3600.0)
     for record in records(5):
         mover.put(record)
-    mover.drain()  # else a minute
+    mover.drain()  # else an hour
     assert tier.groups == [5]
     mover.put(records(1, first=5)[0])
     mover.close()

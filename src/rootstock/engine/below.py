@@ -68,8 +68,12 @@ def open_below(
     tier: TierConfig,
     chunk_tokens: int,
     clock: Callable[[], float] = time.monotonic,
+    load_clock: Callable[[], float] = time.perf_counter,
 ) -> Tiering | None:
-    """Opens the tiers and reads what they hold. A directory that can't be used is one warning, and no tier."""
+    """Opens the tiers and reads what they hold. A directory that can't be used is one warning, and no tier.
+
+    `load_clock` times each load of a record; `clock` times all else.
+    """
     if cache.stored is None:
         return None
     events = Events()
@@ -93,7 +97,7 @@ def open_below(
         bottom = TierChain(host, below, Mover(below, tier.queue_bytes), gone=events.gone)
     assert bottom is not None
     mover = Mover(bottom, tier.queue_bytes, linger_s=LINGER_S)
-    loader = Loader(mover.load)
+    loader = Loader(mover.load, load_clock)
 
     def space() -> Space:
         if disk is not None:

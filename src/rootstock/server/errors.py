@@ -81,7 +81,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        message = f"The server failed on {request.url.path}: {type(error).__name__}. Its log says more. Please report it."
+        detail = f"{type(error).__name__}. The server's log says more. Please report it."
+        message = f"The server failed on {request.url.path}: {detail}"
         return JSONResponse(_body(500, message, "internal_error", None), 500)
 
 
