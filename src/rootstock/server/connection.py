@@ -248,7 +248,6 @@ class Connection(HttpToolsProtocol):
         if self._phase is Phase.HEAD:
             self._receive_timer = self.loop.call_later(limits.head_s, self._head_is_late)
         elif self._phase is Phase.BODY and not self.cycle.response_complete:
-            self._window_start_bytes = self._body_bytes
             self._receive_timer = self.loop.call_later(limits.body_window_s, self._body_window_ends)
 
     def _stop_receive_timer(self) -> None:
@@ -273,6 +272,7 @@ class Connection(HttpToolsProtocol):
                 )
             )
         else:
+            self._window_start_bytes = self._body_bytes
             self._start_receive_timer()
 
     def timeout_keep_alive_handler(self) -> None:
