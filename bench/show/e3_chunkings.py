@@ -58,6 +58,7 @@ from twins.ways import Ran
 
 ALLOWED = 4.0  # times the model's own noise
 DRAWS_AFTER_A_TIE = (100, 200)
+LEAST_OF_NOISE = 8  # tokens of a sequence over which noise is measured: it is decoded from an eighth on
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def measure(model_type: str, draw: int) -> Measured:
             for way, ran in ways(measured, runtime, prompts, coverage):
                 compare(measured, reference, way, ran)
                 if way in ("engine", "preempted"):
-                    sample |= {run.tokens.tobytes(): run for run in ran if run.cuts}
+                    sample |= {
+                        r.tokens.tobytes(): r for r in ran if r.cuts and len(r.tokens) >= LEAST_OF_NOISE
+                    }
         except Exception as error:
             measured.failed = f"{type(error).__name__}: {error}"
             return measured
