@@ -200,7 +200,7 @@ def main() -> None:
     models.sort(key=lambda name: name not in OWN_DECODES_ARE_WRONG)
     began, all_measured = time.monotonic(), []
     with concurrent.futures.ProcessPoolExecutor(
-        options.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8
+        options.jobs, mp_context=multiprocessing.get_context("spawn")
     ) as processes:
         for done in concurrent.futures.as_completed(processes.submit(measured_of, name) for name in models):
             all_measured.append(done.result())
