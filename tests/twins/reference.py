@@ -38,6 +38,14 @@ class Reference:
         own = self._continued_token_by_token(runs) if self._pieces_are_wrong else self._in_pieces(runs)
         return max(float(np.finfo(np.float32).eps) * largest_logit, *own)
 
+    def noise_of(self, run: Ran) -> float:
+        """Like `noise`, of one sequence, and in the pieces in which it was run as well."""
+        noise = self.noise([run])
+        if self._pieces_are_wrong or self._decodes_are_wrong:
+            return noise
+        own = self._dense.cached_logits(run.tokens[None], run.cuts)[0]
+        return max(noise, largest_difference(own, self.logits(run.tokens)))
+
     def _continued_token_by_token(self, runs: Sequence[Ran]) -> Iterator[float]:
         """From where the runs were first cut, as models are run whose mixers cannot continue in pieces."""
         for start, tokens in {
