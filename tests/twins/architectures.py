@@ -233,6 +233,8 @@ STATES: dict[str, Fields] = {
         "mamba_head_dim": 16,
         "moe_shared_expert_intermediate_size": 48,
         "moe_latent_size": None,
+        # What transformers' file does whatever the configuration says, so that its one pass is the reference.
+        "time_step_limit": [0.001, float("inf")],
     },
     "zamba": {
         "num_hidden_layers": 4,
@@ -305,7 +307,7 @@ ARCHITECTURES: dict[str, Fields] = (
     FULL_ATTENTION | WINDOWS | LATENT_AND_DERIVED | STATES | SEQUENTIAL
 )  # that are served
 
-# Their decode is not their prefill by design: it does not limit the time step as the prefill does.
-DECODES_OTHERWISE = {"nemotron_h", "zamba2"}
+# transformers limits their time step in a prefill and not in a decode.
+OWN_DECODES_ARE_WRONG = {"nemotron_h", "zamba2"}
 # Their own cache cannot be filled in pieces: the first four forget the state, the last one fails.
 OWN_PIECES_ARE_WRONG = {"mamba", "falcon_mamba", "jamba", "zamba", "minimax"}

@@ -16,12 +16,13 @@ import torch
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.base import Rung
 from rootstock.runtime.torch_model import TorchRuntime
-from twins import ways
+from twins import chunkings, ways
 from twins.architectures import VOCAB
 from twins.checkpoints import save
 from twins.driving import BLOCK_SIZE, Cached, allocate, load, random_tokens
 from twins.reference import Reference, largest_difference
 
+PROMPTS = chunkings.Prompts.drawn(0)
 TOLERANCE = 1e-3  # of the standard deviation of the logits
 
 TOKEN_WISE: Rung = "packed, token-wise mixers"
@@ -57,7 +58,8 @@ STATES = {
     "qwen3_next": Expected("full, state"),  # of two kinds in a layer
     "lfm2": Expected("full, state"),  # of convolutions only
     "falcon_h1": Expected("full, state"),  # in the same layer as attention
-    "nemotron_h": Expected("full, state"),  # decodes otherwise than it prefills
+    "nemotron_h": Expected("full, state"),  # limits the time step
+    "zamba2": Expected("full, state"),  # so does this
     "kimi_linear": Expected("full, state"),  # beside latents
     "zaya": Expected("full, window(7), state"),
     "inkling_text": Expected("full, state"),  # on both sides of its own kind of attention
@@ -81,8 +83,13 @@ class Twin:
             self.assert_right(ran)
 
     def assert_right(self, ran: ways.Ran) -> None:
-        expected = self.reference.logits(ran.tokens, ran.cuts)
+        expected = self.reference.logits(ran.tokens)
         assert largest_difference(ran.logits, expected[ran.first :]) <= TOLERANCE * float(expected.std())
+
+    def assert_steady(self, served: chunkings.Served) -> None:
+        for ran in served.ran:
+            self.assert_right(ran)
+        assert all(len(answers) == 1 for answers in served.answers.values())
 
 
 def twin_in(directory: Path, model_type: str) -> Twin:
@@ -132,7 +139,37 @@ def test_what_was_evicted_is_computed_again_and_right(twin: Twin) -> None:
 
 @pytest.mark.behaviour(23, 48)
 def test_the_engine_serves_several_that_share_prefixes_as_each_alone(twin: Twin) -> None:
-    twin.assert_agrees(ways.ways_of(twin.model_type)["served"])
+    twin.assert_agrees(ways.served)
+
+
+@pytest.mark.behaviour(23)
+def test_chunks_of_every_size_give_the_models_own_logits(twin: Twin) -> None:
+    """A remainder of every size occurs, and above all of one token."""
+    for ran in chunkings.every_chunk(twin.runtime, PROMPTS, (1, 2, 7, 10)):
+        twin.assert_right(ran)
+
+
+@pytest.mark.behaviour(23)
+def test_a_prompt_that_parts_and_one_that_is_repeated_give_the_models_own_logits(twin: Twin) -> None:
+    for ran in chunkings.through_the_cache(twin.runtime, PROMPTS, 19, (1, 12, 18)):
+        twin.assert_right(ran)
+
+
+@pytest.mark.behaviour(23, 48)
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+def test_answers_depend_neither_on_chunks_nor_on_the_cache(twin: Twin, chunk_tokens: int) -> None:
+    served = chunkings.served(twin.runtime, PROMPTS, (2, 10), chunk_tokens)
+    twin.assert_steady(served)
+
+
+@pytest.mark.behaviour(23, 48)
+@pytest.mark.parametrize(
+    "twin", ["llama", "gemma2", "qwen3_next", "falcon_h1", "nemotron_h", "zamba2"], indirect=True
+)
+def test_answers_do_not_depend_on_preemption(twin: Twin) -> None:
+    served = chunkings.preempted(twin.runtime, PROMPTS, chunk_tokens=3)
+    assert served.preemptions
+    twin.assert_steady(served)
 
 
 @pytest.mark.behaviour(23)

@@ -15,7 +15,7 @@ from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams
 from rootstock.runtime.torch_model import TorchRuntime
-from twins.architectures import DECODES_OTHERWISE, VOCAB
+from twins.architectures import VOCAB
 from twins.driving import ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
 
 LONGEST_PIECE = 13
@@ -84,7 +84,7 @@ def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """Through the real cache, which leaves checkpoints where it is told that prompts may part, and is hit there."""
     cache = Cached(runtime)
     for seed, tokens in enumerate(sequences):
-        boundaries = random_cuts(len(tokens), 80 + seed, shortest=2)
+        boundaries = random_cuts(len(tokens), 80 + seed)
         first = cache.run(tokens, boundaries)
         yield Ran(tokens, first.logits, first.cuts)
         for position in boundaries:
@@ -104,15 +104,13 @@ def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[R
     for _ in range(3):
         for i in random.permutation(len(sequences)):
             tokens = sequences[i]
-            ran = cache.run(tokens, random_cuts(len(tokens), int(random.integers(100)), shortest=2))
+            ran = cache.run(tokens, random_cuts(len(tokens), int(random.integers(100))))
             yield Ran(tokens, ran.logits, ran.cuts)
             cache.cache.check()
     assert cache.cache.stats().evicted_blocks or cache.cache.stats().checkpoints_evicted
 
 
-def served(
-    runtime: TorchRuntime, sequences: Sequence[Tokens], answer_tokens: int = ANSWER_TOKENS
-) -> Iterator[Ran]:
+def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     """By the real engine, four requests at a time that share prefixes, with room for hardly more than two; twice."""
     cache = small_cache(runtime, tokens=2 * max(map(len, sequences)) + 2 * LONGEST_PIECE)
     scored = Scored(runtime, cache)
@@ -120,9 +118,9 @@ def served(
     events: list[Event] = []
     for _ in range(2):
         for seed, tokens in enumerate(sequences):
-            cuts = random_cuts(len(tokens), 80 + seed, shortest=2)
+            cuts = random_cuts(len(tokens), 80 + seed)
             for prompt in (tokens, *(_other_after(tokens, position, seed) for position in cuts[::2])):
-                engine.submit(_greedy(prompt, cuts, answer_tokens), events.append)
+                engine.submit(_greedy(prompt, cuts), events.append)
         while engine.step():
             pass
         cache.check()
@@ -132,13 +130,8 @@ def served(
     assert cache.stats().hit_tokens
 
 
-def served_prompts(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """So, without a decode: what one request decoded, another may prefill, and the cache keeps one of both."""
-    return served(runtime, sequences, answer_tokens=1)
-
-
-def _greedy(prompt: Tokens, boundaries: Sequence[int], answer_tokens: int) -> Request:
-    stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
+def _greedy(prompt: Tokens, boundaries: Sequence[int]) -> Request:
+    stop = StopParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     marks = tuple(Boundary(position, CheckpointKind.USER) for position in boundaries)
     return Request(
         RequestId(str(uuid.uuid4())), prompt, SamplingParams(temperature=0.0), stop, boundaries=marks
@@ -154,10 +147,6 @@ WAYS: dict[str, Way] = {
     "readmitted": readmitted,
     "served": served,
 }
-
-
-def ways_of(model_type: str) -> dict[str, Way]:
-    return WAYS | ({"served": served_prompts} if model_type in DECODES_OTHERWISE else {})
 
 
 def random_cuts(length: int, seed: int, shortest: int = 1) -> list[int]:

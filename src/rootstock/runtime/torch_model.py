@@ -37,12 +37,15 @@ from rootstock.runtime.torch_pool import TorchPool, formats_of
 from rootstock.runtime.torch_states import state_formats
 from rootstock.runtime.torch_step import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch_survey import survey
+from rootstock.runtime.torch_time_steps import limit_time_steps
 
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a fingerprint ends in: K and V are those of the rounded weights. The number changes with how they are rounded.
 _ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
+# So does a fingerprint of weights whose time steps are limited in another way than by transformers.
+_TIME_STEPS = "/time_steps.1"
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
 
@@ -89,6 +92,8 @@ def load_model(
         report("load", 1.0)
         with own_attention(model):
             found = survey(model, device)
+        if limit_time_steps(model, found):
+            weights += _TIME_STEPS
     except LayerUnsupported as refusal:
         raise ModelUnsupported(name, str(refusal)) from refusal
     except OSError as error:

@@ -1,0 +1,180 @@
+"""Ways of cutting prompts, each of which must give the logits of the model's one pass.
+
+A `Prompts` is one random sequence, whose prefixes are the prompts, and another that differs in every token, with
+which prompts go on after they part. Few distinct contexts occur that way, and few tokens lie between two experts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.families import RecurrentState, row_bytes
+from rootstock.cache.plan import Tokens
+from rootstock.config import EngineConfig
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import (
+    Event,
+    Finished,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+    TokenEvent,
+)
+from rootstock.runtime.torch_model import TorchRuntime
+from twins.architectures import VOCAB
+from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, random_tokens, small_cache
+from twins.ways import Ran, pieces
+
+LONGEST = 70  # tokens of a prompt
+ANSWER_TOKENS = 4
+_SHORT, _LONG_ANSWER = 9, 32  # tokens of a prompt and its answer, where requests are preempted
+# No token twice in an answer: equal tokens make equal scores, and their order is a matter of rounding.
+_GREEDY = SamplingParams(temperature=0.0, presence_penalty=1000.0)
+_BATCH = 16  # sequences of one forward: as many as the pools of `allocate` hold
+
+
+@dataclass(frozen=True)
+class Prompts:
+    base: Tokens
+    other: Tokens  # another token at each position
+
+    @classmethod
+    def drawn(cls, seed: int) -> Prompts:
+        base, shift = (random_tokens(VOCAB, LONGEST + ANSWER_TOKENS, seed + i) for i in (0, 1))
+        return cls(base, (3 + (base - 3 + shift % (VOCAB - 4) + 1) % (VOCAB - 3)).astype(np.int32))
+
+    def parting(self, position: int, length: int) -> Tokens:
+        """Like the prompt of this length up to `position`, and different from there on."""
+        return np.concatenate([self.base[:position], self.other[position:length]])
+
+
+def every_chunk(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int]) -> Iterator[Ran]:
+    """Each length in chunks of each size from 1 to itself, with other sizes in the same forwards."""
+    for length in lengths:
+        sizes = range(1, length + 1)
+        yield from _together(
+            runtime, prompts.base[:length], [list(range(size, length, size)) for size in sizes]
+        )
+
+
+def compositions(
+    runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], of_each: int, seed: int
+) -> Iterator[Ran]:
+    """Each length in pieces of random sizes; the share of positions at which it is cut is random as well."""
+    random = np.random.default_rng(seed)
+    for length in lengths:
+        cuts = [
+            [at for at in range(1, length) if random.random() < share] for share in random.random(of_each)
+        ]
+        yield from _together(runtime, prompts.base[:length], cuts)
+
+
+def through_the_cache(
+    runtime: TorchRuntime, prompts: Prompts, length: int, positions: Sequence[int]
+) -> Iterator[Ran]:
+    """Cold with a checkpoint at each position, by a prompt that parts there, and repeated twice: first from the
+    deepest checkpoint, then from the token before the end. Each position in a cache of its own."""
+    tokens = prompts.base[:length]
+    for position in positions:
+        cache = Cached(runtime)
+        for prompt, boundaries in (
+            (tokens, [position]),
+            (prompts.parting(position, length), []),
+            (tokens, []),
+            (tokens, []),
+        ):
+            hit = cache.run(prompt, boundaries)
+            yield Ran(prompt, hit.logits, hit.cuts)
+        assert hit.tokens == length - 1, f"resumed at {hit.tokens} of {length}"
+
+
+@dataclass
+class Served:
+    ran: list[Ran]
+    preemptions: int
+    answers: dict[bytes, set[tuple[int, ...]]]  # prompt → the different answers to it
+
+
+class _Engine:
+    """The real engine, four requests at a time, on a cache that is its own."""
+
+    def __init__(self, runtime: TorchRuntime, cache: KVCache, chunk_tokens: int) -> None:
+        self._cache = cache
+        self._scored = Scored(runtime, self._cache)
+        config = EngineConfig(max_batch=4, chunk_tokens=chunk_tokens, idle_chunk_tokens=chunk_tokens)
+        self._engine = Engine(self._scored, self._cache, config)
+        self.answers: dict[bytes, set[tuple[int, ...]]] = {}
+
+    def run(self, submitted: Sequence[tuple[Tokens, str]], answer_tokens: int = ANSWER_TOKENS) -> None:
+        """Prompts and their salts, all at once."""
+        stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
+        events: list[tuple[Tokens, list[Event]]] = []
+        for tokens, salt in submitted:
+            id, its_events = RequestId(str(uuid.uuid4())), list[Event]()
+            self._engine.submit(Request(id, tokens, _GREEDY, stop, salt=salt), its_events.append)
+            events.append((tokens, its_events))
+        while self._engine.step():
+            pass
+        self._cache.check()
+        for tokens, its_events in events:
+            assert isinstance(its_events[-1], Finished), its_events[-1]
+            answer = tuple(event.token for event in its_events if isinstance(event, TokenEvent))
+            self.answers.setdefault(tokens.tobytes(), set()).add(answer)
+
+    def served(self) -> Served:
+        ran = [Ran(one.tokens, np.concatenate(one.logits), one.cuts) for one in self._scored.leases.values()]
+        return Served(ran, self._cache.counters.preemptions, self.answers)
+
+
+def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chunk_tokens: int) -> Served:
+    """Each prompt cold (in a namespace of its own), again, after shorter ones that it begins with, parting from
+    them, and with its own answer and more: where that was decoded, and where it was never seen."""
+    cache = small_cache(runtime, 2 * (max(lengths) + 2 * ANSWER_TOKENS))
+    engine = _Engine(runtime, cache, chunk_tokens)
+    prefixes = [prompts.base[:length] for length in lengths]
+    for _ in range(2):
+        engine.run([(tokens, f"of {len(tokens)}") for tokens in prefixes])
+    engine.run([(tokens, "shared") for tokens in prefixes])
+    engine.run([(prompts.parting(length // 2, length), "shared") for length in lengths if length > 1])
+    following = []
+    for tokens in prefixes:
+        answer = np.array(min(engine.answers[tokens.tobytes()]), np.int32)
+        longer = np.concatenate([tokens, answer, prompts.other[: ANSWER_TOKENS - 1]])
+        following += [(longer, f"of {len(tokens)}"), (longer, f"anew {len(tokens)}")]
+    engine.run(following)
+    return engine.served()
+
+
+def preempted(runtime: TorchRuntime, prompts: Prompts, chunk_tokens: int) -> Served:
+    """Four answers for which there is no room at once, and then one after the other: what was decoded before a
+    preemption is prefilled after it."""
+    families = runtime.description.families
+    blocks = -(-(_SHORT + _LONG_ANSWER) // BLOCK_SIZE) + 1
+    budget = sum(
+        row_bytes(family, BLOCK_SIZE) * (3 if isinstance(family, RecurrentState) else blocks)
+        for family in families
+    )
+    engine = _Engine(runtime, KVCache(families, budget, BLOCK_SIZE), chunk_tokens)
+    short = [prompts.parting(_SHORT - 1 - i, _SHORT) for i in range(4)]
+    engine.run([(tokens, "at once") for tokens in short], _LONG_ANSWER)
+    for tokens in short:
+        engine.run([(tokens, "alone")], _LONG_ANSWER)
+    return engine.served()
+
+
+def _together(runtime: TorchRuntime, tokens: Tokens, cuts: Sequence[Sequence[int]]) -> Iterator[Ran]:
+    """The same tokens, once with each cuts, as many sequences in one forward as the pools hold."""
+    for first in range(0, len(cuts), _BATCH):
+        hand = ByHand(runtime)
+        left = {hand.start(tokens): pieces(own, len(tokens)) for own in cuts[first : first + _BATCH]}
+        running = list(left)
+        while left := {each: sizes for each, sizes in left.items() if sizes}:
+            hand.step({each: sizes.pop(0) for each, sizes in left.items()})
+        for each in running:
+            yield Ran(tokens, np.concatenate(each.logits), each.cuts)
