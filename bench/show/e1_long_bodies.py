@@ -36,6 +36,7 @@ STREAMS = 8
 REFUSED_BYTES = {"360 kB": 360_000, "3.6 MB": 3_600_000, "8 MB": 8_000_000, "63 MB": 63_000_000}
 QUIET_S = 8.0
 CONTEXT = 16_384
+SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")  # the first ids
 
 
 def main() -> None:
@@ -117,11 +118,9 @@ def write_model(directory: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=31_000,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIAL),
         show_progress=False,
     )
     tokenizer.train_from_iterator([words(2_000_000)], trainer)
@@ -204,7 +203,8 @@ class Streams:
                 "prompt": [100 + index, 200, 300],
                 "max_tokens": 8_000,
                 "temperature": 0,
-                "ignore_eos": True,
+                # Special tokens have no text, and a stream has no chunk for them.
+                "logit_bias": {str(id): -100 for id in range(len(SPECIAL))},
                 "stream": True,
             }
             connection.request(
