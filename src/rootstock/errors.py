@@ -149,11 +149,11 @@ class PromptTooLong(RequestError):
 class PromptTextTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, chars: int, limit_tokens: int, *, param: str = "prompt") -> None:
+    def __init__(self, chars: int, limit_tokens: int) -> None:
         super().__init__(
             f"The prompt has {chars:,} characters, which make more than {limit_tokens:,} tokens, the limit of prompt "
             "and answer. Shorten the prompt, or serve with a larger --kv-budget or --context-limit.",
-            param=param,
+            param="prompt",
         )
         self.chars = chars
         self.limit_tokens = limit_tokens

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from rootstock.config import ServerConfig
+from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.text import ByteTextCodec
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import json_body
 from rootstock.server.errors import ClientGone
 from rootstock.server.json_body import check_shape
-from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_VALUES
+from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.server.preparing import LONG_BODY_BYTES, PreparationQueue
+from rootstock.server.tokenized import TokenizedPieces
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -34,24 +35,30 @@ values = st.recursive(
 )
 
 
-def shape_of(value: Any) -> tuple[int, int]:
-    """How deep a value is nested, and how many lists, objects and separators it is written with."""
+def shape_of(value: Any) -> tuple[int, int, int]:
+    """How deep a value is nested, how many lists, objects and separators, and how many lists, objects and fields."""
     if not isinstance(value, list | dict):
-        return 0, 0
+        return 0, 0, 0
     inner = [shape_of(each) for each in (value.values() if isinstance(value, dict) else value)]
-    separators = max(0, len(value) - 1)
-    return 1 + max((depth for depth, _ in inner), default=0), 1 + separators + sum(
-        count for _, count in inner
+    separators, fields = max(0, len(value) - 1), len(value) if isinstance(value, dict) else 0
+    return (
+        1 + max((depth for depth, _, _ in inner), default=0),
+        1 + separators + sum(count for _, count, _ in inner),
+        1 + fields + sum(objects for _, _, objects in inner),
     )
 
 
 @given(value=values, ascii=st.booleans(), slice_bytes=st.integers(1, 9))
 def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool, slice_bytes: int) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_BODY_DEPTH
-    depth, count = shape_of(value)
+    depth, count, objects = shape_of(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
-        for name, figure in (("MAX_BODY_DEPTH", depth), ("MAX_BODY_VALUES", count)):
+        for name, figure in (
+            ("MAX_BODY_DEPTH", depth),
+            ("MAX_BODY_VALUES", count),
+            ("MAX_BODY_OBJECTS", objects),
+        ):
             patch.setattr(json_body, name, figure)
             check_shape(body)
             if figure:
@@ -72,7 +79,12 @@ def test_other_encodings_than_utf_8_are_refused() -> None:
     [
         ("[" * 100_000, f"nested more than {MAX_BODY_DEPTH} deep"),
         ('{"messages": ' * 3_000, f"nested more than {MAX_BODY_DEPTH} deep"),
-        ("[" + "[]," * MAX_BODY_VALUES + "1]", f"more than {MAX_BODY_VALUES:,} values"),
+        ("[" + "1," * MAX_BODY_VALUES + "1]", f"more than {MAX_BODY_VALUES:,} values"),
+        ("[" + "[]," * MAX_BODY_OBJECTS + "1]", f"more than {MAX_BODY_OBJECTS:,} lists, objects and fields"),
+        (
+            "{" + '"a":1,' * MAX_BODY_OBJECTS + '"b":1}',
+            f"more than {MAX_BODY_OBJECTS:,} lists, objects and fields",
+        ),
     ],
 )
 def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str) -> None:
@@ -128,6 +140,38 @@ def test_special_tokens_in_messages_are_control_tokens_only_if_the_operator_says
         ByteTextCodec().encode_chat(ByteTextCodec().render_chat([{"role": "user", "content": ""}], []))
     )
     assert usage["prompt_tokens"] == around + (1 if parsed else len("<|end|>"))
+
+
+def test_more_choices_than_the_engine_ever_takes_are_refused_and_not_put_off(serve: Any) -> None:
+    with serve(EngineConfig(max_batch=4, max_queue=4)) as served:
+        answer = served.client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 3, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert "at most 8, not 9" in answer.json()["error"]["message"]
+
+
+def test_clearing_drops_the_texts_that_were_tokenized(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TokenizedPieces] = []
+    make = TokenizedPieces.__init__
+
+    def noted(self: TokenizedPieces, *arguments: Any) -> None:
+        made.append(self)
+        make(self, *arguments)
+
+    monkeypatch.setattr(TokenizedPieces, "__init__", noted)
+    with serve() as served:
+        for salt in ("one", "two"):
+            body = {
+                "messages": [{"role": "user", "content": "a secret"}],
+                "max_tokens": 1,
+                "cache_salt": salt,
+            }
+            assert served.client.post(CHAT, json=body).status_code == 200
+        (tokenizer,) = made
+        held = tokenizer.held_bytes
+        assert served.client.post("/v1/cache/clear", json={"cache_salt": "one"}).status_code == 200
+        assert 0 < tokenizer.held_bytes < held
+        assert served.client.post("/v1/cache/clear", json={}).status_code == 200
+        assert tokenizer.held_bytes == 0
 
 
 # ---- the queue of preparations

@@ -535,7 +535,6 @@ def test_fields_that_change_nothing_change_nothing(served: Any, route: str, body
     if route == CHAT:
         neutral |= {
             "tools": [],
-            "parallel_tool_calls": False,
             "thinking": {"type": "adaptive"},
             "documents": None,
         }

@@ -16,6 +16,7 @@ _SEARCHES |= {"count", "replace", "strip", "lstrip", "rstrip", "removeprefix", "
 class TemplateNames:
     variables: frozenset[str] = frozenset()  # that a client may set
     literals: frozenset[str] = frozenset()  # quoted strings, the roles that the template knows among them
+    removed: frozenset[str] = frozenset()  # literals that it may replace: the text around them then joins
     searched: frozenset[str] = (
         frozenset()
     )  # literals that it looks for in messages, such as the end of reasoning
@@ -42,7 +43,7 @@ def names_in(source: str) -> TemplateNames:
         read = meta.find_undeclared_variables(template)
     except (TemplateError, RecursionError):
         return TemplateNames()
-    names = template.find_all(nodes.Name)
+    names = list(template.find_all(nodes.Name))
     # A variable that the template sets in one branch counts as undeclared in the other. It is the client's only if
     # the template asks whether it was given.
     own = {name.name for name in names if name.ctx == "store"}
@@ -52,13 +53,20 @@ def names_in(source: str) -> TemplateNames:
         if test.name in ("defined", "undefined", "default", "d", "none")
         for name in test.find_all(nodes.Name)
     }
+    for assigned in template.find_all(nodes.Assign):  # {% set thinking = thinking or false %}
+        if isinstance(assigned.target, nodes.Name):
+            read_there = {name.name for name in assigned.find_all(nodes.Name) if name.ctx == "load"}
+            asked |= {assigned.target.name} & read_there
     searched: list[nodes.Node] = []
+    removed: list[nodes.Node] = []
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
             searched += call.args
+            removed += call.args[:1] if call.node.attr == "replace" else []
     for filtered in template.find_all(nodes.Filter):
         if filtered.name == "replace":
             searched += filtered.args
+            removed += filtered.args[:1]
     for compared in template.find_all(nodes.Compare):
         if any(operand.op in ("in", "notin") for operand in compared.ops):
             searched.append(compared.expr)
@@ -70,5 +78,6 @@ def names_in(source: str) -> TemplateNames:
     return TemplateNames(
         frozenset(read - (own - asked) - _PROVIDED - set(environment.globals)),
         texts(template.find_all(nodes.Const)),
+        texts(removed) - {""},
         texts(searched),
     )

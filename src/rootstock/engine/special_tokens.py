@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
@@ -21,12 +21,13 @@ from rootstock.cache.plan import Tokens
 from rootstock.engine.pieces import any_of
 from rootstock.errors import SpecialTokenInText
 
-# A noncharacter: Unicode keeps it for use inside a program. A client's own is escaped, too.
-MARK = "\ufdd0"
+# A printable character, because templates print objects with `repr`. A client's own is escaped, too.
+MARK = "\N{FOUR DOT PUNCTUATION}"
 _STAND_IN = "\ufdd1"
 _ESCAPE = re.compile(f"{MARK}(-|[0-9]{{0,6}}){MARK}")
 _MARK_ITSELF = f"{MARK}{MARK}"
 _NOTHING = f"{MARK}-{MARK}"
+_WINDOW_CHARS = 65_536  # that are searched at once: `re` holds the interpreter's lock meanwhile
 
 
 class EscapedNames:
@@ -45,7 +46,21 @@ class EscapedNames:
 
     def spelled_in(self, text: str) -> list[str]:
         """Returns the special tokens that `text` spells out, in order."""
-        return [] if self._found is None else [match[0] for match in self._found.finditer(text)]
+        return [match[0] for match in self._matches(text)]
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Yields what `finditer` would, by windows."""
+        if self._found is None:
+            return
+        at = 0
+        while at < len(text):
+            end = at + _WINDOW_CHARS
+            match = self._found.search(text, at, end + self._longest_part)
+            if match is None or match.start() >= end:
+                at = end
+            else:
+                yield match
+                at = match.end()
 
     def escape(self, text: str, but: Collection[str] = ()) -> str:
         """Returns `text` with every special token escaped, except those in `but`."""
@@ -53,12 +68,13 @@ class EscapedNames:
             text = text.replace(MARK, _MARK_ITSELF)
         if self._found is None:
             return text
-        index = self._index
-
-        def escaped(match: re.Match[str]) -> str:
-            return match[0] if match[0] in but else f"{MARK}{index[match[0]]}{MARK}"
-
-        return self._with_guarded_ends(self._found.sub(escaped, text))
+        pieces: list[str] = []
+        at = 0
+        for match in self._matches(text):
+            if match[0] not in but:
+                pieces += (text[at : match.start()], f"{MARK}{self._index[match[0]]}{MARK}")
+                at = match.end()
+        return self._with_guarded_ends("".join([*pieces, text[at:]]))
 
     def _with_guarded_ends(self, text: str) -> str:
         """Puts an empty escape beside a part of a special token at either end of `text`.
@@ -95,15 +111,18 @@ class EscapedNames:
             case _:  # a text that was cut inside an escape
                 return f"{MARK}{code}{MARK}"
 
-    def position(self, escaped: str, chars: int) -> int:
-        """Returns where the first `chars` characters of the original end in its escaped form."""
+    def positions(self, escaped: str, chars: Sequence[int]) -> list[int]:
+        """Returns where the first so many characters of the original end in its escaped form. `chars` ascend."""
+        found: list[int] = []
         before = at = 0  # characters of the original, and of the escaped text
         for match in _ESCAPE.finditer(escaped):
-            if before + match.start() - at >= chars:
+            while len(found) < len(chars) and before + match.start() - at >= chars[len(found)]:
+                found.append(at + max(0, chars[len(found)] - before))
+            if len(found) == len(chars):
                 break
             before += match.start() - at + len(self._spelled(match[1]))
             at = match.end()
-        return at + max(0, chars - before)
+        return found + [at + max(0, count - before) for count in chars[len(found) :]]
 
 
 class LiteralTokenizer:

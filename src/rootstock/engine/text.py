@@ -6,13 +6,15 @@ into the pieces of text that are certain.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
 import re
 import string
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +41,7 @@ Tool = Mapping[str, Any]
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
 _CONTEXT_TOKENS = 16
 _WINDOW_TOKENS = 64
+_SLICE_CHARS = 16_384
 _MAX_DETAIL_CHARS = 300  # of others' messages
 
 
@@ -50,6 +53,14 @@ class PlacedTokens:
     tokens: Tokens
     token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
     char_at: Callable[[int], int | None]  # where in the text the token of an index begins
+
+
+class KeptTokens(Enum):
+    """Control tokens that a text spells out and that stay control tokens."""
+
+    NONE = "none"
+    OF_ANSWERS = "of_answers"  # those that a model's answer may hold as text, such as the end of reasoning
+    ALL = "all"
 
 
 class TextCodec(Protocol):
@@ -70,24 +81,16 @@ class TextCodec(Protocol):
         in it is a control token."""
         ...
 
-    def escape(self, text: str) -> str:
+    def escape(self, text: str, kept: KeptTokens) -> str:
         """Escapes the control tokens that `text` spells out, so that `encode_chat` reads them as plain text.
 
-        Control tokens are the special tokens and the other added tokens that the chat template writes.
-
-        Raises SpecialTokenInText if this tokenizer can only read them as control tokens.
+        Control tokens are the special tokens and the other added tokens that the chat template writes. Raises
+        SpecialTokenInText if this tokenizer can only read them as control tokens.
         """
         ...
 
-    def escape_answer(self, text: str) -> str:
-        """Escapes like `escape`, except tokens that a model's answer may hold.
-
-        These are tokens for which the chat template searches messages, and those that are not flagged as special.
-        """
-        ...
-
-    def escaped_position(self, escaped: str, chars: int) -> int:
-        """Where the first `chars` characters of a text end in its escaped form."""
+    def escaped_positions(self, escaped: str, chars: Sequence[int]) -> list[int]:
+        """Returns where the first so many characters of a text end in its escaped form, for ascending `chars`."""
         ...
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
@@ -293,8 +296,13 @@ class HFTextCodec:
         }
         self._names = EscapedNames(special | written)
         self._literal = _literal_tokenizer(self._fast, self._names)
-        # A model writes the tokens that are not special as text, and clients send them back in its messages.
-        self._of_answers = frozenset(searched | written)
+        # A model writes the tokens that are not special as text, and clients send them back in its messages. It does
+        # not write those that open and end turns.
+        self._kept = {
+            KeptTokens.NONE: frozenset[str](),
+            KeptTokens.OF_ANSWERS: frozenset(searched | (written - self._names_of_turns(written))),
+            KeptTokens.ALL: self._names.names,
+        }
         self._names_are_normalized = _normalizes(self._fast, added.values(), self._names.names)
         eos = tokenizer.eos_token_id
         self._eos: tuple[int, ...] = (
@@ -348,18 +356,19 @@ class HFTextCodec:
         encoding = self._fast.encode_batch_fast([rendered], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
-    def escape(self, text: str) -> str:
-        return self._escaped(text, frozenset())
+    def _names_of_turns(self, names: Collection[str]) -> set[str]:
+        """Returns the names that the chat template writes around plain messages."""
+        said = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+        rendered = ""
+        for messages in (said, [{"role": "system", "content": "x"}, *said]):
+            with contextlib.suppress(ChatTemplateMissing, ChatTemplateFailed):
+                rendered += self.render_chat(messages, [], add_generation_prompt=False)
+        return {name for name in names if name in rendered}
 
-    def escape_answer(self, text: str) -> str:
-        return self._escaped(text, self._of_answers)
-
-    def _escaped(self, text: str, but: frozenset[str]) -> str:
-        if self._names_are_normalized:
-            assert self._fast is not None
-            hidden = self._names.spelled_in(self._fast.normalizer.normalize_str(text))
-            if len(hidden) > len(self._names.spelled_in(text)):
-                raise SpecialTokenInText(hidden[0])
+    def escape(self, text: str, kept: KeptTokens) -> str:
+        but = self._kept[kept]
+        if kept is not KeptTokens.ALL:
+            self._refuse_hidden(text)
         if self._literal is not None:
             return self._names.escape(text, but)
         found = [name for name in self._names.spelled_in(text) if name not in but]
@@ -367,8 +376,33 @@ class HFTextCodec:
             raise SpecialTokenInText(found[0])
         return text
 
-    def escaped_position(self, escaped: str, chars: int) -> int:
-        return self._names.position(escaped, chars)
+    def _refuse_hidden(self, text: str) -> None:
+        """Refuses a text that spells out control tokens only after the template or the normalizer has changed it."""
+        spelled: int | None = None
+        for changed in self._changed(text):
+            if (hidden := self._names.spelled_in(changed)) and spelled is None:
+                spelled = len(self._names.spelled_in(text))
+            if spelled is not None and len(hidden) > spelled:
+                raise SpecialTokenInText(hidden[0])
+
+    def _changed(self, text: str) -> Iterator[str]:
+        """Yields `text` as the template may leave it, and as the tokenizer normalizes it."""
+        removed = self.template_names.removed
+        if any(part in text for part in removed):
+            bare = text
+            for _ in removed:  # the template removes each of them once, in an order of its own
+                for part in removed:
+                    bare = bare.replace(part, "")
+            yield bare
+        if self._names_are_normalized:
+            assert self._fast is not None
+            normalize = self._fast.normalizer.normalize_str
+            # In slices: the library holds the interpreter's lock.
+            slices = (text[at : at + _SLICE_CHARS] for at in range(0, len(text), _SLICE_CHARS))
+            yield "".join(normalize(each) for each in slices)
+
+    def escaped_positions(self, escaped: str, chars: Sequence[int]) -> list[int]:
+        return self._names.positions(escaped, chars)
 
     def pieces(self, rendered: str) -> list[str]:
         return self._cut(rendered)
@@ -396,6 +430,7 @@ class HFTextCodec:
         return TemplateNames(
             frozenset[str]().union(*(names.variables for names in found)) - taken,
             frozenset[str]().union(*(names.literals for names in found)),
+            frozenset[str]().union(*(names.removed for names in found)),
             frozenset[str]().union(*(names.searched for names in found)),
         )
 
@@ -529,14 +564,11 @@ class ByteTextCodec:
             [special[part] if part in special else self.encode(self._NAMES.unescape(part)) for part in parts]
         )
 
-    def escape(self, text: str) -> str:
-        return self._NAMES.escape(text)
+    def escape(self, text: str, kept: KeptTokens) -> str:
+        return self._NAMES.escape(text, self._NAMES.names if kept is KeptTokens.ALL else ())
 
-    def escape_answer(self, text: str) -> str:
-        return self._NAMES.escape(text)
-
-    def escaped_position(self, escaped: str, chars: int) -> int:
-        return self._NAMES.position(escaped, chars)
+    def escaped_positions(self, escaped: str, chars: Sequence[int]) -> list[int]:
+        return self._NAMES.positions(escaped, chars)
 
     def pieces(self, rendered: str) -> list[str]:
         return [

@@ -53,6 +53,7 @@ def create_app(
         PromptTokenizer(codec, engine.context_limit),
         defaults or SamplingDefaults(),
         engine.context_limit,
+        engine.config.max_batch + engine.config.max_queue,
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )

@@ -54,10 +54,10 @@ def cache_routes(
     @router.post("/clear")
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
         salt = salt_of(tenant, None if body is None else body.cache_salt)
-        if salt:
-            return asdict(engine.clear_cache(salt))
-        refuse_unless(is_operator(request), config)
-        return asdict(engine.clear_cache())
+        if not salt:
+            refuse_unless(is_operator(request), config)
+        model.tokenizer.forget(salt or None)
+        return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
 
     return router
 

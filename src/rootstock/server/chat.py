@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
+from rootstock.engine.text import KeptTokens, Message, PlacedTokens, TextCodec, Tool
 from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
 from rootstock.server.limits import (
     MAX_CONTENT_PARTS,
+    MAX_MARKS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_TOOL_CALLS,
@@ -60,30 +61,55 @@ def conversation_of(
     """From what clients send. Raises InvalidParameter, MissingParameter and Unsupported."""
     taken = template_messages(messages)
     marks = [mark for i, message in enumerate(messages) for mark in _marks_of(message, i, taken[i])]
+    refuse_more_than(MAX_MARKS, marks, MARK)
     plain = [_unmarked(tool) for tool in tools]
     if any(map(_is_marked, tools)):
         marks.insert(0, Mark(None))
     return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
 
 
-def with_text_as_text(conversation: Conversation, codec: TextCodec) -> Conversation:
-    """Returns the conversation with the special tokens that it spells out escaped, wherever a client wrote them.
+def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
+    """Returns the conversation with the control tokens that it spells out escaped, wherever a client wrote them.
 
-    In an assistant's message those stay for which the template searches messages, such as the end of reasoning.
-    Raises SpecialTokenInText.
+    With `parse` they stay control tokens. Raises PromptTextTooLong, before any work on text that cannot fit, and
+    SpecialTokenInText.
     """
+    tokenizer.refuse_more_chars(_chars_in([conversation.messages, conversation.tools]))
+    codec = tokenizer.codec
+    of_clients = KeptTokens.ALL if parse else KeptTokens.NONE
+    of_answers = KeptTokens.ALL if parse else KeptTokens.OF_ANSWERS
+
+    def escape(text: str) -> str:
+        return codec.escape(text, of_clients)
+
+    def escape_answer(text: str) -> str:
+        return codec.escape(text, of_answers)
+
     messages = [
-        _escaped(message, codec.escape_answer if message["role"] == "assistant" else codec.escape)
+        _escaped(message, escape_answer if message["role"] == "assistant" else escape)
         for message in conversation.messages
     ]
-    marks = tuple(
-        mark
-        if mark.message is None
-        else Mark(mark.message, codec.escaped_position(messages[mark.message]["content"], mark.chars))
-        for mark in conversation.marks
-    )
-    tools, options = (_escaped(value, codec.escape) for value in (conversation.tools, conversation.options))
-    return Conversation(messages, tools, options, marks)
+    marks = [mark for mark in conversation.marks if mark.message is None]
+    for index in dict.fromkeys(mark.message for mark in conversation.marks):
+        if index is not None:
+            chars = sorted(mark.chars for mark in conversation.marks if mark.message == index)
+            marks += [Mark(index, at) for at in codec.escaped_positions(messages[index]["content"], chars)]
+    tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
+    return Conversation(messages, tools, options, tuple(marks))
+
+
+def _chars_in(value: Any) -> int:
+    """Counts the characters of a JSON value's strings, except the names of fields."""
+    chars, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            chars += len(each)
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, Sequence):
+            waiting += each
+    return chars
 
 
 def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
@@ -124,8 +150,8 @@ def _some(tokens: Tokens) -> Tokens:
     return tokens
 
 
-def text_tokens(tokenizer: PromptTokenizer, text: str, param: str = "prompt") -> Tokens:
-    refuse_surrogates(text, param)
+def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
+    refuse_surrogates(text, "prompt")
     return tokenizer.encode(text)
 
 

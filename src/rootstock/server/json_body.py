@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from rootstock.errors import InvalidJson, JsonTooComplex
 from rootstock.server.errors import ClientGone
-from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_VALUES
+from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 
 _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = 1024**2
@@ -56,14 +56,16 @@ def check_shape(body: bytes) -> None:
         raise InvalidJson("it is not in UTF-8")
     if len(body) <= 2 * MAX_BODY_DEPTH:  # a list in a list takes two characters
         return
-    depth = values = 0
+    depth = values = objects = 0
     in_string = escaped = False
     for start in range(0, len(body), _SLICE_BYTES):
         chars = np.frombuffer(body, np.uint8, min(_SLICE_BYTES, len(body) - start), start)
         outside, in_string, escaped = _outside_strings(chars, in_string, escaped)
         opened = ((chars == ord("[")) | (chars == ord("{"))) & outside
         closed = ((chars == ord("]")) | (chars == ord("}"))) & outside
-        values += int(np.count_nonzero(opened)) + int(np.count_nonzero((chars == ord(",")) & outside))
+        lists = int(np.count_nonzero(opened))
+        values += lists + int(np.count_nonzero((chars == ord(",")) & outside))
+        objects += lists + int(np.count_nonzero((chars == ord(":")) & outside))
         steps = np.flatnonzero(opened | closed)
         depths = depth + np.cumsum(np.where(opened[steps], 1, -1))
         if len(depths):
@@ -72,6 +74,8 @@ def check_shape(body: bytes) -> None:
             depth = int(depths[-1])
         if values > MAX_BODY_VALUES:
             raise JsonTooComplex(f"more than {MAX_BODY_VALUES:,} values")
+        if objects > MAX_BODY_OBJECTS:
+            raise JsonTooComplex(f"more than {MAX_BODY_OBJECTS:,} lists, objects and fields of objects")
 
 
 def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -> tuple[Bits, bool, bool]:

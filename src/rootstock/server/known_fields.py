@@ -20,6 +20,8 @@ IGNORED = frozenset(
         # OpenAI
         "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store",
+        # Calls are not parsed yet, so that there is nothing to limit.
+        "parallel_tool_calls",
         # vLLM, SGLang
         "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",
         "spaces_between_special_tokens", "stream_reasoning",

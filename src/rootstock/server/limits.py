@@ -13,8 +13,10 @@ from rootstock.errors import InvalidParameter
 
 MAX_BODY_DEPTH = 512  # lists and objects within each other: Python's parser fails at about 1,000
 MAX_BODY_VALUES = 1_048_576  # list elements and fields: prompts of as many token ids
+MAX_BODY_OBJECTS = 131_072  # lists, objects and fields of objects, which take ten times as long to parse
 MAX_MESSAGES = 16_384
 MAX_CONTENT_PARTS = 4_096  # of one message
+MAX_MARKS = 64  # `cache_control` of all messages: Anthropic's API takes 4
 MAX_TOOL_CALLS = 1_024  # of one message
 MAX_TOOLS = 1_024
 MAX_TOOLS_CHARS = 4 * 1024**2  # of all tools together

@@ -14,7 +14,7 @@ from rootstock.engine.text import TextCodec
 from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
 from rootstock.server.access import salt_of
 from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import Conversation, chat_tokens, placed_chat, with_text_as_text
+from rootstock.server.chat import Conversation, chat_tokens, escaped, placed_chat
 from rootstock.server.defaults import SamplingDefaults
 from rootstock.server.limits import MAX_LOGPROBS
 from rootstock.server.openai_answer import ChatFormat, CompletionFormat, Echo, WireFormat
@@ -85,6 +85,7 @@ class ServedModel:
     tokenizer: PromptTokenizer
     defaults: SamplingDefaults
     context_limit: int  # tokens of a prompt and its answer
+    most_requests: int  # that run and wait in the engine at once
     parse_special_tokens: bool = False  # in the text of messages, as control tokens
     wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
     created: int = field(default_factory=lambda: int(time.time()))
@@ -130,6 +131,10 @@ class ServedModel:
         sampling = body.sampling(self.vocab_size, self.defaults, body.logprobs)
         stop = body.stopping(max_tokens, self.vocab_size)
         prompts = prompts_of(body.prompt, self.tokenizer)
+        asked = len(prompts) * body.choices_per_prompt
+        if asked > self.most_requests:
+            allowed = f"such that prompts × n is at most {self.most_requests:,}, not {asked:,}"
+            raise InvalidParameter("n", body.choices_per_prompt, allowed)
         id = f"cmpl-{uuid.uuid4().hex}"
         n = body.choices_per_prompt
         echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
@@ -163,7 +168,7 @@ class ServedModel:
 
     def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
         conversation = body.conversation(messages, self.codec)
-        return conversation if self.parse_special_tokens else with_text_as_text(conversation, self.codec)
+        return escaped(conversation, self.tokenizer, parse=self.parse_special_tokens)
 
     def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
         if not self.wants_boundaries:

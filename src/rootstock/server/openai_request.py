@@ -80,7 +80,6 @@ class TemplateFields(Wire):
     tool_choice: str | JsonObject | None = None
     functions: Annotated[ToolList | None, Field(description="OpenAI's older name of 'tools'")] = None
     function_call: Annotated[str | JsonObject | None, Field(description="of 'tool_choice'")] = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     documents: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
     enable_thinking: bool | None = None
@@ -109,10 +108,6 @@ class TemplateFields(Wire):
         else:
             functions = [{"type": "function", "function": function} for function in self.functions or ()]
             tools = chosen_tools(functions, self.function_call, ("functions", "function_call"))
-        if tools and self.parallel_tool_calls is False:
-            raise Unsupported(
-                "parallel_tool_calls", "The number of calls cannot be limited yet. Leave it out."
-            )
         return tools
 
     def _options(self, names: TemplateNames) -> Json:

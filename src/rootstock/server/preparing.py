@@ -35,7 +35,7 @@ class PreparationQueue:
         self._max_queue = max_queue
         self._long = anyio.CapacityLimiter(max(1, (os.cpu_count() or 1) // _CORES_PER_LONG_BODY))
         self._short = anyio.CapacityLimiter(_SHORT_BODIES_AT_ONCE)
-        self._waiting = 0
+        self._waiting = {self._long: 0, self._short: 0}
 
     async def run(self, request: Request, prepare: Callable[[], T]) -> T:
         """Returns what `prepare` returns, run on another thread once it is this request's turn.
@@ -43,10 +43,10 @@ class PreparationQueue:
         Raises ClientGone, if the client left while the request waited, QueueFull, and what `prepare` raises.
         """
         body_bytes = len(await request.body())
-        if self._waiting >= self._max_batch + self._max_queue:
-            raise QueueFull(self._max_batch, self._max_queue)
         limiter = self._long if body_bytes >= LONG_BODY_BYTES else self._short
-        self._waiting += 1
+        if self._waiting[limiter] >= self._max_batch + self._max_queue:
+            raise QueueFull(self._max_batch, self._max_queue)
+        self._waiting[limiter] += 1
         try:
             async with limiter:
                 if await request.is_disconnected():
@@ -57,7 +57,7 @@ class PreparationQueue:
                     if body_bytes >= _LARGE_BODY_BYTES:
                         await anyio.to_thread.run_sync(return_free_memory)
         finally:
-            self._waiting -= 1
+            self._waiting[limiter] -= 1
 
 
 def return_free_memory() -> None:

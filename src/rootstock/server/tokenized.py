@@ -33,6 +33,15 @@ class PromptTokenizer:
         self._limit_tokens = limit_tokens
         self._pieces = TokenizedPieces(codec)
 
+    def refuse_more_chars(self, chars: int) -> None:
+        """Refuses texts that have, together, too many characters for any tokens. Raises PromptTextTooLong."""
+        if chars > self._limit_tokens * self.codec.longest_token_chars:
+            raise PromptTextTooLong(chars, self._limit_tokens)
+
+    def forget(self, salt: str | None) -> None:
+        """Drops the texts kept for one salt, or for all."""
+        self._pieces.forget(salt)
+
     def encode(self, text: str) -> Tokens:
         """Tokenizes a plain prompt. Raises PromptTextTooLong."""
         self._refuse_too_long(text)
@@ -56,8 +65,7 @@ class PromptTokenizer:
         """
         if len(text) <= self._limit_tokens * _LIKELY_CHARS_PER_TOKEN:
             return
-        if len(text) > self._limit_tokens * self.codec.longest_token_chars:
-            raise PromptTextTooLong(len(text), self._limit_tokens)
+        self.refuse_more_chars(len(text))
         count = 0
         for start in range(0, len(text), _SLICE_CHARS):
             count += len(self.codec.encode_chat(text[start : start + _SLICE_CHARS]))
@@ -86,6 +94,12 @@ class TokenizedPieces:
             return self._codec.encode_chat(rendered)
         found = [self._piece((salt, at == 0, piece)) for at, piece in enumerate(pieces)]
         return np.concatenate(found)
+
+    def forget(self, salt: str | None) -> None:
+        """Drops the pieces of one salt, or all."""
+        with self._lock:
+            for key in [key for key in self._tokens if salt is None or key[0] == salt]:
+                self._bytes -= _size(key, self._tokens.pop(key))
 
     def _piece(self, key: _Key) -> Tokens:
         with self._lock:

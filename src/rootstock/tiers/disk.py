@@ -490,7 +490,7 @@ class DiskTier:
     def _keys_of(self, namespace: bytes) -> list[RecordKey]:
         return [
             row.key
-            for row in self._index.rows(self._index.keys())
+            for row in self._index.rows(self._index.known_keys())
             if (identity := _identity_of(row)) is not None and identity.namespace == namespace
         ]
 

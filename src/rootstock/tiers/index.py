@@ -204,6 +204,11 @@ class Index:
         with self.lock:
             return [key for (key,) in self._db.execute("SELECT key FROM records ORDER BY first, last")]
 
+    def known_keys(self) -> list[RecordKey]:
+        """Returns all keys, in no order: loads wait for no query."""
+        with self.lock:
+            return list(self._known)
+
     def rows(self, keys: Iterable[RecordKey]) -> Iterator[Row]:
         for key in keys:
             if (row := self.find(key)) is not None:
