@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Float32 logits of one step's prompts that are scored: 262 rows of 32,000 tokens. Their product with the head takes as
-# long as the forward of a small model.
+# Float32 logits of one step's prompts that are scored: 262 rows of 32,000 tokens. Computing them takes as long as the
+# rest of a small model's forward.
 SCORED_LOGITS_BYTES = 32 * 1024**2
 HUNG_AFTER_S = 300.0  # a single step that takes longer is reported as not alive
 
