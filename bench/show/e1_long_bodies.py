@@ -334,7 +334,7 @@ def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: flo
 
 
 def longest_accepted(server: Server, seed: int) -> str:
-    """As much text as the context takes: found by asking how many tokens a part of it has."""
+    """Returns as much text as the context takes, by asking how many tokens a part of it has."""
     text = words(8 * CONTEXT, seed)
     part = text[:20_000]
     body = json.dumps({"prompt": part}).encode()

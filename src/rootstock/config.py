@@ -224,7 +224,7 @@ class ServerConfig:
     # Asked for by what tells of all tenants, or clears what is theirs.
     admin_key: str | None = field(default=None, repr=False)
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
-    # What `explain` tells. own: of the prompt alone; all: of everything in its namespace.
+    # The answers of `explain`. own: about the prompt alone; all: about everything in its namespace.
     explain: str = "own"
     parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
     max_body_bytes: int = 16 * KIB**2  # of one request

@@ -1,4 +1,4 @@
-"""Who may ask what: API keys, tenants and the admin."""
+"""API keys, tenants and the admin: the routes that each may ask."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_a_client_that_reads_slowly_gets_everything_and_holds_up_nobody(
     made = Connection.connection_made
 
     def made_small(self: Connection, transport: Any) -> None:
-        # Else the system takes as much as it likes.
+        # Otherwise the kernel takes as much as it likes.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 

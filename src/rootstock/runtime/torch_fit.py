@@ -35,7 +35,7 @@ _ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the least that a weigh
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What a server asks of a model besides its weights, and is refused before they are read."""
+    """Options about a model that are refused before its weights are read."""
 
     pool_bytes: int = 0  # of the KV cache, on the model's device; 0: it takes what is left
     host_bytes: int = 0  # of a tier in main memory, beside an accelerator

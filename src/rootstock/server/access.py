@@ -20,7 +20,7 @@ _STATE = "rootstock_caller"  # where the guard leaves it in the request's state
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the key of a request says of its sender."""
+    """The sender of a request, by its key."""
 
     tenant: str = ""  # of the key; "": the key is bound to none, and X-Cache-Salt says which
     has_admin_key: bool = False  # it was sent

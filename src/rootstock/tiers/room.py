@@ -138,7 +138,7 @@ def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: RoomCou
 
 @dataclass(frozen=True, slots=True)
 class _Eviction:
-    """What giving up a segment means."""
+    """The cost and the gain of giving up a segment."""
 
     version: int  # of the segment's content
     length: int
