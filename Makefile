@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?=
 ID ?=
+ARGS ?=
 
 .PHONY: setup check test bench demo serve show soak docs clean
 
@@ -22,8 +23,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A process per processor, four at most: each of them loads torch and models. ARGS are further arguments for pytest.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 demo: setup
 	$(BIN)/rootstock demo

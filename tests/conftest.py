@@ -15,6 +15,11 @@ settings.register_profile("quick", derandomize=True, database=None, **_COMMON)
 settings.register_profile("soak", max_examples=20_000, database=None, **_COMMON)
 settings.load_profile("soak" if os.environ.get("ROOTSTOCK_SOAK") else "quick")
 
+# Test processes of pytest-xdist share the processors: torch takes this process's part of the threads.
+# Tests of several threads set their number themselves.
+if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
 if importlib.util.find_spec("triton") is not None:
     import torch
 

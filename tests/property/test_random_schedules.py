@@ -8,7 +8,7 @@ import pytest
 
 from property.schedules import Outcome, TierOutcome, run_schedule, run_tiered_schedule
 
-SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 2_000
+SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 1_000
 TIERED_SCHEDULES = SCHEDULES // 5
 SHARDS = 8
 TIERED_SHARDS = 2

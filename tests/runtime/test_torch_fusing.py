@@ -90,7 +90,9 @@ def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: 1.01 * x, lambda x: x.clamp(-1.0, 1.0), lambda x: x.roll(1, -1)], ids=str
+    "change",
+    [lambda x: 1.01 * x, lambda x: x.clamp(-1.0, 1.0), lambda x: x.roll(1, -1)],
+    ids=["scaled", "clamped", "rolled"],
 )
 @pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm", ""])
 def test_a_part_that_computes_something_else_stays_as_its_file_says(
