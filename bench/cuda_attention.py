@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name for it)
 from torch import Tensor
 
-from rootstock.kernels.scores import Attention, Scores
+from rootstock.kernels.api import Attention, Scores
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_gather import GatherAttention
+from rootstock.kernels.torch.gathered_attention import GatherAttention
 
 BLOCK_SIZE, Q_HEADS, KV_HEADS, DIM, DTYPE = 32, 32, 8, 128, torch.bfloat16
 BEYOND_CACHES = 512 << 20  # bytes
@@ -117,7 +117,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def measure(case: Case, device: torch.device, bytes_per_s: float) -> dict[str, float]:
-    from rootstock.kernels.triton_paged import TritonAttention
+    from rootstock.kernels.cuda.triton_attention import TritonAttention
 
     ways = {
         "dense": case.densely(),

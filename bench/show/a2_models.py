@@ -30,10 +30,10 @@ from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Request, RequestId, SamplingParams, StopParams, TokenEvent
 from rootstock.kernels import reference
-from rootstock.kernels.scores import Attention, Scores, StepAttention
+from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_paged import PagedAttention, Tuning
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
+from rootstock.runtime.torch.runner import TorchRuntime
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins.checkpoints import SERVED, VOCAB, tiny_model
@@ -157,7 +157,7 @@ def attention_error(runtime: TorchRuntime) -> float:
     steps = mixed_steps([len(s) for s in sequences], seed=3)
     sliced = Tuning(slice_bytes=1 << 10, chunk_slice_bytes=2 << 10, share_from=1)
     given: dict[str, Attention | None] = {"paged": pool.kernels.paged, "gather": pool.kernels.gather}
-    for kernels in (given, given | {"paged": PagedAttention(size, 64, sliced)}):
+    for kernels in (given, given | {"paged": SlicedAttention(size, 64, sliced)}):
         compared = {name: Compared(kernel, size) for name, kernel in kernels.items() if kernel is not None}
         for name, kernel in compared.items():
             setattr(pool.kernels, name, kernel)

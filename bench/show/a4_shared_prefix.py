@@ -22,7 +22,7 @@ from rootstock.cache import KVCache
 from rootstock.config import EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Request, RequestId, SamplingParams, StopParams, TokenEvent
-from rootstock.runtime.torch_model import TorchRuntime, load_model
+from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
 REQUESTS = 32
 PREFIX = 2048

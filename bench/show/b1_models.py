@@ -37,7 +37,7 @@ from common import at_most, conclude, exactly
 from transformers.utils import logging as transformers_logging
 
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.runner import TorchRuntime
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG, OWN_PIECES_ARE_WRONG, REFUSED, VOCAB

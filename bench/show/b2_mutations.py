@@ -29,17 +29,17 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.lease import BlockTable
 from rootstock.cache.plan import Plan, StateCopy
-from rootstock.kernels import numba_attention
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu import attention
 from rootstock.kernels.spans import EVERYTHING, Span
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_paged import PagedAttention
-from rootstock.runtime import torch_hooks, torch_step
-from rootstock.runtime.torch_masks import MaskPattern
-from rootstock.runtime.torch_model import TorchRuntime
-from rootstock.runtime.torch_pool import LayerMemory, TorchPool
-from rootstock.runtime.torch_states import StateCache, StatePool
-from rootstock.runtime.torch_step import PackedCache, SequenceCache
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention
+from rootstock.runtime.torch import hooks, step_cache
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
+from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
+from rootstock.runtime.torch.runner import TorchRuntime
+from rootstock.runtime.torch.state_pool import StateCache, StatePool
+from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins import test_twins
@@ -252,9 +252,9 @@ def counted_in_the_step(right: Any) -> Any:
 
 
 # Of chunks, and of decodes: their loops lay a step out by themselves.
-KERNELS = ((PagedAttention, "prepare"), (GatherAttention, "prepare"), (numba_attention, "_lay_out"))
+KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attention, "_lay_out"))
 # Of modules that are fused, and of those that run as they are.
-SCORES = ((PackedCache, "attend"), (torch_step._PagedLayer, "attend"))
+SCORES = ((PackedCache, "attend"), (step_cache._PagedLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
 STORE = ((StatePool, "write"),)
 
@@ -299,13 +299,11 @@ MUTATIONS = (
     Mutation(
         "what an indexer chose is ignored",
         "deepseek_v32",
-        ((torch_hooks, "_attend_alone"),),
+        ((hooks, "_attend_alone"),),
         without("indices"),
     ),
-    Mutation(
-        "a bias is dropped", "inkling_text", ((torch_hooks, "_attend_alone"),), without("position_bias")
-    ),
-    Mutation("a bias is taken for a mask", "doge", ((torch_hooks, "_attend_alone"),), yes_or_no),
+    Mutation("a bias is dropped", "inkling_text", ((hooks, "_attend_alone"),), without("position_bias")),
+    Mutation("a bias is taken for a mask", "doge", ((hooks, "_attend_alone"),), yes_or_no),
     # states
     Mutation("states are not restored", "mamba2", ((StatePool, "copy"),), nothing),
     Mutation(

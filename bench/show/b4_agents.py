@@ -33,12 +33,12 @@ from agent_world import prose as prose_of
 from common import at_least, at_most, conclude
 
 from rootstock.cache.families import FullAttention
-from rootstock.engine.text import HFTextCodec
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.alignment import shared
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import conversation_of, placed_chat
-from rootstock.server.described import bytes_per_checkpoint
+from rootstock.server.model_card import bytes_per_checkpoint
+from rootstock.server.text_alignment import shared
 
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
 RULES = prose_of(random.Random(1), 150)
@@ -151,7 +151,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 def boundaries_ms(model: Path) -> dict[str, float]:
     """Of the processor, for 100 messages: one long turn of tool calls, which has the most to look at."""
-    codec = HFTextCodec.load(str(model))
+    codec = HFTokenizer.load(str(model))
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())

@@ -35,16 +35,16 @@ import tiny_hybrids
 from asking import Answer, Asker, some_tokens, write_full
 from common import at_least, conclude, exactly
 
-from rootstock.cache.identity import RecordKey
 from rootstock.cache.plan import Tokens
+from rootstock.cache.record_identity import RecordKey
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.assemble import Assembly, assemble
-from rootstock.engine.text import HFTextCodec
-from rootstock.runtime.torch_model import load_model
+from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.tokenizer import HFTokenizer
+from rootstock.runtime.torch.runner import load_model
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.index import Index, Row
-from rootstock.tiers.record import Place
+from rootstock.tiers.disk.index import Index, Row
+from rootstock.tiers.disk.record import Place
+from rootstock.tiers.disk.tier import DiskTier
 
 BLOCK_SIZE = 16
 # With the larger cap several records make a group that is synced and committed at once; with the smaller one each is
@@ -129,7 +129,7 @@ def watched(note: Note) -> Iterator[None]:
 def engine_on(model: Path, folder: Path | None, write: str = "back") -> Assembly:
     """`folder` None: nothing is cached at all."""
     runtime = load_model(ModelConfig(str(model), device="cpu", dtype="float32", threads=1), lambda *_: None)
-    codec = HFTextCodec.load(str(model))
+    codec = HFTokenizer.load(str(model))
     if folder is None:
         return assemble(
             runtime, codec, CacheConfig(BLOCK_SIZE, 64 << 20, enabled=False), EngineConfig(max_batch=8)
@@ -170,7 +170,7 @@ def child(model: Path, folder: Path, write: str, seed: int) -> None:
     def note(what: str, keys: Sequence[RecordKey]) -> None:
         tell(note=what, keys=[key.hex() for key in keys])
 
-    import rootstock.runtime.torch_step  # noqa: F401  nothing is left to import once the load begins
+    import rootstock.runtime.torch.step_cache  # noqa: F401  nothing is left to import once the load begins
 
     tell(ready=True)
     sys.stdin.readline()

@@ -38,16 +38,16 @@ from oracle_below import Asked, Hangs, Life, Shape, Truth, bytes_for
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.identity import Identity, Kind, RecordKey
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
-from rootstock.cache.stored import LOSSY_MARK, StoredIndex
-from rootstock.runtime.fake import FULL, STATE, window
+from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex
+from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored
-from rootstock.tiers.disk import RETRY_S, DiskTier
-from rootstock.tiers.files import Files
-from rootstock.tiers.index import INDEX_NAME
-from rootstock.tiers.record import Place, decode_identity
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.index import INDEX_NAME
+from rootstock.tiers.disk.record import Place, decode_identity
+from rootstock.tiers.disk.tier import RETRY_S, DiskTier
 
 CAP_BYTES = 4 * 2**20
 SEGMENT_BYTES = 8 * 1024  # so that a directory has several

@@ -268,7 +268,7 @@ class Server:
 
 def serve(pipe: Connection, model: Path, directory: Path, threads: int | None, dtype: str) -> None:
     from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-    from rootstock.engine.assemble import build_engine
+    from rootstock.engine.build import build_engine
 
     built = build_engine(
         ModelConfig(str(model), device="cpu", dtype=dtype, threads=threads),

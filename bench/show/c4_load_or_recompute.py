@@ -40,7 +40,7 @@ from models_80m import VOCAB, write_llama
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.plan import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.assemble import build_engine
+from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
 

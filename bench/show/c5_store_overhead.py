@@ -37,7 +37,7 @@ from rootstock.bench.play import play
 from rootstock.bench.targets import EngineTarget
 from rootstock.bench.workloads import Sizes, Workload, make_workload
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.assemble import Assembly, build_engine
+from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.engine import Engine
 
 SHOW = "C5"

@@ -41,17 +41,17 @@ import numpy as np
 from asking import Answer, Asker, some_tokens, write_full
 from common import at_least, at_most, conclude, exactly
 
-from rootstock.cache.identity import Identity, Kind
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Identity, Kind
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.assemble import Assembly, assemble
-from rootstock.engine.text import HFTextCodec
-from rootstock.runtime.torch_model import load_model
+from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.tokenizer import HFTokenizer
+from rootstock.runtime.torch.runner import load_model
 from rootstock.tiers.base import Loaded, MissKind, Ready, Record
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.index import INDEX_NAMES
-from rootstock.tiers.lock import LOCK_NAME
-from rootstock.tiers.segments import segment_number
+from rootstock.tiers.disk.index import INDEX_NAMES
+from rootstock.tiers.disk.lock import LOCK_NAME
+from rootstock.tiers.disk.segments import segment_number
+from rootstock.tiers.disk.tier import DiskTier
 
 BLOCK_SIZE = 16
 BUDGET_BYTES = 6 * 2**20
@@ -208,7 +208,7 @@ class Conversations:
 def engine_on(model: Path, tier: TierConfig | None) -> Assembly:
     """Without a tier: without any cache."""
     runtime = load_model(ModelConfig(str(model), device="cpu", dtype="float32", threads=1), lambda *_: None)
-    codec = HFTextCodec.load(str(model))
+    codec = HFTokenizer.load(str(model))
     cache = (
         CacheConfig(BLOCK_SIZE, 64 << 20, enabled=False)
         if tier is None

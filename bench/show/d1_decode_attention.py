@@ -29,10 +29,10 @@ import torch.nn.functional as F  # noqa: N812
 from common import Bar, at_most, conclude
 from torch import Tensor
 
-from rootstock.kernels.numba_attention import NumbaAttention, loops_for
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_paged import PagedAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 MOST_POSITIONS = 32 * 16384  # of all sequences: 4 GiB of K and V in float32, twice
@@ -107,7 +107,7 @@ def ways(memory: Memory, case: Case) -> dict[str, Callable[[], Tensor]]:
     query = torch.randn(case.batch, Q_HEADS, HEAD_DIM).to(case.dtype)
     group = Q_HEADS // KV_HEADS
     position_bytes = KV_HEADS * HEAD_DIM * case.dtype.itemsize
-    attention = NumbaAttention(BLOCK_SIZE, PagedAttention(BLOCK_SIZE, position_bytes))
+    attention = NumbaAttention(BLOCK_SIZE, SlicedAttention(BLOCK_SIZE, position_bytes))
     step, scores = attention.prepare(spans), Scores(HEAD_DIM**-0.5)
     new = query[:, ::group]  # the new positions' own K and V are in the pool already
     single, folded = query[:, :, None], query.view(case.batch, KV_HEADS, group, HEAD_DIM)

@@ -30,9 +30,9 @@ from rounds import ANYHOW, QUIET, in_turn
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_paged import PagedAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention
 from rootstock.runtime.base import Batch, Segment
 
 SHOW = "D3"
@@ -112,7 +112,7 @@ class Prefill:
         """The runtime alone, into blocks of which the cache knows nothing: before and after, they are free."""
         pool = self.ours.cache.pools.full.pool
         table = pool.allocate(COLD_TOKENS // self.ours.block_size)
-        batch = Batch([Segment(self._new(COLD_TOKENS), 0, (table,), score_last=1)])
+        batch = Batch([Segment(self._new(COLD_TOKENS), 0, (table,), logits_to_keep=1)])
         began = self._clock()
         self.ours.runtime.forward(batch)
         took = self._clock() - began
@@ -153,7 +153,7 @@ class OneLayer:
         self._query = torch.randn(new, heads, dim).to(torch.bfloat16)
         self._new_key, self._new_value = keys[past:], values[past:]
         self._scale = dim**-0.5
-        kernel = PagedAttention(block_size, kv_heads * dim * keys.element_size())
+        kernel = SlicedAttention(block_size, kv_heads * dim * keys.element_size())
         self._step = kernel.prepare([Span(0, new, past, table)])
         self._dense_query, self._dense_keys, self._dense_values = (
             each.transpose(0, 1)[None].contiguous() for each in (self._query, keys, values)

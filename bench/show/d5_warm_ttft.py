@@ -38,11 +38,11 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.text import HFTextCodec
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import Batch, Logits
-from rootstock.runtime.torch_model import load_model
+from rootstock.runtime.torch.runner import load_model
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
 
 SHOW = "D5"
 CACHED_TOKENS = 4096
@@ -62,7 +62,7 @@ def main() -> None:
         config = CacheConfig()
         cache = KVCache(runtime.description.families, 2 * 1024**3, config.block_size)
         runtime.allocate(cache.rows, config.block_size)
-        codec = HFTextCodec.load(str(path))
+        codec = HFTokenizer.load(str(path))
         engine = Engine(runtime, cache, codec=codec)
         batches: list[Batch] = []
         forward = runtime.forward

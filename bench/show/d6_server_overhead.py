@@ -37,7 +37,7 @@ from models_80m import write_streaming_llama  # noqa: E402
 from streaming_client import ClientProcess  # noqa: E402
 
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig  # noqa: E402
-from rootstock.engine.assemble import build_engine  # noqa: E402
+from rootstock.engine.build import build_engine  # noqa: E402
 from rootstock.engine.engine import Engine  # noqa: E402
 from rootstock.engine.request import (  # noqa: E402
     Event,
@@ -49,7 +49,7 @@ from rootstock.engine.request import (  # noqa: E402
     StopParams,
 )
 from rootstock.server.app import create_app  # noqa: E402
-from rootstock.server.run import running  # noqa: E402
+from rootstock.server.listen import running  # noqa: E402
 
 SHOW = "D6"
 STREAMS = 32

@@ -41,13 +41,13 @@ from our_side import Ours
 from trained_tiny import models, text_tokens, train_and_save
 
 from rootstock.cache.families import token_families
-from rootstock.kernels.numba_attention import NumbaAttention
-from rootstock.kernels.rounded_rows import RoundedRows, rounded
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu.attention import NumbaAttention
+from rootstock.kernels.quantized_rows import RoundedRows, rounded
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_paged import PagedAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention
 from rootstock.runtime.base import Batch, Logits, Segment
-from rootstock.runtime.torch_check import dense_logits, own_attention, relative_error
+from rootstock.runtime.torch.self_check import dense_logits, own_attention, relative_error
 
 SHOW = "D7"
 WEIGHTS = ("int8", "int4")
@@ -224,7 +224,7 @@ def attention_speed(rounds: int) -> dict[str, Any]:
             coarse = [RoundedRows(*rounded(rows), torch.bfloat16) for rows in exact]
             tables = np.random.default_rng(0).permutation(batch * context // BLOCK_SIZE).astype(np.int32)
             spans = [Span(i, 1, context - 1, table) for i, table in enumerate(tables.reshape(batch, -1))]
-            beside = PagedAttention(BLOCK_SIZE, KV_HEADS * HEAD_DIM * 2)
+            beside = SlicedAttention(BLOCK_SIZE, KV_HEADS * HEAD_DIM * 2)
             step = NumbaAttention(BLOCK_SIZE, beside).prepare(spans)
             query = torch.randn(batch, Q_HEADS, HEAD_DIM).bfloat16()
             new, scores = query[:, :KV_HEADS], Scores(HEAD_DIM**-0.5)

@@ -96,7 +96,17 @@ class Server:
 @contextlib.contextmanager
 def served(folder: Path, options: list[str]) -> Iterator[Server]:
     model = write_model(folder / "model")
-    command = [sys.executable, "-m", "rootstock.cli", "serve", str(model), "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "rootstock.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     command += ["--dtype", "bfloat16", "--kv-budget", "2GiB", "--chunk-tokens", str(CHUNK_TOKENS), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -46,7 +46,7 @@ import torch
 from common import at_least, at_most, conclude, exactly
 from transformers.utils import logging as transformers_logging
 
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.runner import TorchRuntime
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins import chunkings

@@ -73,9 +73,9 @@ def serve(model: str) -> None:
 
     wait_briefly()
     from rootstock.config import CacheConfig, EngineConfig, ModelConfig
-    from rootstock.engine.assemble import build_engine
+    from rootstock.engine.build import build_engine
     from rootstock.server.app import create_app
-    from rootstock.server.run import running
+    from rootstock.server.listen import running
 
     made = build_engine(
         ModelConfig(model, device="cpu", dtype="bfloat16"),

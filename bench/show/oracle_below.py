@@ -17,7 +17,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow, row_bytes
 from rootstock.cache.plan import Tokens
-from rootstock.cache.stored import StoredIndex
+from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
@@ -31,13 +31,13 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.tiering import Events, Space, Tiering
+from rootstock.engine.tiers.connector import Events, Space, TierConnector
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FakeRuntime
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.files import Files
-from rootstock.tiers.loader import Loader
-from rootstock.tiers.mover import Mover
+from rootstock.testing.fake_runtime import FakeRuntime
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.reader import TierReader
+from rootstock.tiers.writer import TierWriter
 
 COMPUTED_TOKEN_S = 5e-3
 PATIENCE_S = 30.0  # for an event; longer means that a request hangs
@@ -121,10 +121,10 @@ class Life:
         )
         assert isinstance(disk, DiskTier), disk
         self.disk = disk
-        self.mover = Mover(disk, QUEUE_BYTES)
-        self.loader = Loader(self.mover.load)
+        self.mover = TierWriter(disk, QUEUE_BYTES)
+        self.loader = TierReader(self.mover.load)
         config = config or EngineConfig(max_batch=8, chunk_tokens=32)
-        self.tiering = Tiering(
+        self.tiering = TierConnector(
             self.runtime,
             self.cache,
             disk,

@@ -20,13 +20,13 @@ from rootstock.bench.play import play
 from rootstock.bench.targets import EngineTarget
 from rootstock.bench.workloads import Workload
 from rootstock.cache import KVCache
-from rootstock.cache.blocks import NO_BLOCKS
+from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.plan import HostBytes, RowPart
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams, TokenEvent
 from rootstock.runtime.base import Batch, Logits
-from rootstock.runtime.torch_model import load_model
+from rootstock.runtime.torch.runner import load_model
 
 Clock = Callable[[], float]  # seconds
 
@@ -175,5 +175,5 @@ class FillingRuntime:
                 for buffer, kept in zip(buffers, self._kept[index % len(self._kept)], strict=True):
                     np.copyto(buffer, kept)
                 self._runtime.place(part, buffers)
-        scored = sum(segment.score_last for segment in batch.segments)
+        scored = sum(segment.logits_to_keep for segment in batch.segments)
         return np.zeros((scored, self._runtime.description.vocab_size), np.float32)

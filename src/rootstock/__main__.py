@@ -7,7 +7,7 @@ from rootstock.interrupts import AT_ONCE, ctrl_c
 
 def main() -> None:
     with ctrl_c(AT_ONCE):
-        from rootstock.cli import main as run_command
+        from rootstock.cli.main import main as run_command
 
         run_command()
 

@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from rootstock.bench.benchmark import BenchConfig, ServedModel, run_bench, write_results
 from rootstock.bench.machine import Machine, Source, this_machine, this_source
 from rootstock.bench.play import Played, least_possible, play
 from rootstock.bench.report import same_answers, table_of
 from rootstock.bench.rows import CacheState, Row, Setting, make_row, quantiles
-from rootstock.bench.run import BenchConfig, ServedModel, run_bench, write_results
 from rootstock.bench.targets import EngineTarget, Sample
 from rootstock.bench.workloads import SIZES, Sizes, make_workload
 from rootstock.config import CacheConfig, EngineConfig
-from rootstock.engine.assemble import Assembly, assemble
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FakeRuntime
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import unused_port
 
 SIZES_OF_A_TEST = Sizes(4, 3, turns=3, prefix_tokens=100, new_tokens=(3, 9), answer_tokens=6)
@@ -45,9 +45,9 @@ SETTING = Setting(
 
 
 def engine_of(runtime: FakeRuntime | None = None, *, enabled: bool = True) -> Assembly:
-    runtime = runtime or FakeRuntime(ByteTextCodec.vocab_size, 8192)
+    runtime = runtime or FakeRuntime(ByteTokenizer.vocab_size, 8192)
     return assemble(
-        runtime, ByteTextCodec(), CacheConfig(budget_bytes=1 << 20, enabled=enabled), EngineConfig()
+        runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20, enabled=enabled), EngineConfig()
     )
 
 
@@ -121,7 +121,7 @@ def test_a_request_that_fails_ends_its_conversation_and_is_counted() -> None:
             raise error
 
     workload = make_workload("agents", 0, SIZES_OF_A_TEST)
-    played = played_on(engine_of(FakeRuntime(ByteTextCodec.vocab_size, 8192, fault=fault)))
+    played = played_on(engine_of(FakeRuntime(ByteTokenizer.vocab_size, 8192, fault=fault)))
     row = make_row(SETTING, workload, "cold", played, exact=True)
     assert row.failed >= 1
     assert any("RuntimeError" in (sample.error or "") for sample in played.flat)

@@ -12,14 +12,14 @@ from rootstock.bench.agents import Answered, Asked, FirstToken, GaveUp, Progress
 from rootstock.bench.demo import Round, requests_table, savings, summary
 from rootstock.bench.scenario import AGENTS
 from rootstock.bench.serving import READY, ServerProcess
-from rootstock.cli import ready_line
+from rootstock.cli.main import ready_line
 from rootstock.config import CacheConfig, EngineConfig
-from rootstock.engine.assemble import assemble
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import StartupError
-from rootstock.runtime.fake import FakeRuntime
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, unused_port
 
 
@@ -64,8 +64,8 @@ def test_the_table_can_be_drawn_before_during_and_after() -> None:
 
 
 def test_agents_keep_their_own_histories_and_share_the_system_prompt() -> None:
-    runtime = FakeRuntime(ByteTextCodec.vocab_size, 1 << 16)
-    made = assemble(runtime, ByteTextCodec(), CacheConfig(budget_bytes=4 << 20), EngineConfig())
+    runtime = FakeRuntime(ByteTokenizer.vocab_size, 1 << 16)
+    made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=4 << 20), EngineConfig())
     told: list[Progress] = []
     app = create_app(made.engine, made.codec, made.description)
     with made.engine, running(app, made.engine) as url:
@@ -119,7 +119,7 @@ def test_a_server_that_never_gets_ready_is_ended(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_line_that_the_server_prints_when_it_is_ready_is_understood() -> None:
-    made = assemble(FakeRuntime(), ByteTextCodec(), CacheConfig(budget_bytes=1 << 16), EngineConfig())
+    made = assemble(FakeRuntime(), ByteTokenizer(), CacheConfig(budget_bytes=1 << 16), EngineConfig())
     found = READY.search(ready_line(made, "http://127.0.0.1:4242"))
     assert found is not None
     assert found[1] == "http://127.0.0.1:4242"

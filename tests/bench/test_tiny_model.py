@@ -10,7 +10,7 @@ import pytest
 
 from rootstock.bench.scenario import AGENTS, TOOLS, add_step, first_messages
 from rootstock.bench.tiny_model import DEMO_SPEC, TinyModelSpec, ensure_tiny_model, user_cache_folder
-from rootstock.engine.text import HFTextCodec
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed
 
 SMALL = TinyModelSpec(
@@ -72,7 +72,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_conversation_only_grows_at_its_end(folder: Path) -> None:
-    codec = HFTextCodec.load(str(made(folder)[0]))
+    codec = HFTokenizer.load(str(made(folder)[0]))
     for agent in AGENTS:
         messages, before = first_messages(), ""
         for step in agent.steps:
@@ -85,20 +85,20 @@ def test_a_conversation_only_grows_at_its_end(folder: Path) -> None:
 
 
 def test_text_survives_the_tokenizer(folder: Path) -> None:
-    codec = HFTextCodec.load(str(made(folder)[0]))
+    codec = HFTokenizer.load(str(made(folder)[0]))
     text = "Straße, 東京, 🌱 and\ttabs\n"
     assert codec.decode(codec.encode(text).tolist()) == text
 
 
 def test_special_tokens_are_single_hidden_and_end_an_answer(folder: Path) -> None:
-    codec = HFTextCodec.load(str(made(folder)[0]))
+    codec = HFTokenizer.load(str(made(folder)[0]))
     (end,) = codec.encode_chat("<|turn_end|>").tolist()
     assert codec.is_hidden(end)
     assert codec.eos_token_ids == (end,)
 
 
 def test_an_unknown_role_is_refused(folder: Path) -> None:
-    codec = HFTextCodec.load(str(made(folder)[0]))
+    codec = HFTokenizer.load(str(made(folder)[0]))
     with pytest.raises(ChatTemplateFailed, match="no role oracle"):
         codec.render_chat([{"role": "oracle", "content": "?"}], ())
 

@@ -13,7 +13,7 @@ from rootstock.cache.eviction import EvictionPolicy, least_recently_used
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease
 from rootstock.cache.plan import Plan, Tokens
-from rootstock.cache.radix import Node, walk
+from rootstock.cache.radix_node import Node, walk
 
 NAMESPACE = Namespace("weights", "float32")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.blocks import BlockPool
+from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.plan import BlockIds
 from rootstock.errors import BudgetTooSmall
 

@@ -27,7 +27,7 @@ from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, S
 from rootstock.cache.lease import Admitted, Deferred
 from rootstock.cache.plan import NO_BLOCK, StateCopy
 from rootstock.cache.pools import Pools
-from rootstock.cache.resume import deepest_resumable
+from rootstock.cache.resume_point import deepest_resumable
 
 FULL = FullAttention(1, 1)
 STATE = RecurrentState(1, 8)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, make_hybrid, prefill, run
 from rootstock.cache import FullAttention, Namespace
 from rootstock.cache.families import RecurrentState, SlidingWindow
-from rootstock.cache.tree import MAX_EMPTY_ROOTS
+from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 
 
 def tenant(number: int) -> Namespace:

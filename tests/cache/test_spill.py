@@ -17,11 +17,11 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.identity import Kind, identify
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Plan, Store, Tokens
-from rootstock.cache.spill import Spill
-from rootstock.cache.stored import StoredIndex
+from rootstock.cache.record_identity import Kind, identify
+from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.write_back import WriteBackQueue
 
 FULL = FullAttention(layers=1, bytes_per_token=1)
 WINDOW = SlidingWindow(layers=2, bytes_per_token=1, window=6)
@@ -36,7 +36,7 @@ def over_a_tier(*families: Family, blocks: int = 64, through: bool = False) -> K
     return KVCache(families, budget, SIZE, clock=clock(), stored=stored, through=through)
 
 
-def spill_of(cache: KVCache) -> Spill:
+def spill_of(cache: KVCache) -> WriteBackQueue:
     assert cache.spill is not None
     return cache.spill
 

@@ -17,10 +17,10 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cache.identity import Identity, Kind, identify
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Tokens
-from rootstock.cache.stored import LOSSY_MARK, Reach, StoredIndex
+from rootstock.cache.record_identity import Identity, Kind, identify
+from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex, TierHit
 
 
 def ints(*values: int | Sequence[int] | Tokens) -> Tokens:
@@ -71,11 +71,11 @@ class Disk(StoredIndex):
         found: int = 0,
         limit: int | None = None,
         namespace: Namespace = NAMESPACE,
-    ) -> Reach | None:
+    ) -> TierHit | None:
         return self.reach(tokens, namespace, resumable, found, len(tokens) - 1 if limit is None else limit)
 
 
-def named(reach: Reach | None) -> list[tuple[int, int]]:
+def named(reach: TierHit | None) -> list[tuple[int, int]]:
     """(family, block index) of what is to be loaded."""
     assert reach is not None
     return [(block.family, block.index) for block in reach.blocks]

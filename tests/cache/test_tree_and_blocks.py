@@ -21,10 +21,10 @@ from cache.helpers import (
     state,
 )
 from rootstock.cache import KVCache, Namespace
-from rootstock.cache.blocks import BlockPool
+from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.lease import Admitted, Deferred
 from rootstock.cache.plan import BlockCopy
-from rootstock.cache.radix import Node, block_table
+from rootstock.cache.radix_node import Node, block_table
 
 
 def path_tokens(node: Node) -> list[int]:

@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
-from rootstock.engine.assemble import assemble
-from rootstock.engine.text import ByteTextCodec
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S
 
 KEY = "sk-test"
@@ -23,8 +23,8 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    runtime = FakeRuntime(ByteTextCodec.vocab_size, 4096, eos_token_ids=(ByteTextCodec.END,))
-    made = assemble(runtime, ByteTextCodec(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
+    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
+    made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
     app = create_app(made.engine, made.codec, made.description, ServerConfig(api_key=KEY))
     with made.engine, running(app, made.engine) as url:
         yield f"{url}/v1"
@@ -80,7 +80,7 @@ def test_the_streaming_helper_assembles_the_answer(client: openai.OpenAI) -> Non
     # It insists on answers that end by themselves.
     fields: Any = {
         "model": "fake", "messages": MESSAGES, "temperature": 0,
-        "logit_bias": {str(ByteTextCodec.END): 99}, "extra_body": {"min_tokens": 7},
+        "logit_bias": {str(ByteTokenizer.END): 99}, "extra_body": {"min_tokens": 7},
     }  # fmt: skip
     with client.chat.completions.stream(**fields) as stream:
         final = stream.get_final_completion()

@@ -13,8 +13,6 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, TierConfig
-from rootstock.engine.below import open_below, stored_index
-from rootstock.engine.drafting import Drafter
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Aborted,
@@ -27,9 +25,11 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.text import TextCodec
+from rootstock.engine.speculation.proposer import Proposer
+from rootstock.engine.tiers.build import open_below, stored_index
+from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FULL, FakeRuntime
+from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
 GREEDY = SamplingParams(temperature=0.0)
 _ids = itertools.count()
@@ -48,13 +48,13 @@ class Bench:
         eos_token_ids: tuple[int, ...] = (),
         reuse: bool = True,
         fault: Callable[[Batch], None] | None = None,
-        codec: TextCodec | None = None,
+        codec: ModelTokenizer | None = None,
         families: Sequence[Family] = (FULL,),
         weights: str = "fake",
         tier: TierConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         load_clock: Callable[[], float] = time.perf_counter,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []

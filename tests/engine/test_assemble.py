@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rootstock.config import CacheConfig, EngineConfig
-from rootstock.engine import assemble as module
-from rootstock.engine.assemble import HOST_SHARE, assemble, auto_budget_bytes, free_host_bytes
+from rootstock.engine import build as module
+from rootstock.engine.build import HOST_SHARE, assemble, auto_budget_bytes, free_host_bytes
 from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import BudgetTooSmall
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.testing.fake_runtime import FakeRuntime
 
 TOKEN_BYTES = FakeRuntime().description.families[0].bytes_per_token
 
@@ -33,15 +33,15 @@ def test_free_memory_is_known_and_is_not_all_there_is() -> None:
 
 def test_a_budget_that_holds_no_two_blocks_is_refused_with_the_numbers() -> None:
     with pytest.raises(BudgetTooSmall, match="--kv-budget is 100 bytes"):
-        assemble(FakeRuntime(), ByteTextCodec(), CacheConfig(budget_bytes=100))
+        assemble(FakeRuntime(), ByteTokenizer(), CacheConfig(budget_bytes=100))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_assembled_engine_answers_and_reuses_prefixes_only_if_it_may(enabled: bool) -> None:
     budget = 1000 * TOKEN_BYTES
     made = assemble(
-        FakeRuntime(ByteTextCodec.vocab_size, 512),
-        ByteTextCodec(),
+        FakeRuntime(ByteTokenizer.vocab_size, 512),
+        ByteTokenizer(),
         CacheConfig(block_size=10, budget_bytes=budget, enabled=enabled),
     )
     assert (made.pool_tokens, made.pool_bytes) == (1000, budget)

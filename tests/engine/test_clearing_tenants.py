@@ -12,11 +12,11 @@ from engine.helpers import Bench
 from engine.tiered import KINDS, Tiered, cached
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace
-from rootstock.cache.tree import MAX_EMPTY_ROOTS
+from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 from rootstock.config import EngineConfig
-from rootstock.engine.drafting import SHARED_NAMESPACES, PromptLookup
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.speculation.proposer import SHARED_NAMESPACES, NgramProposer
 from rootstock.errors import ClearUnderWay
 from waiting import HANG_S
 
@@ -103,7 +103,7 @@ def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -
 def test_thousands_of_tenants_leave_behind_what_is_cached_of_them() -> None:
     bench = Bench(blocks=24, draft_tokens=4)
     drafter = bench.engine._drafter
-    assert isinstance(drafter, PromptLookup)
+    assert isinstance(drafter, NgramProposer)
     kept: list[int] = []
     for number in range(3_000):
         bench.ask(PROMPT[:8], 2, salt=f"{number:064}")
@@ -141,7 +141,7 @@ def test_what_is_known_of_the_disk_is_what_is_on_it_however_many_tenants_there_w
 def test_drafts_of_a_tenant_are_forgotten_with_what_was_cached_of_it() -> None:
     bench = Bench(draft_tokens=4)
     drafter = bench.engine._drafter
-    assert isinstance(drafter, PromptLookup)
+    assert isinstance(drafter, NgramProposer)
     for salt in ("a", "b"):
         bench.ask(PROMPT, salt=salt)
         bench.run()

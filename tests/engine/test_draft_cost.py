@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rootstock.engine.draft_cost import Acceptance, DraftCost, Floats, could_pay, worth_verifying
+from rootstock.engine.speculation.draft_cost import Acceptance, DraftCost, Floats, could_pay, worth_verifying
 
 
 def chances(probability: float, length: int = 8) -> Floats:

@@ -15,13 +15,13 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
-from rootstock.engine.drafting import PromptLookup, why_not
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.speculation.proposer import NgramProposer, why_not
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, chunked, window
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
 Draft = Callable[[list[int]], Sequence[int]]  # from what was generated
 
@@ -129,13 +129,13 @@ def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
 @pytest.mark.behaviour(49)
 def test_a_stop_string_within_an_accepted_run_ends_it_there() -> None:
     prompt = numbers(1, 10, 256)
-    bench = Bench(vocab_size=256, codec=ByteTextCodec())
+    bench = Bench(vocab_size=256, codec=ByteTokenizer())
     alone = bench.alone(prompt, 12)
     text = bytes(alone).decode("utf-8", errors="replace")
     stop = StopParams(max_tokens=12, stop_strings=(text[5:7],))
     plain = bench.ask(prompt, stop=stop)
     bench.run()
-    drafted = Bench(vocab_size=256, codec=ByteTextCodec(), drafter=rightly(alone, 11))
+    drafted = Bench(vocab_size=256, codec=ByteTokenizer(), drafter=rightly(alone, 11))
     client = drafted.ask(prompt, stop=stop)
     drafted.run()
     assert steps(drafted) == 2
@@ -285,7 +285,7 @@ def test_what_recent_requests_of_the_namespace_computed_is_drafted_elsewhere() -
     bench = lookup()
     phrase = numbers(2, 40)
     drafter = bench.engine._drafter
-    assert isinstance(drafter, PromptLookup)
+    assert isinstance(drafter, NgramProposer)
     asked(bench, [*numbers(3, 10), *phrase], max_tokens=1)
     client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
     bench.run(1)

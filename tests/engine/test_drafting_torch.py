@@ -12,10 +12,10 @@ from engine.test_drafting import Scripted
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
 from rootstock.config import EngineConfig
-from rootstock.engine.drafting import Drafter
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, StopParams
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.engine.speculation.proposer import Proposer
+from rootstock.runtime.torch.runner import TorchRuntime
 from tiers.helpers import Clock
 from twins.checkpoints import VOCAB, save
 from twins.driving import load, random_tokens
@@ -29,7 +29,7 @@ SAMPLINGS = {
 }
 
 
-def answers(runtime: TorchRuntime, sampling: SamplingParams, drafter: Drafter | None) -> list[list[int]]:
+def answers(runtime: TorchRuntime, sampling: SamplingParams, drafter: Proposer | None) -> list[list[int]]:
     """Of two requests that decode together; time stands still."""
     families = runtime.description.families
     cache = KVCache(families, 60 * sum(row_bytes(family, 8) for family in families), 8)

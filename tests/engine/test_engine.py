@@ -24,7 +24,7 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
 from rootstock.runtime.base import Batch, Rung
 from waiting import HANG_S, join, wait_for, wait_until
@@ -180,7 +180,7 @@ def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_an
 
 
 def test_the_tokenizers_end_of_sequence_ends_an_answer_as_the_models_does() -> None:
-    codec = ByteTextCodec()
+    codec = ByteTokenizer()
     bench = Bench(vocab_size=codec.vocab_size, codec=codec)
     seed = next(s for s in range(5000) if codec.END in bench.alone(numbers(s, 6), 4))
     client = bench.ask(numbers(seed, 6), max_tokens=4)
@@ -190,7 +190,7 @@ def test_the_tokenizers_end_of_sequence_ends_an_answer_as_the_models_does() -> N
 
 @pytest.mark.behaviour(49)
 def test_stop_strings_end_the_text_before_themselves() -> None:
-    bench = Bench(vocab_size=256, codec=ByteTextCodec())
+    bench = Bench(vocab_size=256, codec=ByteTokenizer())
     alone = bench.alone(numbers(1, 10), 12)
     text = bytes(alone).decode("utf-8", errors="replace")
     stop = text[5:7]
@@ -300,7 +300,7 @@ def test_of_prompts_that_are_scored_a_step_has_one_chunk_even_while_nobody_decod
     clients = [bench.ask(prompt, max_tokens=1, prompt_logprobs=0) for prompt in prompts]
     other = bench.ask(numbers(7, 40), max_tokens=1)
     bench.run()
-    scored = [sum(segment.score_last for segment in batch.segments) for batch in bench.batches]
+    scored = [sum(segment.logits_to_keep for segment in batch.segments) for batch in bench.batches]
     assert max(scored) <= 8 + len(clients)
     for client, prompt in zip(clients, prompts, strict=True):
         (told,) = [event for event in client.events if isinstance(event, PromptScored)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rootstock.engine.estimates import LoadSpeed, PrefillSpeed
+from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 
 CHUNK = 512
 QUERIES = [(0, 300), (0, 4096), (0, 16384), (2048, 2560), (8192, 8500), (8192, 16384), (15000, 15100)]

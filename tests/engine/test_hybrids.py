@@ -13,7 +13,7 @@ from rootstock.cache.families import Family
 from rootstock.cache.plan import Plan, RowsReturned
 from rootstock.engine.request import Failed
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FULL, STATE, chunked, window
+from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
 
 HYBRIDS: list[tuple[Family, ...]] = [
     (FULL, STATE),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
+from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
 
 
 def tokens(*values: int) -> Tokens:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.config import EngineConfig, parse_seconds
-from rootstock.engine.estimates import Share
+from rootstock.engine.cost_model import Share
 from rootstock.engine.pacing import LEAST_TOKENS, Pacing
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import Batch

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.test_pieces import KINDS, SPECIAL, byte_level, texts
 from rootstock.engine.chat_template import names_in
 from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
-from rootstock.engine.text import HFTextCodec, KeptTokens
+from rootstock.engine.tokenizer import HFTokenizer, KeptTokens
 from rootstock.errors import SpecialTokenInText
 from server.chat_codecs import TEMPLATES
 
@@ -101,8 +101,8 @@ def test_an_escape_that_was_cut_is_text_and_no_error() -> None:
     assert names.unescape(f"{MARK}{'9' * 5000}{MARK}") == f"{MARK}{'9' * 5000}{MARK}"
 
 
-def codec_of(tokenizer: Tokenizer, template: str | None = None) -> HFTextCodec:
-    return HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer), template)
+def codec_of(tokenizer: Tokenizer, template: str | None = None) -> HFTokenizer:
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), template)
 
 
 def test_a_tokenizer_that_cannot_be_copied_refuses_special_tokens_in_text() -> None:
@@ -111,7 +111,7 @@ def test_a_tokenizer_that_cannot_be_copied_refuses_special_tokens_in_text() -> N
 
     wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level())
     wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
-    codec = HFTextCodec(wrapped)
+    codec = HFTokenizer(wrapped)
     assert codec.escape("a text", KeptTokens.NONE) == "a text"
     with pytest.raises(SpecialTokenInText, match="'<\\|user\\|>'"):
         codec.escape("a <|user|> text", KeptTokens.NONE)

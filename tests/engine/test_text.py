@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.text import ByteTextCodec, HFTextCodec, TextCodec, TextStream, token_text
+from rootstock.engine.tokenizer import ByteTokenizer, Detokenizer, HFTokenizer, ModelTokenizer, token_text
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
 
 CORPUS = [
@@ -32,7 +32,7 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 @functools.cache
-def byte_level() -> HFTextCodec:
+def byte_level() -> HFTokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,11 +44,11 @@ def byte_level() -> HFTextCodec:
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    return HFTextCodec(wrapped, TEMPLATE)
+    return HFTokenizer(wrapped, TEMPLATE)
 
 
 @functools.cache
-def sentencepiece() -> HFTextCodec:
+def sentencepiece() -> HFTokenizer:
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -65,10 +65,10 @@ def sentencepiece() -> HFTextCodec:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
     )
-    return HFTextCodec(wrapped)
+    return HFTokenizer(wrapped)
 
 
-CODECS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "bytes": ByteTextCodec}
+CODECS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "bytes": ByteTokenizer}
 every_codec = pytest.mark.parametrize("codec", [make() for make in CODECS.values()], ids=list(CODECS))
 
 # Texts from which both trained tokenizers make merged, single-byte and multi-byte tokens.
@@ -80,9 +80,9 @@ texts = texts.filter(lambda text: "<" not in text and "▁" not in text)
 
 
 def streamed(
-    codec: TextCodec, tokens: Sequence[int], stops: Sequence[str] = (), context: Sequence[int] = ()
+    codec: ModelTokenizer, tokens: Sequence[int], stops: Sequence[str] = (), context: Sequence[int] = ()
 ) -> tuple[list[str], str | None]:
-    stream = TextStream(codec, stops, context)
+    stream = Detokenizer(codec, stops, context)
     deltas: list[str] = []
     for token in tokens:
         delta = stream.push(int(token))
@@ -109,16 +109,16 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 @every_codec
 @given(text=texts)
 def test_the_deltas_of_a_text_are_the_text_that_decoding_all_tokens_gives(
-    codec: TextCodec, text: str
+    codec: ModelTokenizer, text: str
 ) -> None:
     tokens = codec.encode(text).tolist()
     assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens) == text
 
 
-@pytest.mark.parametrize("codec", [byte_level(), ByteTextCodec()], ids=["byte-level", "bytes"])
+@pytest.mark.parametrize("codec", [byte_level(), ByteTokenizer()], ids=["byte-level", "bytes"])
 @given(data=st.data())
 def test_the_deltas_of_any_bytes_even_broken_ones_are_what_decoding_all_tokens_gives(
-    codec: TextCodec, data: st.DataObject
+    codec: ModelTokenizer, data: st.DataObject
 ) -> None:
     tokens = data.draw(st.lists(st.integers(0, 420), max_size=80))
     assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens)
@@ -140,7 +140,7 @@ def test_broken_byte_fallback_never_raises_and_never_takes_back_a_character(toke
 @every_codec
 @given(prompt=texts, text=texts)
 def test_with_the_prompts_end_as_context_the_deltas_are_the_rest_of_the_text(
-    codec: TextCodec, prompt: str, text: str
+    codec: ModelTokenizer, prompt: str, text: str
 ) -> None:
     before, after = codec.encode(prompt).tolist(), codec.encode(text).tolist()
     whole = codec.decode(before + after)
@@ -155,7 +155,7 @@ def test_the_space_before_a_word_is_kept_when_it_continues_a_prompt() -> None:
 
 
 @every_codec
-def test_a_character_is_given_out_once_its_last_byte_is_there(codec: TextCodec) -> None:
+def test_a_character_is_given_out_once_its_last_byte_is_there(codec: ModelTokenizer) -> None:
     tokens = codec.encode("a👍z").tolist()
     deltas, _ = streamed(codec, tokens)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(deltas)
@@ -163,7 +163,7 @@ def test_a_character_is_given_out_once_its_last_byte_is_there(codec: TextCodec) 
 
 
 def test_text_before_an_incomplete_character_is_given_out_at_once() -> None:
-    stream = TextStream(ByteTextCodec())
+    stream = Detokenizer(ByteTokenizer())
     assert stream.push(ord("a")).text == "a"
     assert stream.push(0xE2).text == ""
     assert stream.push(0x82).text == ""
@@ -173,33 +173,33 @@ def test_text_before_an_incomplete_character_is_given_out_at_once() -> None:
 
 
 def test_a_character_that_began_in_the_prompt_is_given_out_whole() -> None:
-    stream = TextStream(ByteTextCodec(), context=[0xE2, 0x82])
+    stream = Detokenizer(ByteTokenizer(), context=[0xE2, 0x82])
     assert stream.push(0xAC).text == "€"
 
 
 def test_a_prompt_that_ends_with_a_replacement_character_of_its_own_does_not_repeat_it() -> None:
     for text in ("x\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"):
-        stream = TextStream(ByteTextCodec(), context=ByteTextCodec().encode(text))
+        stream = Detokenizer(ByteTokenizer(), context=ByteTokenizer().encode(text))
         assert stream.push(ord("y")).text == "y"
         assert stream.finish() == ""
-        assert TextStream(ByteTextCodec(), context=ByteTextCodec().encode(text)).finish() == ""
+        assert Detokenizer(ByteTokenizer(), context=ByteTokenizer().encode(text)).finish() == ""
 
 
 @every_codec
-def test_special_and_unknown_tokens_have_no_text_and_cost_nothing(codec: TextCodec) -> None:
+def test_special_and_unknown_tokens_have_no_text_and_cost_nothing(codec: ModelTokenizer) -> None:
     hidden = [*codec.eos_token_ids, 10**6]
     tokens = [*codec.encode("The quick").tolist()]
     mixed = [each for token in tokens for each in (token, *hidden)]
-    stream = TextStream(codec)
+    stream = Detokenizer(codec)
     assert "".join(stream.push(token).text for token in mixed) + stream.finish() == "The quick"
     assert len(stream._window) <= 4
 
 
 @pytest.mark.parametrize("broken", [[0x80], [0xF0, 0x9F], [0xE2, 0x82, 0xF0], [0xEF, 0xBF, 0xBD]])
 def test_a_window_of_broken_bytes_does_not_grow(broken: list[int]) -> None:
-    codec = ByteTextCodec()
+    codec = ByteTokenizer()
     tokens = (broken * 300)[:600]
-    stream = TextStream(codec)
+    stream = Detokenizer(codec)
     text = "".join(stream.push(token).text for token in tokens)
     assert len(stream._window) < 130
     assert text + stream.finish() == codec.decode(tokens)
@@ -214,15 +214,15 @@ def test_a_window_of_broken_bytes_does_not_grow(broken: list[int]) -> None:
     stops=st.lists(st.text("aAb#\nE é😀", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
 )
 def test_the_text_is_cut_before_the_stop_string_that_is_complete_first(
-    codec: TextCodec, text: str, stops: list[str]
+    codec: ModelTokenizer, text: str, stops: list[str]
 ) -> None:
     deltas, stopped_by = streamed(codec, codec.encode(text).tolist(), stops)
     assert ("".join(deltas), stopped_by) == cut(text, stops)
 
 
 @every_codec
-def test_what_may_begin_a_stop_string_is_held_back_until_it_is_certain(codec: TextCodec) -> None:
-    stream = TextStream(codec, ["</answer>"])
+def test_what_may_begin_a_stop_string_is_held_back_until_it_is_certain(codec: ModelTokenizer) -> None:
+    stream = Detokenizer(codec, ["</answer>"])
     so_far = ""
     for token in codec.encode("x </answe z").tolist():
         so_far += stream.push(token).text
@@ -231,7 +231,7 @@ def test_what_may_begin_a_stop_string_is_held_back_until_it_is_certain(codec: Te
 
 
 def test_a_held_beginning_is_given_out_at_the_end() -> None:
-    stream = TextStream(ByteTextCodec(), ["END"])
+    stream = Detokenizer(ByteTokenizer(), ["END"])
     assert [stream.push(ord(char)).text for char in "a EN"] == ["a", " ", "", ""]
     assert stream.finish() == "EN"
 
@@ -241,7 +241,7 @@ def test_a_held_beginning_is_given_out_at_the_end() -> None:
 
 @every_codec
 @given(text=texts)
-def test_the_bytes_of_the_tokens_make_up_the_text(codec: TextCodec, text: str) -> None:
+def test_the_bytes_of_the_tokens_make_up_the_text(codec: ModelTokenizer, text: str) -> None:
     data = b"".join(codec.token_bytes(token) for token in codec.encode(text).tolist())
     prefix = b" " if codec is CODECS["sentencepiece"]() else b""  # the one that it drops at the very front
     assert data.removeprefix(prefix) == text.encode()
@@ -279,21 +279,21 @@ def test_a_model_without_a_template_names_the_remedy() -> None:
 def test_a_tokenizer_is_loaded_from_a_models_directory(tmp_path: Any) -> None:
     saved = byte_level()._tokenizer
     saved.save_pretrained(tmp_path)
-    loaded = HFTextCodec.load(str(tmp_path))
+    loaded = HFTokenizer.load(str(tmp_path))
     assert loaded.encode("The dog sleeps 😀").tolist() == byte_level().encode("The dog sleeps 😀").tolist()
     assert loaded.eos_token_ids == byte_level().eos_token_ids
     messages = [{"role": "user", "content": "x"}]
     assert loaded.render_chat(messages, []) == byte_level().render_chat(messages, [])
-    assert HFTextCodec.load(str(tmp_path), "{{ 'mine' }}").render_chat(messages, []) == "mine"
+    assert HFTokenizer.load(str(tmp_path), "{{ 'mine' }}").render_chat(messages, []) == "mine"
 
 
 def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Any) -> None:
     with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json"):
-        HFTextCodec.load(str(tmp_path))
+        HFTokenizer.load(str(tmp_path))
 
 
 def test_a_truncation_saved_with_the_tokenizer_does_not_shorten_prompts() -> None:
     tokenizer = Tokenizer.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
     tokenizer.enable_truncation(4)
-    codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
+    codec = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
     assert codec.decode(codec.encode("The quick brown fox jumps").tolist()) == "The quick brown fox jumps"

@@ -21,15 +21,15 @@ from engine.tiered import KINDS, MIB, Tiered, cached, opened_by
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
-from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.engine.request import Aborted, Failed
-from rootstock.engine.tiering import OVERDUE_LEAST_S, STALE_S
+from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
 from rootstock.runtime.base import Batch, Logits
-from rootstock.runtime.fake import FULL, STATE, window
-from rootstock.server.openai import salt_of
+from rootstock.server.openai.calls import salt_of
+from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
-from rootstock.tiers.index import INDEX_NAME
+from rootstock.tiers.disk.index import INDEX_NAME
 from tiers.helpers import directory_bytes, segment_files
 from waiting import first_wait_on, join, wait_for, wait_until
 
@@ -48,7 +48,7 @@ OTHER = [90, *range(1, 62)]  # begins with another token
 def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
     """Those of every directory that is opened."""
     files = FaultyFiles()
-    monkeypatch.setattr("rootstock.tiers.disk.Files", lambda: files)
+    monkeypatch.setattr("rootstock.tiers.disk.tier.Files", lambda: files)
     return files
 
 

@@ -14,11 +14,11 @@ from engine.helpers import Bench, Client
 from engine.tiered import KINDS, MIB, Tiered, cached
 from rootstock.cache.families import Family, RecurrentState
 from rootstock.config import TierConfig
-from rootstock.engine.below import stored_index
 from rootstock.engine.request import PromptScored
-from rootstock.engine.tiering import OVERDUE_LEAST_S
+from rootstock.engine.tiers.build import stored_index
+from rootstock.engine.tiers.connector import OVERDUE_LEAST_S
 from rootstock.errors import InvalidOption
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from tiers.helpers import directory_bytes, records
 from waiting import join, wait_for
 

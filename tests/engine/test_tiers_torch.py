@@ -10,15 +10,15 @@ import pytest
 from engine.helpers import Client
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.identity import Kind
+from rootstock.cache.record_identity import Kind
 from rootstock.config import EngineConfig, TierConfig
-from rootstock.engine.below import open_below, stored_index
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, TokenEvent
-from rootstock.engine.tiering import TierStats
+from rootstock.engine.tiers.build import open_below, stored_index
+from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption
 from rootstock.tiers.base import Entry
-from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.disk.tier import DiskTier
 from tiers.helpers import Clock
 from twins.checkpoints import VOCAB, save
 from twins.driving import load, random_tokens

@@ -12,12 +12,12 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted
-from rootstock.cache.stored import StoredIndex
+from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import EngineConfig, TierConfig
-from rootstock.engine.below import open_below
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+from rootstock.engine.tiers.build import open_below
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 
 PROMPT = list(range(40))
 FAMILIES: list[tuple[Family, ...]] = [(FULL,), (FULL, STATE), (FULL, window(6)), (window(6), STATE)]

@@ -10,15 +10,15 @@ from typing import Any
 
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
-from rootstock.cache.identity import Identity
 from rootstock.cache.plan import Tokens
+from rootstock.cache.record_identity import Identity
 from rootstock.config import TierConfig
-from rootstock.engine.estimates import LoadSpeed, PrefillSpeed
-from rootstock.engine.tiering import Tiering, TierStats
-from rootstock.runtime.fake import FULL, STATE, chunked, window
+from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
+from rootstock.engine.tiers.connector import TierConnector, TierStats
+from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
 from rootstock.tiers.base import Buffer, LoadResult, Record, StoreOutcome
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.mover import Mover
+from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.writer import TierWriter
 from tiers.helpers import Clock
 from waiting import wait_for
 
@@ -95,13 +95,13 @@ class Tiered(Bench):
         self.tiering.close()
 
     @property
-    def tiering(self) -> Tiering:
+    def tiering(self) -> TierConnector:
         assert self.engine._tiering is not None
         return self.engine._tiering
 
     @property
-    def mover(self) -> Mover:
-        assert isinstance(self.tiering._writer, Mover)
+    def mover(self) -> TierWriter:
+        assert isinstance(self.tiering._writer, TierWriter)
         return self.tiering._writer
 
     @property

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rootstock.tiers.files import Files
+from rootstock.tiers.disk.files import Files
 
 Boundary = Callable[[str], None]
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.identity import RecordKey
+from rootstock.cache.record_identity import RecordKey
 from rootstock.tiers.base import Loaded, Miss, MissKind, Ready, Record, Stored
-from rootstock.tiers.index import WAL_NAME
+from rootstock.tiers.disk.index import WAL_NAME
 from tiers.helpers import (
     CAP_BYTES,
     Clock,

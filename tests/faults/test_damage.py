@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.identity import Identity, Kind
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Identity, Kind
 from rootstock.tiers.base import (
     Loaded,
     LoadsOnly,
@@ -27,8 +27,8 @@ from rootstock.tiers.base import (
     Refusal,
     Stored,
 )
-from rootstock.tiers.disk import RETRY_S, DiskTier
-from rootstock.tiers.index import INDEX_NAME
+from rootstock.tiers.disk.index import INDEX_NAME
+from rootstock.tiers.disk.tier import RETRY_S, DiskTier
 from tiers.helpers import (
     CAP_BYTES,
     NAMESPACE,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.plan import NO_BLOCK
+from rootstock.kernels.api import Scores
 from rootstock.kernels.reference import first_seen
-from rootstock.kernels.scores import Scores
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
-from rootstock.kernels.torch_paged import Tuning
+from rootstock.kernels.torch.sliced_attention import Tuning
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from kernels.batches import make_batch
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
-from rootstock.kernels import triton_paged
+from rootstock.kernels.cuda import triton_attention
 from rootstock.kernels.spans import EVERYTHING
 
 SHARED_BYTES = 99 << 10  # the least that any device since compute capability 8.0 gives to a program
@@ -65,8 +65,8 @@ class Compiles:
 
 def main() -> None:
     capability = int(sys.argv[1])
-    kernels = [Compiles(getattr(triton_paged, name), capability) for name in ("_attend", "_merge")]
-    triton_paged._attend, triton_paged._merge = kernels
+    kernels = [Compiles(getattr(triton_attention, name), capability) for name in ("_attend", "_merge")]
+    triton_attention._attend, triton_attention._merge = kernels
     cpu = torch.device("cpu")
     for dtype in (torch.bfloat16, torch.float32):
         for dim, family, softcap, sinks in VARIANTS if dtype == torch.bfloat16 else VARIANTS[:1]:
@@ -82,7 +82,7 @@ def main() -> None:
                 sinks=sinks,
             )
             for least_split in (16, 1000) if dim == 128 else (16,):  # split, and not
-                attention = triton_paged.TritonAttention(16, cpu, least_split)
+                attention = triton_attention.TritonAttention(16, cpu, least_split)
                 step = attention.prepare(batch.spans, batch.family)
                 keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
                 step(batch.query, batch.key, batch.value, keys, values, batch.scores)

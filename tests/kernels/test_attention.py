@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kernels.batches import RaggedBatch, families, make_batch, ragged_batches, tunings
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
-from rootstock.kernels import reference, torch_gather
-from rootstock.kernels.numba_attention import NumbaAttention, _lay_out
-from rootstock.kernels.numba_tiles import are_there
-from rootstock.kernels.scores import Attention
+from rootstock.kernels import reference
+from rootstock.kernels.api import Attention
+from rootstock.kernels.cpu.amx_tiles import are_there
+from rootstock.kernels.cpu.attention import NumbaAttention, _lay_out
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_paged import PagedAttention, Scratch, Tuning
+from rootstock.kernels.torch import gathered_attention
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.kernels.torch.sliced_attention import Scratch, SlicedAttention, Tuning
 
 SLICED = Tuning(slice_bytes=7, chunk_slice_bytes=20, share_from=1)  # for positions of one byte
 
@@ -49,7 +50,7 @@ def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
 @given(ragged_batches(plain=True), tunings)
 @settings(max_examples=150)
 def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning) -> None:
-    assert_equals_reference(run(PagedAttention(batch.block_size, 1, tuning), batch), batch)
+    assert_equals_reference(run(SlicedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
 @given(ragged_batches(), st.sampled_from([1, 100, 1 << 24]))
@@ -266,19 +267,19 @@ def test_windows_narrower_than_chunks_in_long_prompts(window: int) -> None:
     )
     for band_rows in ((1, 1), (64, 256), (5000, 5000)):
         tuning = Tuning(band_rows=band_rows)
-        assert_equals_reference(run(PagedAttention(batch.block_size, 1, tuning), batch), batch)
+        assert_equals_reference(run(SlicedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
 def test_decodes_share_a_prefix_that_begins_where_they_see_from() -> None:
     chunked = make_batch([(70, 1), (81, 1), (77, 1)], shared=64, family=ChunkedAttention(1, 1, 32))
-    levels = PagedAttention(4, 1, Tuning(share_from=32))._levels(chunked.spans, chunked.family)
+    levels = SlicedAttention(4, 1, Tuning(share_from=32))._levels(chunked.spans, chunked.family)
     assert [part.rows for level in levels for part in level.slices] == [
         (0,),
         (1,),
         (2,),
     ]  # all shared is unseen
     forks = make_batch([(70, 1), (70, 1), (69, 1)], shared=64, family=SlidingWindow(1, 1, 40))
-    kernel = PagedAttention(4, 1, Tuning(share_from=32))
+    kernel = SlicedAttention(4, 1, Tuning(share_from=32))
     levels = kernel._levels(forks.spans, forks.family)
     assert [(part.rows, part.tokens) for part in levels[0].slices] == [((0, 1), 33), ((2,), 40)]
     assert_equals_reference(run(kernel, forks), forks)
@@ -297,11 +298,11 @@ def test_long_contexts_in_every_layout(dtype: torch.dtype, layout: str, block_si
         shared=256,
     )
     for tuning in (Tuning(), SLICED):
-        assert_equals_reference(run(PagedAttention(block_size, 1, tuning), batch), batch)
+        assert_equals_reference(run(SlicedAttention(block_size, 1, tuning), batch), batch)
 
 
 def test_one_scratch_serves_steps_of_any_size() -> None:
-    kernel = PagedAttention(4, 1)
+    kernel = SlicedAttention(4, 1)
     for past in (50, 10, 120, 0, 64):
         batch = make_batch([(past, 1), (past, 5)], seed=past)
         assert_equals_reference(run(kernel, batch), batch)
@@ -310,7 +311,7 @@ def test_one_scratch_serves_steps_of_any_size() -> None:
 @pytest.mark.parametrize("past", [60, 2000])
 def test_scratch_is_of_the_size_of_a_slice_however_long_the_context(past: int) -> None:
     scratch = Scratch()
-    kernel = PagedAttention(
+    kernel = SlicedAttention(
         4, 1, Tuning(slice_bytes=30, chunk_slice_bytes=60, band_rows=(8, 16)), scratch.stage
     )
     for family in (EVERYTHING, SlidingWindow(1, 1, 500), SlidingWindow(1, 1, 4)):
@@ -322,13 +323,13 @@ def test_scratch_is_of_the_size_of_a_slice_however_long_the_context(past: int) -
 def test_gathering_never_holds_more_scores_than_it_may(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     for name in ("attend_dense", "_attend_plainly"):
-        attend = getattr(torch_gather, name)
+        attend = getattr(gathered_attention, name)
 
         def counted(query: Tensor, key: Tensor, *rest: Any, attend: Any = attend) -> Tensor:
             held.append(query.shape[0] * query.shape[1] * key.shape[1])
             return attend(query, key, *rest)
 
-        monkeypatch.setattr(torch_gather, name, counted)
+        monkeypatch.setattr(gathered_attention, name, counted)
     batch = make_batch([(50, 30), (0, 40), (400, 1)], sinks=sinks, value_dim=12)
     assert_equals_reference(run(GatherAttention(4, torch.device("cpu"), 2000), batch), batch)
     assert max(held) <= 2000
@@ -336,7 +337,7 @@ def test_gathering_never_holds_more_scores_than_it_may(sinks: bool, monkeypatch:
 
 def test_decodes_between_chunks_keep_their_rows() -> None:
     batch = make_batch([(9, 1), (3, 6), (20, 1), (0, 2), (33, 1)])
-    assert_equals_reference(run(PagedAttention(4, 1, SLICED), batch), batch)
+    assert_equals_reference(run(SlicedAttention(4, 1, SLICED), batch), batch)
 
 
 def test_relative_error_in_bfloat16_is_a_rounding() -> None:
@@ -347,5 +348,5 @@ def test_relative_error_in_bfloat16_is_a_rounding() -> None:
         batch.query, batch.keys, batch.values, batch.spans, batch.scores, batch.family
     )
     for tuning in (Tuning(), SLICED):
-        out = run(PagedAttention(32, 1, tuning), batch).double()
+        out = run(SlicedAttention(32, 1, tuning), batch).double()
         assert float((out - expected).norm() / expected.norm()) < 5e-3

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock.kernels import torch_gather
-from rootstock.kernels.scores import Scores
-from rootstock.kernels.torch_gather import attend_dense
+from rootstock.kernels.api import Scores
+from rootstock.kernels.torch import gathered_attention
+from rootstock.kernels.torch.gathered_attention import attend_dense
 
 NEW, PAST, END = 5, 7, 12
 
@@ -48,7 +48,7 @@ def test_dense_attention_equals_its_definition(
     most_scores: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_gather, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(gathered_attention, "_MOST_SCORES", most_scores)
     query, key, value = drawn(4, NEW, 8), drawn(2, END, 8, seed=1), drawn(2, END, 6, seed=2)
     scores = Scores(0.7, softcap, drawn(4, seed=3) if with_sinks else None)
     mask = None

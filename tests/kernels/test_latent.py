@@ -13,11 +13,16 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, families, make_batch, tunings
 from rootstock.cache.families import SlidingWindow
 from rootstock.kernels import reference
-from rootstock.kernels.numba_attention import NumbaAttention
-from rootstock.kernels.scores import Attention
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_latent import LatentAttention, _LatentStep, gather_latents, paged_latents
-from rootstock.kernels.torch_paged import Tuning
+from rootstock.kernels.api import Attention
+from rootstock.kernels.cpu.attention import NumbaAttention
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.kernels.torch.latent_attention import (
+    LatentAttention,
+    _LatentStep,
+    gather_latents,
+    paged_latents,
+)
+from rootstock.kernels.torch.sliced_attention import Tuning
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock.kernels.torch_linear import Plain, Prepacked, packs_bfloat16, prepare, stacked
+from rootstock.kernels.torch.linear import Plain, Prepacked, packs_bfloat16, prepare, stacked
 
 CPU = torch.device("cpu")
 needs_bfloat16_units = pytest.mark.skipif(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rootstock.kernels.torch_linear import Linear
-from rootstock.kernels.torch_rounded import FEW_ROWS, Int4, Rounding, Scratch, not_rounded, rounded
+from rootstock.kernels.torch.linear import Linear
+from rootstock.kernels.torch.quantized_linear import FEW_ROWS, Int4, Rounding, Scratch, not_rounded, rounded
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDINGS: list[Rounding] = ["int8", "int4"]
@@ -98,7 +98,7 @@ def test_weights_larger_than_a_tile_are_widened_tile_by_tile(
 ) -> None:
     weight, x = random(300, 64), random(FEW_ROWS + 1, 64, seed=1)
     whole = rounded(weight, None, rounding, Scratch())(x)
-    monkeypatch.setattr("rootstock.kernels.torch_rounded._TILE", 64 * 100)
+    monkeypatch.setattr("rootstock.kernels.torch.quantized_linear._TILE", 64 * 100)
     tiled = rounded(weight, None, rounding, Scratch())
     torch.testing.assert_close(tiled(x), whole)
     assert tiled._scratch._memory.nbytes <= 64 * 128 * 4  # type: ignore[attr-defined]

@@ -13,12 +13,12 @@ from torch import Tensor
 from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
 from kernels.test_attention import assert_equals_reference, numba_attention
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
-from rootstock.kernels.numba_rounding import RoundingLoops
-from rootstock.kernels.rounded_rows import RoundedRows, rounded, select_rows, widened
-from rootstock.kernels.scores import Attention
+from rootstock.kernels.api import Attention
+from rootstock.kernels.cpu.kv_quantization import RoundingLoops
+from rootstock.kernels.quantized_rows import RoundedRows, rounded, select_rows, widened
 from rootstock.kernels.spans import EVERYTHING, slots_of
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 
 
 def pool_of(rows: Tensor) -> RoundedRows:
@@ -50,7 +50,7 @@ def run_rounded(kernel: Attention, batch: RaggedBatch) -> tuple[Tensor, RaggedBa
 @given(ragged_batches(plain=True), tunings)
 @settings(max_examples=60)
 def test_paged_attention_over_rounded_rows(batch: RaggedBatch, tuning: Tuning) -> None:
-    assert_equals_reference(*run_rounded(PagedAttention(batch.block_size, 1, tuning), batch))
+    assert_equals_reference(*run_rounded(SlicedAttention(batch.block_size, 1, tuning), batch))
 
 
 @given(ragged_batches(), st.sampled_from([1, 1 << 24]))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name for it)
 from torch import Tensor
 
-from rootstock.kernels.numba_rows import PARALLEL_FROM, RowLoops
+from rootstock.kernels.cpu.row_loops import PARALLEL_FROM, RowLoops
 
 EPS = 1e-6
 # Of a result, relative to the largest of its row: one rounding, and the sums' in float32.

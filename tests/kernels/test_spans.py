@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernels.batches import make_batch
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.kernels.spans import EVERYTHING, Span, common_blocks, slots_of
-from rootstock.kernels.torch_paged import PagedAttention, Tuning
+from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 
 tables = st.lists(st.integers(0, 12), min_size=1, max_size=12, unique=True).map(
     lambda ids: np.array(ids, np.int32)
@@ -39,7 +39,7 @@ def test_slices_are_about_equal_and_together_everything(
 ) -> None:
     end = data.draw(st.integers(1, len(table) * block_size))
     span = Span(0, 1, end - 1, table)
-    slices = PagedAttention(block_size, 1)._slices((0,), span, 0, end, tokens)
+    slices = SlicedAttention(block_size, 1)._slices((0,), span, 0, end, tokens)
     found = [
         slot
         for part in slices
@@ -58,14 +58,14 @@ def test_slices_are_about_equal_and_together_everything(
 def test_a_prefix_that_decodes_share_is_read_once() -> None:
     batch = make_batch([(70, 1), (81, 1), (77, 1)], block_size=4, shared=64, layout="scattered")
     batch.spans.append(Span(3, 1, 4, np.array([90, 91], np.int32)))  # a stranger
-    levels = PagedAttention(4, 1, Tuning(share_from=32))._levels(batch.spans)
+    levels = SlicedAttention(4, 1, Tuning(share_from=32))._levels(batch.spans)
     assert [part.rows for part in levels[0].slices] == [(0, 1, 2), (3,)]
     assert [part.rows for part in levels[1].slices] == [(0,), (1,), (2,)]
     assert [part.tokens for level in levels for part in level.slices] == [64, 5, 7, 18, 14]
 
 
 def test_a_chunk_is_cut_where_its_rows_begin_to_see_from_elsewhere() -> None:
-    kernel = PagedAttention(4, 1, Tuning(band_rows=(2, 6)))
+    kernel = SlicedAttention(4, 1, Tuning(band_rows=(2, 6)))
     table = np.arange(20, dtype=np.int32)
     span = Span(3, 30, 21, table)  # positions 21 … 50
 
@@ -95,14 +95,14 @@ def test_sharing_follows_the_tree() -> None:
         Span(i, 1, 2 * 16, np.array(common + branch + tail, np.int32))
         for i, (branch, tail) in enumerate(zip([left, left, right, right], own, strict=True))
     ]
-    levels = PagedAttention(2, 1, Tuning(share_from=4))._levels(spans)
+    levels = SlicedAttention(2, 1, Tuning(share_from=4))._levels(spans)
     assert [[part.rows for part in level.slices] for level in levels] == [
         [(0, 1, 2, 3)],
         [(0, 1), (2, 3)],
         [(0,), (1,), (2,), (3,)],
     ]
     # If what all four have in common is not worth a call, the pairs' slices begin at 0.
-    levels = PagedAttention(2, 1, Tuning(share_from=28))._levels(spans)
+    levels = SlicedAttention(2, 1, Tuning(share_from=28))._levels(spans)
     assert [part.rows for part in levels[0].slices] == [(0, 1), (2, 3)]
     assert sum(part.tokens for part in levels[0].slices) == 64
 
@@ -115,7 +115,7 @@ def test_a_staircase_of_prefixes_is_as_deep_as_it_likes() -> None:
         Span(i, 1, 2 * i + 1, np.append(stairs[:i], np.int32(steps + i)).astype(np.int32))
         for i in range(steps)
     ]
-    levels = PagedAttention(2, 1, Tuning(share_from=1))._levels(spans)
+    levels = SlicedAttention(2, 1, Tuning(share_from=1))._levels(spans)
     read = [0] * steps
     for level in levels:
         for part in level.slices:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rootstock.kernels.numba_target import compiles_for, forget_older_code, nb
-from rootstock.kernels.numba_tiles import are_there
+from rootstock.kernels.cpu.amx_tiles import are_there
+from rootstock.kernels.cpu.compiler import compiles_for, forget_older_code, nb
 
 
 def test_matrix_units_that_the_environment_keeps_from_the_compiler_are_not_there(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rootstock.kernels import torch_threads
-from rootstock.kernels.torch_threads import end_team
+from rootstock.kernels.cpu import threads
+from rootstock.kernels.cpu.threads import end_team
 from rootstock.openmp import SPINS, wait_briefly
 from waiting import HANG_S, join, wait_until
 
@@ -28,7 +28,7 @@ def compute(threads: int) -> torch.Tensor:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
 def test_a_team_that_ended_leaves_no_threads_and_is_had_again() -> None:
-    if torch_threads._torch_openmp() is None:
+    if threads._torch_openmp() is None:
         pytest.skip("torch computes with another runtime than libgomp")
     before, team, results = torch.get_num_threads(), set[str](), []
 
@@ -51,7 +51,7 @@ def test_a_team_that_ended_leaves_no_threads_and_is_had_again() -> None:
 
 
 def test_without_libgomp_there_is_no_team_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_threads, "_torch_openmp", lambda: None)
+    monkeypatch.setattr(threads, "_torch_openmp", lambda: None)
     end_team()
 
 
@@ -74,5 +74,5 @@ def test_threads_wait_briefly_if_nobody_says_otherwise(monkeypatch: pytest.Monke
 
 
 def test_the_command_line_says_so_before_torch_is_loaded() -> None:
-    code = "import sys, rootstock.cli, rootstock.server.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, rootstock.cli.main, rootstock.server.listen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0

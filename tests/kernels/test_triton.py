@@ -21,8 +21,9 @@ if importlib.util.find_spec("triton") is None:
 from kernels.batches import RaggedBatch, make_batch, ragged_batches
 from kernels.test_attention import assert_equals_reference, run
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
-from rootstock.kernels import reference, triton_paged
-from rootstock.kernels.triton_paged import TritonAttention, chunk_rows, slice_positions, tile_records
+from rootstock.kernels import reference
+from rootstock.kernels.cuda import triton_attention
+from rootstock.kernels.cuda.triton_attention import TritonAttention, chunk_rows, slice_positions, tile_records
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEAST_SPLITS = (3, 16, 256)
@@ -132,4 +133,4 @@ def test_the_kernels_compile_for_devices_that_are_not_here(capability: int, tmp_
 
 
 def test_what_runs_here_is_the_kernel() -> None:
-    assert triton_paged.INTERPRETED is (DEVICE.type == "cpu")
+    assert triton_attention.INTERPRETED is (DEVICE.type == "cpu")

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from property.simulated_tier import Failing, SimulatedTier, SimulatedTiering
+from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import Tokens
-from rootstock.cache.stored import StoredIndex
+from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
@@ -41,7 +41,7 @@ from rootstock.engine.sampling import Sampler
 from rootstock.engine.sequence import Sequence
 from rootstock.errors import RootstockError, StepFailed
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, chunked, window
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
@@ -204,7 +204,7 @@ def _live(
     if tier is not None:
         assert failing is not None
         queue_bytes = int(rng.choice([500, 5_000, 10**9]))
-        tiering = SimulatedTiering(rng, failing, runtime, cache, tier, queue_bytes)
+        tiering = SimulatedTierConnector(rng, failing, runtime, cache, tier, queue_bytes)
     config = EngineConfig(
         max_batch=int(rng.integers(1, 9)),
         chunk_tokens=int(rng.integers(1, 40)),

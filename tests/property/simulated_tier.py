@@ -9,11 +9,11 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
-from rootstock.cache.identity import Identity, Kind, RecordKey
 from rootstock.cache.lease import Match
-from rootstock.cache.stored import Reach
+from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.tier_index import TierHit
 from rootstock.engine.sequence import Sequence as RequestSequence
-from rootstock.engine.tiering import Events, Tiering
+from rootstock.engine.tiers.connector import Events, TierConnector
 from rootstock.runtime.base import Runtime
 from rootstock.tiers.base import (
     AlreadyStored,
@@ -34,9 +34,9 @@ from rootstock.tiers.base import (
     TierState,
     as_bytes,
 )
-from rootstock.tiers.loader import LoadEnded, LoadTask
-from rootstock.tiers.mover import Done, PutResult, Queued
-from rootstock.tiers.record import difference
+from rootstock.tiers.disk.record import difference
+from rootstock.tiers.reader import LoadEnded, LoadTask
+from rootstock.tiers.writer import Done, PutResult, Queued
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _believe(record: Record) -> None:
 
 @dataclass
 class SimulatedWriter:
-    """A `Mover` without a thread: it stores when `run` is called."""
+    """A `TierWriter` without a thread: it stores when `run` is called."""
 
     tier: SimulatedTier
     queue_bytes: int
@@ -209,7 +209,7 @@ class SimulatedJob:
 
 
 class SimulatedReader:
-    """A `Loader` without a thread: it loads a record when `run` is called."""
+    """A `TierReader` without a thread: it loads a record when `run` is called."""
 
     def __init__(self, load: Callable[[Identity, Sequence[Buffer] | None], LoadResult]) -> None:
         self._load = load
@@ -253,7 +253,7 @@ class SimulatedReader:
         self.drain()
 
 
-class SimulatedTiering(Tiering):
+class SimulatedTierConnector(TierConnector):
     """Chance decides whether loading is worth it, and which loads are overdue, and not this machine's speed."""
 
     def __init__(
@@ -275,7 +275,7 @@ class SimulatedTiering(Tiering):
             runtime, cache, tier, self.writer, self.reader, events, 16, queue_bytes, clock=lambda: 0.0
         )
 
-    def choose(self, match: Match) -> tuple[Reach | None, LoadChoice | None]:
+    def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
         reach, choice = super().choose(match)
         if choice is None:
             return reach, choice

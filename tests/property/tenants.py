@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
-from rootstock.engine.assemble import Assembly, assemble
-from rootstock.engine.text import ByteTextCodec
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
+from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from waiting import HANG_S
 
 Json = dict[str, Any]
@@ -222,10 +222,10 @@ def _told(text: str) -> str:
 
 @contextlib.contextmanager
 def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
-    codec = ByteTextCodec()
+    codec = ByteTokenizer()
     runtime = FakeRuntime(codec.vocab_size, 4096, families=tuple(families), eos_token_ids=(codec.END,))
     block_bytes = sum(row_bytes(family, 8) for family in families)
-    # Room for everything: what one tenant's requests evict of another's is documented, and is not compared.
+    # DiskSpace for everything: what one tenant's requests evict of another's is documented, and is not compared.
     made = assemble(runtime, codec, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
     app = create_app(made.engine, made.codec, made.description, setting.server, block_size=8)
     with (

@@ -26,7 +26,7 @@ from rootstock.cache.families import (
 )
 from rootstock.cache.lease import Admitted, Deferred, Lease
 from rootstock.cache.plan import Plan
-from rootstock.cache.radix import Node, block_table, walk
+from rootstock.cache.radix_node import Node, block_table, walk
 
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]

@@ -13,11 +13,11 @@ import torch
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowPart
 from rootstock.config import ModelConfig
-from rootstock.engine.verifying import HitVerifier
+from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.errors import InvalidOption
-from rootstock.kernels.rounded_rows import RoundedRows
-from rootstock.runtime.torch_check import relative_error
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.kernels.quantized_rows import RoundedRows
+from rootstock.runtime.torch.runner import TorchRuntime
+from rootstock.runtime.torch.self_check import relative_error
 from twins.checkpoints import VOCAB, save
 from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
 

@@ -20,18 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rootstock.cache.families import SlidingWindow, TokenFamily
 from rootstock.cache.plan import Plan
 from rootstock.errors import SelfCheckFailed
-from rootstock.kernels import torch_gather, torch_paged
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
 from rootstock.kernels.spans import EVERYTHING, Span
-from rootstock.runtime import (
-    torch_check,
-    torch_hooks,
-    torch_masks,
-    torch_model,
-    torch_pool,
-    torch_states,
-    torch_step,
-)
+from rootstock.kernels.torch import gathered_attention, sliced_attention
+from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
+from rootstock.runtime.torch.inspect import mask_pattern
 from twins.checkpoints import SERVED, save
 from twins.driving import load
 
@@ -76,7 +69,7 @@ def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dropped_scale(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
+    monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
     assert_steps_down(llama, dtype)
 
 
@@ -98,36 +91,36 @@ def test_a_model_that_counts_positions_itself(
 def test_a_chunk_that_does_not_see_all_of_its_past(
     llama: Path, dtype: str, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = torch_paged.PagedAttention.prepare
+    prepare = sliced_attention.SlicedAttention.prepare
 
-    def less(self: torch_paged.PagedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
+    def less(self: sliced_attention.SlicedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
         return prepare(
             self,
             [Span(s.row, s.new, max(0, s.past - missing) if s.new > 1 else s.past, s.blocks) for s in spans],
             family,
         )
 
-    monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
+    monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
     assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = torch_paged.PagedAttention.prepare
+    prepare = sliced_attention.SlicedAttention.prepare
 
-    def less(self: torch_paged.PagedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
+    def less(self: sliced_attention.SlicedAttention, spans: Sequence[Span], family: TokenFamily) -> Any:
         seen = [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans]
         return prepare(self, seen, family)
 
-    monkeypatch.setattr(torch_paged.PagedAttention, "prepare", less)
+    monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
     assert_steps_down(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flash = torch_paged._flash
+    flash = sliced_attention._flash
     monkeypatch.setattr(
-        torch_paged,
+        sliced_attention,
         "_flash",
         lambda q, k, v, dropout=0.0, causal=False, *, scale: flash(q, k, v, dropout, False, scale=scale),
     )
@@ -136,18 +129,18 @@ def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_that_is_not_copied(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_model.TorchRuntime, "apply", lambda self, plan: None)
+    monkeypatch.setattr(runner.TorchRuntime, "apply", lambda self, plan: None)
     assert_refused(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_written_to_a_neighbours_slot(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = torch_pool.LayerMemory.write
+    write = kv_pool.LayerMemory.write
     monkeypatch.setattr(
-        torch_pool.LayerMemory, "write", lambda self, slots, k, v: write(self, (slots + 1) % 8, k, v)
+        kv_pool.LayerMemory, "write", lambda self, slots, k, v: write(self, (slots + 1) % 8, k, v)
     )
     # Nor do fused parts write K and V in their own way.
-    monkeypatch.setattr(torch_step.PackedCache, "memory_of", lambda self, index, dtype: None)
+    monkeypatch.setattr(step_cache.PackedCache, "memory_of", lambda self, index, dtype: None)
     assert_refused(llama, dtype)
 
 
@@ -174,14 +167,18 @@ def test_a_dropped_feature(
 ) -> None:
     save(tmp_path, model_type, **fields | FULL)
     load(tmp_path, dtype)
-    attend = torch_gather._GatherStep.__call__ if dropped == "softcap" else torch_paged._PagedStep.__call__
+    attend = (
+        gathered_attention._GatherStep.__call__
+        if dropped == "softcap"
+        else sliced_attention._PagedStep.__call__
+    )
 
     def without(
         self: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, s: Scores
     ) -> Any:
         return attend(self, query, key, value, keys, values, Scores(s.scale))
 
-    kernel = torch_gather._GatherStep if dropped == "softcap" else torch_paged._PagedStep
+    kernel = gathered_attention._GatherStep if dropped == "softcap" else sliced_attention._PagedStep
     monkeypatch.setattr(kernel, "__call__", without)
     assert_steps_down(tmp_path, dtype)
 
@@ -194,7 +191,7 @@ def test_a_dropped_window_or_chunk(
     """The layers are taken for full attention, and so are their pools."""
     save(tmp_path, model_type)
     assert load(tmp_path, dtype).description.rung == "packed"
-    monkeypatch.setattr(torch_masks.MaskPattern, "rule", lambda self, device: EVERYTHING)
+    monkeypatch.setattr(mask_pattern.MaskPattern, "rule", lambda self, device: EVERYTHING)
     assert_steps_down(tmp_path, dtype)
 
 
@@ -204,14 +201,14 @@ def test_a_window_that_is_off_by_one(
     tmp_path: Path, off: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, "mistral")
-    rule = torch_masks.MaskPattern.rule
+    rule = mask_pattern.MaskPattern.rule
 
-    def other(self: torch_masks.MaskPattern, device: torch.device) -> TokenFamily:
+    def other(self: mask_pattern.MaskPattern, device: torch.device) -> TokenFamily:
         family = rule(self, device)
         assert isinstance(family, SlidingWindow)
         return replace(family, window=family.window + off)
 
-    monkeypatch.setattr(torch_masks.MaskPattern, "rule", other)
+    monkeypatch.setattr(mask_pattern.MaskPattern, "rule", other)
     assert_steps_down(tmp_path, dtype)
 
 
@@ -220,7 +217,7 @@ def test_rows_without_their_offsets(tmp_path: Path, dtype: str, monkeypatch: pyt
     """Llama 4 scales queries by the logarithm of positions that it counts from the cache's length. Over a few dozen
     positions that is less than what bfloat16 rounds."""
     save(tmp_path, "llama4_text")
-    monkeypatch.setattr(torch_step.PackedCache, "get_seq_length", lambda self, layer_idx=None: 0)
+    monkeypatch.setattr(step_cache.PackedCache, "get_seq_length", lambda self, layer_idx=None: 0)
     assert_steps_down(tmp_path, dtype)
 
 
@@ -230,27 +227,27 @@ def test_a_state_that_is_not_restored(
     tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, model_type)
-    apply = torch_model.TorchRuntime.apply
+    apply = runner.TorchRuntime.apply
     monkeypatch.setattr(
-        torch_model.TorchRuntime, "apply", lambda self, plan: apply(self, Plan(copies=plan.copies))
+        runner.TorchRuntime, "apply", lambda self, plan: apply(self, Plan(copies=plan.copies))
     )
     assert_refused(tmp_path, dtype)
 
 
 def test_a_state_that_another_sequence_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "qwen3_next")
-    made = torch_states.StateCache.__init__
+    made = state_pool.StateCache.__init__
 
     def continuing(self: Any, pool: Any, slots: Tensor, *, continues: bool) -> None:
         made(self, pool, slots, continues=pool is not None)
 
-    monkeypatch.setattr(torch_states.StateCache, "__init__", continuing)
+    monkeypatch.setattr(state_pool.StateCache, "__init__", continuing)
     assert_refused(tmp_path, "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_a_number(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
+    monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
     assert_steps_down(llama, dtype)
 
 
@@ -259,17 +256,17 @@ def test_the_model_is_left_on_our_attention_whatever_happens(
 ) -> None:
     runtime = load(llama)
     model, described = runtime._model, runtime.description
-    assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
-    monkeypatch.setattr(torch_check, "dense_logits", lambda model, tokens: 1 // 0)
+    assert model.config._attn_implementation == hooks.IMPLEMENTATION
+    monkeypatch.setattr(self_check, "dense_logits", lambda model, tokens: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        torch_check.self_check(
+        self_check.self_check(
             model,
             runtime._layout.calling,
             described,
             lambda tuning: pytest.fail("comes later"),
             lambda done: None,
         )
-    assert model.config._attn_implementation == torch_hooks.IMPLEMENTATION
+    assert model.config._attn_implementation == hooks.IMPLEMENTATION
 
 
 def test_noise_is_that_of_one_rounding(llama: Path) -> None:
@@ -278,9 +275,9 @@ def test_noise_is_that_of_one_rounding(llama: Path) -> None:
     tokens = np.arange(3, 40, dtype=np.int32)
 
     def noise(dtype: str) -> float:
-        return torch_check.noise(model, tokens, dtype, torch_check.relative_error)
+        return self_check.noise(model, tokens, dtype, self_check.relative_error)
 
-    with torch_check.own_attention(model):
+    with self_check.own_attention(model):
         coarse, fine = noise("bfloat16"), noise("float16")
         assert noise("float16") == fine
     assert 4 < coarse / fine < 16
@@ -292,9 +289,9 @@ def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
 ) -> None:
     """In float32, if it is off by more than is allowed to a quiet model."""
     save(tmp_path, "minimax")
-    monkeypatch.setattr(torch_check, "_FLOAT32_TOLERANCE", 1e-4)
+    monkeypatch.setattr(self_check, "_FLOAT32_TOLERANCE", 1e-4)
     asked = []
-    noise = torch_check.noise
-    monkeypatch.setattr(torch_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])
+    noise = self_check.noise
+    monkeypatch.setattr(self_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])
     assert load(tmp_path).description.rung == "packed"
     assert asked

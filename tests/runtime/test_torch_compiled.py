@@ -16,12 +16,12 @@ import torch
 
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
-from rootstock.kernels import numba_attention
-from rootstock.kernels.scores import StepAttention
+from rootstock.kernels.api import StepAttention
+from rootstock.kernels.cpu import attention
 from rootstock.kernels.spans import EVERYTHING, Span
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.runtime import torch_kernels, torch_model
-from rootstock.runtime.torch_kernels import compiled_for
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.runtime.torch import attention_backends, runner
+from rootstock.runtime.torch.attention_backends import compiled_for
 from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
@@ -56,14 +56,14 @@ class Uncompilable(Right):
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Right]:
     """Stands in for Triton's, on a CPU."""
     monkeypatch.setitem(
-        sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=request.param)
+        sys.modules, "rootstock.kernels.cuda.triton_attention", SimpleNamespace(TritonAttention=request.param)
     )
-    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     monkeypatch.setattr(request.param, "used", 0)
     return request.param
 
 
-def assert_agrees(directory: Path, runtime: torch_model.TorchRuntime) -> None:
+def assert_agrees(directory: Path, runtime: runner.TorchRuntime) -> None:
     allocate(runtime)
     sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
     own = Dense(directory, attention="eager")
@@ -98,7 +98,7 @@ def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
 def test_compiled_decodes_that_miss_a_position_are_given_up(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lay_out = numba_attention._lay_out
+    lay_out = attention._lay_out
 
     def less(spans: Sequence[Span], family: TokenFamily, block_size: int) -> Any:
         cut = [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans]
@@ -106,7 +106,7 @@ def test_compiled_decodes_that_miss_a_position_are_given_up(
 
     directory = save(tmp_path, "llama")
     assert load(directory, dtype)._served.compiled == "numba"
-    monkeypatch.setattr(numba_attention, "_lay_out", less)
+    monkeypatch.setattr(attention, "_lay_out", less)
     with caplog.at_level(logging.WARNING):
         runtime = load(directory, dtype)
     assert (runtime.description.rung, runtime._served.compiled) == ("packed", None)
@@ -117,7 +117,7 @@ def test_compiled_decodes_that_miss_a_position_are_given_up(
 def test_a_model_that_cannot_be_packed_blames_no_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     with caplog.at_level(logging.WARNING):
         described = load(save(tmp_path, "bloom")).description
     assert described.rung == "one sequence per forward"
@@ -143,7 +143,7 @@ def test_which_cuda_devices_get_a_compiled_kernel(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
-        torch_kernels.importlib.util, "find_spec", lambda name: object() if installed else None
+        attention_backends.importlib.util, "find_spec", lambda name: object() if installed else None
     )
     assert compiled_for(CUDA) == compiled
     assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
@@ -156,10 +156,10 @@ def test_models_are_served_by_triton(
 ) -> None:
     """Full attention; windows and softcaps; sinks; chunks. Without a device, by Triton's interpreter."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
+        monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     directory = save(tmp_path, model_type)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    runtime = torch_model.load_model(ModelConfig(str(directory), dtype="float32", device=device))
+    runtime = runner.load_model(ModelConfig(str(directory), dtype="float32", device=device))
     assert (runtime.description.rung, runtime.description.rung_reason) == ("packed", "")
     assert runtime._served.compiled == "triton"
     assert_agrees(directory, runtime)

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel
 
-from rootstock.runtime.torch_check import own_attention, relative_error
-from rootstock.runtime.torch_files import read_weights
-from rootstock.runtime.torch_fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
-from rootstock.runtime.torch_fusing import fuse
-from rootstock.runtime.torch_ladder import use_attention
-from rootstock.runtime.torch_masks import IMPLEMENTATION
-from rootstock.runtime.torch_probe import probe_packed
-from rootstock.runtime.torch_standins import NOTHING_FUSED, Fusion, is_fused, undo_fusion
-from rootstock.runtime.torch_step import PackedCache
-from rootstock.runtime.torch_survey import survey
+from rootstock.runtime.torch.fallback import use_attention
+from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
+from rootstock.runtime.torch.fusion.find import fuse
+from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from rootstock.runtime.torch.inspect.attention_probe import probe_packed
+from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
+from rootstock.runtime.torch.inspect.survey import survey
+from rootstock.runtime.torch.self_check import own_attention, relative_error
+from rootstock.runtime.torch.step_cache import PackedCache
+from rootstock.runtime.torch.weights import read_weights
 from twins.architectures import VOCAB
 from twins.checkpoints import save
 from twins.driving import allocate, load, packed_logits, random_tokens
@@ -184,7 +184,7 @@ def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytes
     both = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("rootstock.runtime.torch_ladder._fuse", lambda *given: NOTHING_FUSED)
+            monkeypatch.setattr("rootstock.runtime.torch.fallback._fuse", lambda *given: NOTHING_FUSED)
         runtime = load(path)
         assert any(is_fused(m) for m in runtime._model.modules()) == fuses
         allocate(runtime)
@@ -204,12 +204,12 @@ def test_layers_that_share_linear_layers_are_fused_and_served(
         third.mlp.down_proj = first.mlp.down_proj
         return model  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("rootstock.runtime.torch_model.read_weights", sharing)
+    monkeypatch.setattr("rootstock.runtime.torch.runner.read_weights", sharing)
     path, sequences = save(tmp_path, "llama"), [random_tokens(VOCAB, 20, 1)]
     both = []
     for fuses in (True, False):
         if not fuses:
-            monkeypatch.setattr("rootstock.runtime.torch_ladder._fuse", lambda *given: NOTHING_FUSED)
+            monkeypatch.setattr("rootstock.runtime.torch.fallback._fuse", lambda *given: NOTHING_FUSED)
         runtime = load(path, dtype)
         forms = [vars(layer).get("forward") for layer in runtime._model.model.layers]
         assert all(isinstance(form, FusedLayer) for form in forms) == fuses
@@ -223,7 +223,7 @@ def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_witho
 ) -> None:
     wrong = FusedLayer.rows
     monkeypatch.setattr(FusedLayer, "rows", lambda self, *given: 1.1 * wrong(self, *given))
-    monkeypatch.setattr("rootstock.runtime.torch_fusing._Fuser._agrees", agrees_to_anything)
+    monkeypatch.setattr("rootstock.runtime.torch.fusion.find._Fuser._agrees", agrees_to_anything)
     runtime = load(save(tmp_path, "llama"))
     assert runtime.description.rung == "packed"
     assert "logit" in runtime.description.rung_reason
@@ -246,7 +246,7 @@ def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
 
 
 def agrees_to_anything(self: Any, module: nn.Module, form: Any) -> bool:
-    from rootstock.kernels.scores import Scores
+    from rootstock.kernels.api import Scores
 
     if isinstance(form, FusedAttention):
         form.scores = Scores(module.scaling)  # type: ignore[arg-type]

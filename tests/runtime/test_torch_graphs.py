@@ -19,13 +19,13 @@ from torch import Tensor
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
-from rootstock.kernels.scores import Scores, StepAttention
+from rootstock.kernels.api import Scores, StepAttention
 from rootstock.kernels.spans import Span
-from rootstock.kernels.torch_gather import GatherAttention
-from rootstock.runtime import torch_graphs, torch_model
+from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.base import Batch, Logits, Segment
-from rootstock.runtime.torch_graphs import batch_sizes, decode_inputs, filled_up, size_for
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch import cuda_graphs, runner
+from rootstock.runtime.torch.cuda_graphs import batch_sizes, decode_inputs, filled_up, size_for
+from rootstock.runtime.torch.runner import TorchRuntime
 from twins.checkpoints import VOCAB, save
 from twins.driving import load
 
@@ -73,18 +73,20 @@ def refuse(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 @pytest.fixture(params=["from tensors", "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     if request.param == "from tensors":
         monkeypatch.setitem(
-            sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=FromTensors)
+            sys.modules,
+            "rootstock.kernels.cuda.triton_attention",
+            SimpleNamespace(TritonAttention=FromTensors),
         )
     elif importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
 
 
 def recorded(directory: Path, capture: Any, monkeypatch: pytest.MonkeyPatch) -> TorchRuntime:
-    monkeypatch.setattr(torch_graphs, "cuda_capture", lambda device: capture)
-    monkeypatch.setattr(torch_graphs, "_MOST_DECODES", 4)
+    monkeypatch.setattr(cuda_graphs, "cuda_capture", lambda device: capture)
+    monkeypatch.setattr(cuda_graphs, "_MOST_DECODES", 4)
     loaded = load(directory)
     runtime = TorchRuntime(loaded._model, loaded._served, with_graphs=True)
     runtime.allocate([BLOCKS for _ in runtime.description.families], BLOCK_SIZE)
@@ -136,9 +138,9 @@ def test_replayed_decodes_equal_plain_ones(
 def test_what_cannot_be_recorded_is_run_plainly_and_said_once(
     tmp_path: Path, capture: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_model, "compiled_for", lambda *asked: "triton")
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     monkeypatch.setitem(
-        sys.modules, "rootstock.kernels.triton_paged", SimpleNamespace(TritonAttention=FromTensors)
+        sys.modules, "rootstock.kernels.cuda.triton_attention", SimpleNamespace(TritonAttention=FromTensors)
     )
     with caplog.at_level(logging.WARNING):
         runtime = recorded(save(tmp_path, "llama"), capture, monkeypatch)
@@ -164,7 +166,7 @@ def test_models_whose_steps_depend_on_the_host_are_not_recorded(
     with caplog.at_level(logging.WARNING):
         runtime = recorded(save(tmp_path, model_type), refuse, monkeypatch)
     assert runtime._graphs is None
-    (said,) = [record.getMessage() for record in caplog.records if record.name == torch_graphs.__name__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == cuda_graphs.__name__]
     assert why in said
 
 
@@ -208,7 +210,7 @@ def test_what_a_replay_reads() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_graphs_without_a_cuda_device_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="--cuda-graphs"):
-        torch_model.load_model(ModelConfig(str(tmp_path), device="cpu", cuda_graphs=True))
+        runner.load_model(ModelConfig(str(tmp_path), device="cpu", cuda_graphs=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -216,9 +218,9 @@ def test_graphs_without_a_cuda_device_stop_the_start(tmp_path: Path) -> None:
 def test_graphs_on_a_device_equal_plain_decodes(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_graphs, "_MOST_DECODES", 4)
+    monkeypatch.setattr(cuda_graphs, "_MOST_DECODES", 4)
     config = ModelConfig(str(save(tmp_path, "gemma3_text")), device="cuda", dtype=dtype, cuda_graphs=True)
-    runtime = torch_model.load_model(config)
+    runtime = runner.load_model(config)
     runtime.allocate([BLOCKS for _ in runtime.description.families], BLOCK_SIZE)
     assert runtime._graphs is not None
     for batch in (1, 2, 3, 4, 2):

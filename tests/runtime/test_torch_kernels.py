@@ -15,11 +15,11 @@ from numba.core.event import install_recorder
 
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
-from rootstock.kernels import numba_decode, numba_target
-from rootstock.kernels.numba_attention import NumbaAttention, loops_for
-from rootstock.runtime import torch_kernels
-from rootstock.runtime.torch_kernels import compiled_for
-from rootstock.runtime.torch_model import load_model
+from rootstock.kernels.cpu import compiler, decode_loops
+from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
+from rootstock.runtime.torch import attention_backends
+from rootstock.runtime.torch.attention_backends import compiled_for
+from rootstock.runtime.torch.runner import load_model
 from twins.checkpoints import VOCAB, save
 from twins.driving import BLOCK_SIZE, BLOCKS, ByHand, mixed_steps, random_tokens
 
@@ -31,14 +31,14 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ordinary = builtins.__import__
 
     def refusing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith(("numba", "rootstock.kernels.numba_attention")):
+        if name.startswith(("numba", "rootstock.kernels.cpu.attention")):
             raise ImportError("No module named 'numba'")
         return ordinary(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refusing)
-    torch_kernels._numba_missing.cache_clear()
+    attention_backends._numba_missing.cache_clear()
     yield
-    torch_kernels._numba_missing.cache_clear()
+    attention_backends._numba_missing.cache_clear()
 
 
 @pytest.mark.usefixtures("without_numba")
@@ -91,12 +91,12 @@ def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: SimpleNamespace(address=4711)
 
-    monkeypatch.setattr(numba_target.nb, "cfunc", refusing)
-    numba_decode.loops_for.cache_clear()
+    monkeypatch.setattr(compiler.nb, "cfunc", refusing)
+    decode_loops.loops_for.cache_clear()
     try:
         assert loops_for(torch.float32) == 4711
     finally:
-        numba_decode.loops_for.cache_clear()
+        decode_loops.loops_for.cache_clear()
     assert asked == [True, False]
     assert "compiled at each start" in caplog.text
 

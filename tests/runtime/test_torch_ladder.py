@@ -10,9 +10,10 @@ import pytest
 from torch import nn
 
 from rootstock.errors import ModelUnsupported
-from rootstock.runtime import torch_masks, torch_model, torch_probe
-from rootstock.runtime.torch_hooks import IMPLEMENTATION, Unexpanded
-from rootstock.runtime.torch_parts import PartByPart
+from rootstock.runtime.torch import runner
+from rootstock.runtime.torch.hooks import IMPLEMENTATION, Unexpanded
+from rootstock.runtime.torch.inspect import attention_probe, mask_pattern
+from rootstock.runtime.torch.module_parts import PartByPart
 from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
@@ -82,7 +83,7 @@ def test_a_context_too_short_to_be_cut_is_left_to_the_self_check(tmp_path: Path)
 def test_a_model_whose_decodes_differ_for_an_unknown_reason_is_served_as_it_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_model, "limit_time_steps", lambda model, found: False)
+    monkeypatch.setattr(runner, "limit_time_steps", lambda model, found: False)
     described = load(save(tmp_path, "zamba2")).description
     assert described.rung == "packed"
     assert "a decode by the model itself differs from one pass" in described.rung_reason
@@ -108,9 +109,9 @@ def test_a_pattern_that_is_no_family_is_evaluated_for_one_sequence_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, "gemma3_text")
-    rule = torch_masks.MaskPattern.rule
+    rule = mask_pattern.MaskPattern.rule
     monkeypatch.setattr(
-        torch_masks.MaskPattern,
+        mask_pattern.MaskPattern,
         "rule",
         lambda self, device: None if self.local_size else rule(self, device),
     )
@@ -125,9 +126,9 @@ def test_one_sequence_per_forward_serves_windows_and_states_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> Any:
-        raise torch_probe.LayerUnsupported("cannot be packed today")
+        raise attention_probe.LayerUnsupported("cannot be packed today")
 
-    monkeypatch.setattr("rootstock.runtime.torch_ladder.probe_packed", refuse)
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.probe_packed", refuse)
     for model_type in ("gemma3_text", "llama4_text", "qwen3_next", "deepseek_v32"):
         directory = save(tmp_path / model_type, model_type)
         described = load(directory).description
@@ -138,13 +139,13 @@ def test_one_sequence_per_forward_serves_windows_and_states_too(
 
 
 def test_a_rung_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = torch_probe.probe_packed
+    probe = attention_probe.probe_packed
 
     def late(*args: Any) -> Any:
         probe(*args)
-        raise torch_probe.LayerUnsupported("is refused when all is in place")
+        raise attention_probe.LayerUnsupported("is refused when all is in place")
 
-    monkeypatch.setattr("rootstock.runtime.torch_ladder.probe_packed", late)
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.probe_packed", late)
     model = load(save(tmp_path, "kimi_linear"))._model
     assert model.config._attn_implementation == "eager"
     for module in model.modules():
@@ -167,6 +168,6 @@ def test_if_no_rung_can_run_the_model_all_their_reasons_are_given(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("in the check")
 
-    monkeypatch.setattr("rootstock.runtime.torch_ladder.self_check", broken)
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.self_check", broken)
     with pytest.raises(ModelUnsupported, match="ZeroDivisionError: in the check"):
         load(save(tmp_path, "llama"))

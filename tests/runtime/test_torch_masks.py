@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels.spans import EVERYTHING
-from rootstock.runtime.torch_masks import MaskPattern
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 
 CPU = torch.device("cpu")
 NO_PADDING = torch.zeros(1, dtype=torch.int64)

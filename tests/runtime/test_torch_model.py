@@ -24,8 +24,8 @@ from rootstock.errors import (
     SelfCheckFailed,
 )
 from rootstock.runtime.base import Batch, Segment
-from rootstock.runtime.torch_config import context_limit
-from rootstock.runtime.torch_model import load_model, resolve_device, resolve_dtype
+from rootstock.runtime.torch.inspect.config import context_limit
+from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
 from twins.checkpoints import VOCAB, save, tiny_model
 from twins.driving import BLOCK_SIZE, BLOCKS, Dense, load, packed_logits, random_tokens
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from rootstock.cache import Namespace
 from rootstock.config import QUANTIZATIONS, ModelConfig
 from rootstock.errors import InvalidOption
-from rootstock.kernels import torch_linear
-from rootstock.kernels.torch_linear import Plain, Prepacked, packs_bfloat16
-from rootstock.kernels.torch_rounded import FEW_ROWS, Int4, Int8
-from rootstock.runtime import torch_model
+from rootstock.kernels.torch import linear
+from rootstock.kernels.torch.linear import Plain, Prepacked, packs_bfloat16
+from rootstock.kernels.torch.quantized_linear import FEW_ROWS, Int4, Int8
 from rootstock.runtime.base import Logits
-from rootstock.runtime.torch_model import load_model
-from rootstock.runtime.torch_packing import Packing, pack_linears, packed_of
-from rootstock.server.described import numbers_of, table_of
+from rootstock.runtime.torch import runner
+from rootstock.runtime.torch.packed_linears import Packing, pack_linears, packed_of
+from rootstock.runtime.torch.runner import load_model
+from rootstock.server.model_card import numbers_of, table_of
 from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
@@ -90,9 +90,9 @@ def test_every_plain_linear_is_packed_and_its_own_memory_reads_as_not_a_number()
     packing = pack(model)
     assert_unchanged(exercise(model), before)
     assert (packing.packed, packing.kept) == (5, {})
-    for linear in (model.block.q, model.block.k, model.block.v, model.block.out, model.head):
-        assert isinstance(packed_of(linear), Prepacked)
-        assert linear.weight.isnan().all()
+    for layer in (model.block.q, model.block.k, model.block.v, model.block.out, model.head):
+        assert isinstance(packed_of(layer), Prepacked)
+        assert layer.weight.isnan().all()
         assert linear.weight.untyped_storage().nbytes() == linear.weight.element_size(), (
             "one number, expanded"
         )
@@ -203,7 +203,7 @@ def test_asking_for_a_weights_shape_and_dtype_is_no_reading() -> None:
 def test_what_was_read_unseen_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last net: what nobody saw shows as a number that is none."""
     monkeypatch.setattr(
-        "rootstock.runtime.torch_packing._SHAPE_ONLY", {"T", "matmul", "__matmul__", "linear"}
+        "rootstock.runtime.torch.packed_linears._SHAPE_ONLY", {"T", "matmul", "__matmul__", "linear"}
     )
     model = Tied(Reader(lambda linear, x: x @ linear.weight.T))
     weights = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -224,7 +224,7 @@ def test_a_packed_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPa
         def __call__(self, x: Tensor) -> Tensor:
             return super().__call__(x) * (1.05 if self.out_features == 50 else 1)
 
-    monkeypatch.setattr(torch_linear, "Prepacked", Wrong)
+    monkeypatch.setattr(linear, "Prepacked", Wrong)
     model = Tied()
     before = exercise(model)
     packing = pack(model)
@@ -305,7 +305,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
         made.append(pack_linears(*args))
         return made[-1]
 
-    monkeypatch.setattr(torch_model, "pack_linears", spy)
+    monkeypatch.setattr(runner, "pack_linears", spy)
     return made
 
 
@@ -417,7 +417,7 @@ def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
             probed = len(x) in (4, 4 * FEW_ROWS)  # rows that every linear is tried with
             return super().__call__(x) * (1.0 if probed else torch.nan)
 
-    monkeypatch.setattr("rootstock.kernels.torch_rounded.Int8", Broken)
+    monkeypatch.setattr("rootstock.kernels.torch.quantized_linear.Int8", Broken)
     with pytest.raises(
         InvalidOption, match="--quantize is 'int8', but must be none: this model computes no numbers"
     ):
@@ -439,4 +439,4 @@ def test_rounding_that_cannot_be_had_is_refused_with_what_to_do(fields: dict[str
 
 def test_rounding_is_for_cpus() -> None:
     with pytest.raises(InvalidOption, match="none on cuda: weights are rounded for CPUs only"):
-        torch_model._refuse_rounding("int4", torch.device("cuda"), torch.bfloat16)
+        runner._refuse_rounding("int4", torch.device("cuda"), torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from rootstock.runtime.torch_masks import MaskPattern
-from rootstock.runtime.torch_parts import Part, PartByPart, PartCache, StepCache
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
+from rootstock.runtime.torch.module_parts import Part, PartByPart, PartCache, StepCache
 
 
 class Kept(PartCache):

@@ -22,9 +22,9 @@ from rootstock.cache.families import (
 from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowsReturned, SlotId, StateCopy
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
-from rootstock.runtime.torch_check import relative_error
-from rootstock.runtime.torch_memory import LazyRows
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.lazy_rows import LazyRows
+from rootstock.runtime.torch.runner import TorchRuntime
+from rootstock.runtime.torch.self_check import relative_error
 from twins.checkpoints import VOCAB, save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
@@ -83,7 +83,7 @@ import numpy as np
 from rootstock.cache.families import row_bytes
 from rootstock.config import ModelConfig
 from rootstock.runtime.base import Batch, Segment
-from rootstock.runtime.torch_model import load_model
+from rootstock.runtime.torch.runner import load_model
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

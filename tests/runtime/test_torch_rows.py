@@ -12,10 +12,10 @@ import torch
 from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.runtime.base import BufferFormat
-from rootstock.runtime.fake import FULL, STATE, FakeRuntime, window
-from rootstock.runtime.torch_memory import LazyRows
-from rootstock.runtime.torch_model import TorchRuntime
-from rootstock.runtime.torch_pool import TorchPool
+from rootstock.runtime.torch.kv_pool import TorchPool
+from rootstock.runtime.torch.lazy_rows import LazyRows
+from rootstock.runtime.torch.runner import TorchRuntime
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from twins.checkpoints import VOCAB, save
 from twins.driving import ByHand, Running, allocate, load, random_tokens
 

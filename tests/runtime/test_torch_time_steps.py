@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rootstock.runtime.torch_time_steps import _limiting
+from rootstock.runtime.torch.mamba_time_steps import _limiting
 from twins.checkpoints import VOCAB, save
 from twins.driving import ByHand, Dense, allocate, load, random_tokens
 from twins.ways import pieces

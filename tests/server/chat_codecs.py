@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.text import HFTextCodec
+from rootstock.engine.tokenizer import HFTokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 # As many newer ones: the prompt itself opens the reasoning.
@@ -50,6 +50,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 @functools.cache
-def codec_of(template: str, kind: str = "bytes") -> HFTextCodec:
+def codec_of(template: str, kind: str = "bytes") -> HFTokenizer:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(kind), eos_token="<|im_end|>")
-    return HFTextCodec(wrapped, TEMPLATES[template])
+    return HFTokenizer(wrapped, TEMPLATES[template])

@@ -15,14 +15,14 @@ import pytest
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
-from rootstock.engine.assemble import Assembly, assemble
-from rootstock.engine.text import ByteTextCodec, TextCodec
+from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.tokenizer import ByteTokenizer, ModelTokenizer
 from rootstock.runtime.base import Batch
-from rootstock.runtime.fake import FULL, FakeRuntime
 from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
-from rootstock.server.defaults import SamplingDefaults
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.server.sampling_defaults import SamplingDefaults
+from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.held import Held
 from waiting import HANG_S, wait_until
 
@@ -76,7 +76,7 @@ class Served:
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count:
             token = int(self.runtime.expected_logits(np.array(tokens, np.int32)).argmax())
-            if token == ByteTextCodec.END:
+            if token == ByteTokenizer.END:
                 break
             tokens.append(token)
         return tokens[len(prompt) :]
@@ -105,16 +105,16 @@ def served_by_oracle(
     engine: EngineConfig | None = None,
     server: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
-    codec: TextCodec | None = None,
+    codec: ModelTokenizer | None = None,
     fault: Callable[[Batch], None] | None = None,
     context_limit: int = 4096,
     blocks: int = 2000,
     families: Sequence[Family] = (FULL,),
-    vocab_size: int = ByteTextCodec.vocab_size,
+    vocab_size: int = ByteTokenizer.vocab_size,
     limits: HttpLimits | None = None,
     reuse: bool = True,
 ) -> Iterator[Served]:
-    codec = codec or ByteTextCodec()
+    codec = codec or ByteTokenizer()
     runtime = FakeRuntime(
         vocab_size, context_limit, families=families, eos_token_ids=codec.eos_token_ids, fault=fault
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig, read_tenant_keys
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption
 from rootstock.server.access import salt_of
 
@@ -50,7 +50,7 @@ def test_explain_does_not_read_out_what_others_wrote(serve: Any) -> None:
     with serve() as served:
         served.complete(secret, max_tokens=0)
         known = list(b"My password is ")
-        for wrong in (0, ord("x"), ByteTextCodec.END):
+        for wrong in (0, ord("x"), ByteTokenizer.END):
             told = served.client.post(EXPLAIN, json={"prompt": [*known, wrong]})
             assert told.json()["divergence"]["cached"] is None
             assert told.json()["divergence"]["asked"]["token"] == wrong

@@ -10,12 +10,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rootstock.cache.checkpoints import CheckpointKind
-from rootstock.engine.text import ByteTextCodec, HFTextCodec, Message
+from rootstock.engine.tokenizer import ByteTokenizer, HFTokenizer, Message
 from rootstock.errors import RootstockError
-from rootstock.server.alignment import common_chars, common_tokens, shared
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, conversation_of, placed_chat
-from rootstock.server.tokenized import PromptTokenizer
+from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.server.text_alignment import common_chars, common_tokens, shared
 from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 
 Json = dict[str, Any]
@@ -125,7 +125,7 @@ def test_what_a_template_refuses_says_nothing_and_fails_nothing(template: str) -
     only_user = (
         """{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"""
     )
-    codec = HFTextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
+    codec = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
     conversation = conversation_of([user("What?")])
     assert boundaries_of(codec, conversation, placed_chat(conversation, PromptTokenizer(codec, 10**6))) == ()
 
@@ -168,7 +168,7 @@ def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[J
 
 
 def by_the_whole_rendering(
-    codec: HFTextCodec, conversation: Conversation, following: list[Message]
+    codec: HFTokenizer, conversation: Conversation, following: list[Message]
 ) -> int | None:
     try:
         rendered = codec.render_chat([*conversation.messages, *following], conversation.tools)
@@ -248,12 +248,12 @@ def test_a_window_finds_what_whole_tokenising_finds(kind: str) -> None:
 
 
 def test_a_codec_that_tells_no_places_is_served_by_tokenising_whole() -> None:
-    codec = ByteTextCodec()
+    codec = ByteTokenizer()
     conversation = conversation_of([RULES, user("What is a tree?")])
     placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
     system, turn = boundaries_of(codec, conversation, placed)
     assert system.kind is SYSTEM
-    assert placed.tokens[system.position - 1] == 256 + ByteTextCodec.SPECIAL.index("<|user|>")
+    assert placed.tokens[system.position - 1] == 256 + ByteTokenizer.SPECIAL.index("<|user|>")
     assert turn.position == len(placed.tokens)
 
 

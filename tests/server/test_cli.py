@@ -25,24 +25,24 @@ from waiting import HANG_S, join, wait_for
 ORACLE = """
 import sys, time
 from pathlib import Path
-import rootstock.cli as cli
-import rootstock.engine.tiering
-import rootstock.server.run
+import rootstock.cli.main as cli
+import rootstock.engine.tiers.connector
+import rootstock.server.listen
 from rootstock.config import CacheConfig
-from rootstock.engine.assemble import assemble
-from rootstock.engine.text import ByteTextCodec
-from rootstock.runtime.fake import FakeRuntime
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
 
 def build_engine(model, cache, engine, tier, *, chat_template, progress, directory):
     progress("load", 0.0)
     progress("load", 1.0)
     runtime = FakeRuntime(
-        ByteTextCodec.vocab_size, 1 << 17, eos_token_ids=(ByteTextCodec.END,), fault=lambda _: time.sleep(0.01)
+        ByteTokenizer.vocab_size, 1 << 17, eos_token_ids=(ByteTokenizer.END,), fault=lambda _: time.sleep(0.01)
     )
-    return assemble(runtime, ByteTextCodec(), cache, engine, tier)
+    return assemble(runtime, ByteTokenizer(), cache, engine, tier)
 
 # On a busy machine a load, and the end of an answer, may take any time.
-rootstock.engine.tiering.OVERDUE_LEAST_S = rootstock.server.run.GRACE_S = 600
+rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.listen.GRACE_S = 600
 cli.build_engine = build_engine
 cli.locate = lambda model, **_: Path('no directory')
 cli.main()
@@ -51,7 +51,10 @@ cli.main()
 
 def rootstock(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rootstock.cli", *arguments], capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, "-m", "rootstock.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
 
 
@@ -254,7 +257,7 @@ def test_keys_of_tenants_and_of_the_admin_are_given_at_the_start(
 
 
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:
-    from rootstock.server.defaults import SamplingDefaults
+    from rootstock.server.sampling_defaults import SamplingDefaults
 
     assert SamplingDefaults.of_model("m", tmp_path) == SamplingDefaults()
     config = {"temperature": 0.6, "top_k": 20.0, "eos_token_id": 1, "min_p": None}
@@ -280,7 +283,7 @@ def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) 
 def test_sampling_defaults_that_no_request_could_ask_for_stop_the_start(
     tmp_path: Path, text: str, said: str
 ) -> None:
-    from rootstock.server.defaults import SamplingDefaults
+    from rootstock.server.sampling_defaults import SamplingDefaults
 
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelFileInvalid) as refused:

@@ -18,13 +18,13 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.cache.identity import Kind, identify
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
-from rootstock.cli import main
-from rootstock.cli_cache import cache_app
+from rootstock.cache.record_identity import Kind, identify
+from rootstock.cli.cache import cache_app
+from rootstock.cli.main import main
 from rootstock.tiers.base import MissKind, Record
-from rootstock.tiers.lock import LOCK_NAME
+from rootstock.tiers.disk.lock import LOCK_NAME
 from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
 from waiting import HANG_S
 
@@ -239,7 +239,7 @@ def test_what_is_no_cache_directory_is_refused_and_left_as_it_is(
 
 def test_the_exit_status_is_the_processes_and_no_traceback_is_shown(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "rootstock.cli", "cache", "verify", str(tmp_path / "missing")],
+        [sys.executable, "-m", "rootstock.cli.main", "cache", "verify", str(tmp_path / "missing")],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -252,7 +252,7 @@ def test_the_exit_status_is_the_processes_and_no_traceback_is_shown(tmp_path: Pa
 def test_the_commands_need_no_tensor_framework(tmp_path: Path) -> None:
     folder = stored(tmp_path / "tier", two_conversations())
     code = (
-        "import sys, rootstock.cli as cli\n"
+        "import sys, rootstock.cli.main as cli\n"
         "try: cli.main()\n"
         "except SystemExit as ended: assert not ended.code, ended.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

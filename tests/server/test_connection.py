@@ -15,11 +15,11 @@ import pytest
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.runtime.base import Batch
-from rootstock.server import answer
+from rootstock.server import event_stream
 from rootstock.server.app import create_app
+from rootstock.server.bridge import Bridge, Generation, Indexed, Mailbox, Shortcut
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
-from rootstock.server.generation import Bridge, Generation, Indexed, Mailbox, Shortcut
 from waiting import HANG_S, wait_for
 
 ID = RequestId("r")
@@ -80,7 +80,7 @@ def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], None]:
         wait_for(offered)
         asyncio.run_coroutine_threadsafe(turns(), loops[-1]).result(HANG_S)
 
-    monkeypatch.setattr(answer, "Bridge", NotedBridge)
+    monkeypatch.setattr(event_stream, "Bridge", NotedBridge)
     monkeypatch.setattr(Generation, "offer_to", noted)
     return wait
 

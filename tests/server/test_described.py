@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rootstock import cli
 from rootstock.cache.families import (
     ChunkedAttention,
     FullAttention,
     RecurrentState,
     SlidingWindow,
 )
+from rootstock.cli.main import main
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.described import (
+from rootstock.server.model_card import (
     bytes_per_checkpoint,
     bytes_per_token,
     families_in_words,
@@ -71,7 +71,7 @@ def test_a_description_names_the_rung_its_reason_and_every_family() -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rootstock", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert isinstance(ended.value.code, int)
     return ended.value.code
 

@@ -414,7 +414,7 @@ FILES = """
 import logging, resource, sys
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
-from rootstock.server.run import _allow_files
+from rootstock.server.listen import _allow_files
 print(_allow_files(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 

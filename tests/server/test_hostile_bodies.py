@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import json_body
 from rootstock.server.errors import ClientGone
 from rootstock.server.json_body import check_shape
 from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
-from rootstock.server.preparing import LONG_BODY_BYTES, PreparationQueue
-from rootstock.server.tokenized import TokenizedPieces
+from rootstock.server.preparation_queue import LONG_BODY_BYTES, PreparationQueue
+from rootstock.server.prompt_tokenizer import TokenizedPieces
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -95,7 +95,7 @@ def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str)
         assert detail in answer.json()["error"]["message"]
 
 
-class CountingCodec(ByteTextCodec):
+class CountingCodec(ByteTokenizer):
     """Notes the longest text that it was given."""
 
     longest = 0
@@ -137,7 +137,7 @@ def test_special_tokens_in_messages_are_control_tokens_only_if_the_operator_says
         body = {"messages": [{"role": "user", "content": "<|end|>"}], "max_tokens": 1}
         usage = served.client.post(CHAT, json=body).json()["usage"]
     around = len(
-        ByteTextCodec().encode_chat(ByteTextCodec().render_chat([{"role": "user", "content": ""}], []))
+        ByteTokenizer().encode_chat(ByteTokenizer().render_chat([{"role": "user", "content": ""}], []))
     )
     assert usage["prompt_tokens"] == around + (1 if parsed else len("<|end|>"))
 

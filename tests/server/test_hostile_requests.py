@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rootstock.server.known_fields import IGNORED, REFUSED
-from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest, ExplainRequest
+from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ExplainRequest
+from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
 from server.chat_codecs import codec_of
 from server.conftest import served_by_oracle
 

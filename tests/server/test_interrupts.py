@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.index import INDEX_NAME
+from rootstock.tiers.disk.index import INDEX_NAME
+from rootstock.tiers.disk.tier import DiskTier
 from server.test_cli import ORACLE
 from waiting import HANG_S
 
@@ -66,15 +66,15 @@ def interrupted(
     ("at", "sent"),
     [
         # while the command line is imported
-        ("import=rootstock.cli", signal.SIGINT),
+        ("import=rootstock.cli.main", signal.SIGINT),
         ("import=typer", signal.SIGINT),
         ("import=numpy", signal.SIGINT),
         ("import=numpy", signal.SIGTERM),
-        ("import=rootstock.engine.assemble", signal.SIGINT),
+        ("import=rootstock.engine.build", signal.SIGINT),
         # in the command, before and while the model is loaded
-        ("import=rootstock.server.run", signal.SIGINT),
+        ("import=rootstock.server.listen", signal.SIGINT),
         ("import=torch", signal.SIGINT),
-        ("import=rootstock.runtime.torch_model", signal.SIGINT),
+        ("import=rootstock.runtime.torch.runner", signal.SIGINT),
         ("open=model.safetensors", signal.SIGINT),
         ("open=model.safetensors", signal.SIGTERM),
         # when it is loaded
@@ -123,7 +123,7 @@ def test_a_process_that_was_started_with_ctrl_c_ignored_goes_on(tmp_path: Path) 
 def test_on_a_terminal_the_cursor_is_shown_again() -> None:
     code = (
         "import signal\n"
-        "from rootstock.cli import LoadProgress\n"
+        "from rootstock.cli.main import LoadProgress\n"
         "with LoadProgress() as progress:\n"
         "    progress('load', 0.5)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
@@ -160,11 +160,11 @@ def serve_oracle(before: str, *arguments: str) -> subprocess.Popen[str]:
 def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, first: signal.Signals) -> None:
     writing_forever = (
         "import threading\n"
-        "from rootstock.engine.tiering import Tiering\n"
+        "from rootstock.engine.tiers.connector import TierConnector\n"
         "def flush(self):\n"
         "    print('writing', flush=True)\n"
         "    threading.Event().wait()\n"
-        "Tiering.flush = flush\n"
+        "TierConnector.flush = flush\n"
     )
     options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
     process = serve_oracle(writing_forever, *options)

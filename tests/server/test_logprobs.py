@@ -28,12 +28,12 @@ from rootstock.engine.request import (
 )
 from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
-from rootstock.server import openai_answer
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
 from rootstock.server.limits import MAX_LOGPROBS
-from rootstock.server.openai import Call
-from rootstock.server.openai_answer import ChoiceHistory
+from rootstock.server.openai import responses
+from rootstock.server.openai.calls import Call
+from rootstock.server.openai.responses import ChoiceHistory
 from waiting import HANG_S
 
 TEXT = "/v1/completions"
@@ -51,7 +51,7 @@ class Scoring:
         self.fails_scoring = False
 
     def __call__(self, batch: Batch) -> None:
-        if any(1 < len(each.tokens) == each.score_last for each in batch.segments):
+        if any(1 < len(each.tokens) == each.logits_to_keep for each in batch.segments):
             self.before_scoring.set()
             assert self.may_score.wait(HANG_S)
             if self.fails_scoring:
@@ -236,7 +236,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
         encoded.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(openai_answer, "items_text", noted)
+    monkeypatch.setattr(responses, "items_text", noted)
     n, prompt = 16, "0123456789" * 30
     body = {**ECHO, "prompt": prompt, "logprobs": 20, "n": n, "max_tokens": 0, "stream": stream}
     with serve() as served:
@@ -361,7 +361,7 @@ def test_the_bound_is_the_product_and_counts_no_more_tokens_than_the_context_has
 def test_too_many_are_refused_before_anything_is_computed(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("rootstock.server.openai.MAX_LOGPROBS", 2 * (5 + 3) * 4)
+    monkeypatch.setattr("rootstock.server.openai.calls.MAX_LOGPROBS", 2 * (5 + 3) * 4)
     with serve() as served:
         fields = {"n": 2, "max_tokens": 3, "logprobs": 3, "echo": True, "stream": stream}
         assert served.complete("12345", **fields).status_code == 200

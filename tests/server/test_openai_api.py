@@ -10,11 +10,11 @@ import pytest
 
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
-from rootstock.engine.assemble import assemble
-from rootstock.engine.text import ByteTextCodec
-from rootstock.runtime.fake import FULL, FakeRuntime
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
-from rootstock.server.run import running
+from rootstock.server.listen import running
+from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
 from waiting import HANG_S
 
@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 
 def text_of(tokens: list[int]) -> str:
-    return ByteTextCodec().decode(tokens)
+    return ByteTokenizer().decode(tokens)
 
 
 # ---- chat
@@ -204,12 +204,12 @@ def test_a_stop_token_ends_the_answer_and_has_no_text(served: Any) -> None:
 
 
 def test_end_of_sequence_ends_an_answer_unless_it_is_ignored_or_too_early(served: Any) -> None:
-    only_end = {"logit_bias": {str(ByteTextCodec.END): 100}}
+    only_end = {"logit_bias": {str(ByteTokenizer.END): 100}}
     assert served.chat("end", max_tokens=9, **only_end).json()["usage"]["completion_tokens"] == 1
     ignored = served.chat("end", max_tokens=9, ignore_eos=True, **only_end).json()
     assert ignored["usage"]["completion_tokens"] == 9
     assert ignored["choices"][0]["message"]["content"] == ""
-    liked = {"logit_bias": {str(ByteTextCodec.END): 99}, "temperature": 0}
+    liked = {"logit_bias": {str(ByteTokenizer.END): 99}, "temperature": 0}
     late = served.chat("end", max_tokens=9, min_tokens=4, **liked).json()
     assert late["usage"]["completion_tokens"] == 5
     assert late["choices"][0]["finish_reason"] == "stop"
@@ -260,7 +260,7 @@ def test_null_means_the_default(served: Any) -> None:
 
 
 def test_the_models_own_sampling_defaults_hold_for_what_a_request_does_not_name(serve: Any) -> None:
-    from rootstock.server.defaults import SamplingDefaults
+    from rootstock.server.sampling_defaults import SamplingDefaults
 
     with serve(defaults=SamplingDefaults(temperature=0.0)) as served:
         expected = text_of(served.greedy(served.chat_prompt("default"), 10))
@@ -273,7 +273,7 @@ def test_the_models_own_sampling_defaults_hold_for_what_a_request_does_not_name(
 
 
 def test_a_completion_takes_text_token_ids_or_a_list_of_either(served: Any) -> None:
-    ids = ByteTextCodec().encode("once upon").tolist()
+    ids = ByteTokenizer().encode("once upon").tolist()
     expected = text_of(served.greedy(ids, 6))
     for prompt, count in (("once upon", 1), (ids, 1), (["once upon", "once upon"], 2), ([ids, ids, ids], 3)):
         answer = served.complete(prompt, max_tokens=6, **GREEDY).json()
@@ -302,7 +302,7 @@ def test_a_streamed_completion_adds_up_to_the_whole_one(served: Any) -> None:
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echo_with_logprobs_scores_the_prompt_and_computes_nothing_more(served: Any, as_ids: bool) -> None:
     text = "to be scored"
-    ids = ByteTextCodec().encode(text).tolist()
+    ids = ByteTokenizer().encode(text).tolist()
     [choice] = served.complete(ids if as_ids else text, max_tokens=0, echo=True, logprobs=2).json()["choices"]
     assert choice["text"] == text
     logprobs = choice["logprobs"]
@@ -432,9 +432,9 @@ def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothi
 
 def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Path) -> None:
     """`asdict` made of Counter(loaded=2) a Counter of its items: {"loaded,2": 1}."""
-    runtime = FakeRuntime(ByteTextCodec.vocab_size, 4096)
+    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096)
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
-    made = assemble(runtime, ByteTextCodec(), config, None, TierConfig(tmp_path / "tier"))
+    made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
     app = create_app(made.engine, made.codec, made.description)
     with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
         tiering = made.engine._tiering

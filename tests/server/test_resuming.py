@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
-from rootstock.engine.text import HFTextCodec
-from rootstock.runtime.fake import FULL
-from rootstock.server import openai
-from rootstock.server.alignment import shared
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.server.chat import conversation_of
+from rootstock.server.openai import calls
+from rootstock.server.text_alignment import shared
+from rootstock.testing.fake_runtime import FULL
 from server.chat_codecs import codec_of, tokenizer_of
 from server.conftest import Served
 
@@ -35,7 +35,7 @@ def answer(text: str, reasoning: str | None = None, **more: Any) -> Json:
 class Chat:
     """A server with a codec whose template drops reasoning, and what each request found."""
 
-    def __init__(self, served: Served, codec: HFTextCodec) -> None:
+    def __init__(self, served: Served, codec: HFTokenizer) -> None:
         self._served = served
         self._codec = codec
 
@@ -178,7 +178,7 @@ def test_a_model_that_resumes_anywhere_pays_nothing_for_boundaries(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(openai, "boundaries_of", never)
+    monkeypatch.setattr(calls, "boundaries_of", never)
     with serve() as served:
         assert served.chat("Hello.").status_code == 200
     with serve(families=HYBRIDS["states"]) as served:

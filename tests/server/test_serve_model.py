@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rootstock import cli
+from rootstock.cli.main import main
 from waiting import HANG_S
 
 
@@ -34,7 +34,7 @@ def dense_greedy(checkpoint: Path, prompt: str, count: int) -> str:
 def server(checkpoint: Path) -> Iterator[str]:
     arguments = ["serve", str(checkpoint), "--port", "0", "--dtype", "float32", "--served-model-name", "tiny"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rootstock.cli", *arguments, "--device", "cpu", "--kv-budget", "8MiB"],
+        [sys.executable, "-m", "rootstock.cli.main", *arguments, "--device", "cpu", "--kv-budget", "8MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,11 +98,11 @@ def test_a_model_that_lacks_something_is_one_clear_line_and_exit_status_2(
     spoil(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rootstock", "serve", str(tmp_path), "--port", "0"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    stages = {f"rootstock: {words}" for words in cli.LoadProgress.STAGES.values()}
+    stages = {f"rootstock: {words}" for words in main.LoadProgress.STAGES.values()}
     [line] = [line for line in err.splitlines() if line not in stages]
     assert line.startswith("rootstock: ")
     assert said in line

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.server.known_fields import IGNORED, REFUSED
-from rootstock.server.openai_request import ChatCompletionRequest
+from rootstock.server.openai.schema import ChatCompletionRequest
+from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
 from server.held import Held
 from waiting import join, wait_for, wait_until
 
@@ -600,10 +600,10 @@ def test_a_large_agents_request_is_within_the_limits(serve: Any) -> None:
 
 
 def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
-    from rootstock.engine.text import ByteTextCodec
+    from rootstock.engine.tokenizer import ByteTokenizer
     from rootstock.errors import ChatTemplateMissing
 
-    class Bare(ByteTextCodec):
+    class Bare(ByteTokenizer):
         def render_chat(self, *_messages: Any, **_options: Any) -> str:
             raise ChatTemplateMissing
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rootstock import cli
+from rootstock.cli.main import main
 from rootstock.config import CacheConfig, ModelConfig
-from rootstock.engine.assemble import build_engine
+from rootstock.engine.build import build_engine
 from rootstock.errors import InvalidOption, ModelTooLarge, ModelWeightsMissing
-from rootstock.runtime import torch_fit, torch_model
 from rootstock.runtime.model_files import StoredTensor, stored_tensors, weight_files
+from rootstock.runtime.torch import memory_fit, runner
 
 Refused = Callable[..., str]
 
@@ -41,13 +41,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def serve(model: Path | str, *options: str, reads_weights: bool = False) -> str:
         if not reads_weights:
-            monkeypatch.setattr(torch_model, "read_weights", read_weights)
+            monkeypatch.setattr(runner, "read_weights", read_weights)
         monkeypatch.setattr(sys, "argv", ["rootstock", "serve", str(model), "--port", "0", *options])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         assert (ended.value.code, out) == (2, ""), err
-        stages = {f"rootstock: {words}" for words in cli.LoadProgress.STAGES.values()}
+        stages = {f"rootstock: {words}" for words in main.LoadProgress.STAGES.values()}
         [line] = [line for line in err.splitlines() if line not in stages]
         assert line.startswith("rootstock: ")
         return line
@@ -160,7 +160,7 @@ def test_files_that_are_no_files_are_refused_or_passed_over(refused: Refused, co
     (copy / "loop.py").symlink_to(copy / "loop.py")
     (copy / "folder.py").mkdir()
     files = weight_files("m", copy)
-    from rootstock.runtime.torch_files import fingerprint
+    from rootstock.runtime.torch.weights import fingerprint
 
     assert fingerprint(copy, files, "LlamaForCausalLM", lambda stage, done: None)
     for make in (Path.mkdir, os.mkfifo):
@@ -282,9 +282,9 @@ def test_the_ready_line_tells_that_only_completions_serve_without_a_template(
     budget = CacheConfig(budget_bytes=1 << 20)
     config = ModelConfig(str(copy), dtype="float32", device="cpu", threads=1)
     said = "no chat template: only /v1/completions serves, or start it with --chat-template FILE"
-    assert said in cli.ready_line(build_engine(config, budget), "http://x")
+    assert said in main.ready_line(build_engine(config, budget), "http://x")
     with_one = build_engine(config, budget, chat_template="{{ messages }}")
-    assert said not in cli.ready_line(with_one, "http://x")
+    assert said not in main.ready_line(with_one, "http://x")
 
 
 # ------------------------------------------------------------------------------------------ memory, context
@@ -299,7 +299,7 @@ def test_a_cache_beyond_the_memory_is_refused_before_weights_are_read(refused: R
 def test_a_model_beyond_the_memory_is_refused_before_weights_are_read(
     refused: Refused, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_fit, "free_host_bytes", lambda: 100 * 1024)
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: 100 * 1024)
     line = refused(copy, "--device", "cpu", "--dtype", "float32")
     assert "need at least 419.2 KiB in float32, but 100.0 KiB of the main memory is free" in line
     assert "--quantize int8 or int4" in line
@@ -330,7 +330,7 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(checkpoint: Pa
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     linears = sum(m.weight.numel() for m in empty.modules() if isinstance(m, torch.nn.Linear))
-    count = torch_fit.weight_bytes
+    count = memory_fit.weight_bytes
 
     # The files have float32: nothing is converted, and the mapped file is the weights.
     as_stored = count(stored, empty, torch.float32, "none")
@@ -347,18 +347,18 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(checkpoint: Pa
     vision = [*stored, StoredTensor("vision_tower.weight", "F32", 10**9)]
     assert count(vision, empty, torch.float32, "none") == as_stored
     packed = [StoredTensor("a", "I32", 100), StoredTensor("b", "F8_E4M3", 100), StoredTensor("c", "F16", 10)]
-    assert count(packed, empty, torch.bfloat16, "none") == torch_fit.WeightBytes(520, 20)
+    assert count(packed, empty, torch.bfloat16, "none") == memory_fit.WeightBytes(520, 20)
 
 
 def test_an_accelerators_memory_and_the_main_memory_are_checked_each_for_what_goes_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
-    monkeypatch.setattr(torch_fit, "free_host_bytes", lambda: 500)
-    demands, weights = torch_fit.Demands, torch_fit.WeightBytes
+    monkeypatch.setattr(memory_fit, "free_host_bytes", lambda: 500)
+    demands, weights = memory_fit.Demands, memory_fit.WeightBytes
 
-    def check(needed: torch_fit.WeightBytes, asked: torch_fit.Demands) -> None:
-        torch_fit.refuse_too_large("m", needed, "bfloat16", "none", torch.device("cuda:0"), asked)
+    def check(needed: memory_fit.WeightBytes, asked: memory_fit.Demands) -> None:
+        memory_fit.refuse_too_large("m", needed, "bfloat16", "none", torch.device("cuda:0"), asked)
 
     check(weights(900, converted=0), demands(pool_bytes=100, host_bytes=500))  # mapped files take nothing
     with pytest.raises(ModelTooLarge, match=r"1,000 bytes of the memory of cuda:0 is free"):

@@ -21,20 +21,20 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.engine.text import ByteTextCodec
-from rootstock.server.generation import Bridge, Generation, Mailbox
-from rootstock.server.openai_answer import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
+from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.server.bridge import Bridge, Generation, Mailbox
+from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
 ID = RequestId("r")
 
 
 def chat() -> WireFormat:
-    return ChatFormat(HEAD, ByteTextCodec())
+    return ChatFormat(HEAD, ByteTokenizer())
 
 
 def completion() -> WireFormat:
-    return CompletionFormat(HEAD, ByteTextCodec(), None)
+    return CompletionFormat(HEAD, ByteTokenizer(), None)
 
 
 def written(chunks: Iterable[str]) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.text import ByteTextCodec
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import PromptTextTooLong
-from rootstock.server.tokenized import PromptTokenizer, TokenizedPieces
+from rootstock.server.prompt_tokenizer import PromptTokenizer, TokenizedPieces
 from waiting import join
 
 
-class CountingCodec(ByteTextCodec):
+class CountingCodec(ByteTokenizer):
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
@@ -30,7 +30,7 @@ def chat(*said: str) -> list[dict[str, str]]:
 
 
 def rendered(messages: Sequence[dict[str, Any]]) -> str:
-    return ByteTextCodec().render_chat(messages, [])
+    return ByteTokenizer().render_chat(messages, [])
 
 
 def test_a_later_turn_tokenises_its_new_end_only() -> None:
@@ -41,16 +41,16 @@ def test_a_later_turn_tokenises_its_new_end_only() -> None:
         text = rendered(chat(*said[:turn]))
         codec.encoded.clear()
         tokens = tokenized.encode_chat(text, "")
-        assert np.array_equal(tokens, ByteTextCodec().encode_chat(text))
+        assert np.array_equal(tokens, ByteTokenizer().encode_chat(text))
         assert tokens.dtype == np.int32
     assert codec.encoded == ["<|assistant|>four", "<|user|>five"]
 
 
 def test_what_is_answered_is_the_callers_own() -> None:
-    tokenized = TokenizedPieces(ByteTextCodec())
+    tokenized = TokenizedPieces(ByteTokenizer())
     text = rendered(chat("hello"))
     tokenized.encode_chat(text, "")[:] = 0
-    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text))
+    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTokenizer().encode_chat(text))
 
 
 def test_tenants_do_not_share_pieces() -> None:
@@ -79,21 +79,21 @@ def test_pieces_that_were_not_used_for_longest_make_room() -> None:
 
 
 def test_a_piece_larger_than_the_room_is_tokenised_and_not_kept() -> None:
-    tokenized = TokenizedPieces(ByteTextCodec(), cap_bytes=1000)
+    tokenized = TokenizedPieces(ByteTokenizer(), cap_bytes=1000)
     text = rendered(chat("long " * 1000))
-    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text))
+    assert np.array_equal(tokenized.encode_chat(text, ""), ByteTokenizer().encode_chat(text))
     assert tokenized.held_bytes <= 1000
 
 
 def test_threads_may_ask_at_once() -> None:
-    tokenized = TokenizedPieces(ByteTextCodec(), cap_bytes=5_000)
+    tokenized = TokenizedPieces(ByteTokenizer(), cap_bytes=5_000)
     wrong: list[str] = []
 
     def ask(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(200):
             text = rendered(chat(*(str(rng.integers(5)) * 30 for _ in range(5))))
-            if not np.array_equal(tokenized.encode_chat(text, ""), ByteTextCodec().encode_chat(text)):
+            if not np.array_equal(tokenized.encode_chat(text, ""), ByteTokenizer().encode_chat(text)):
                 wrong.append(text)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rootstock.cache.identity import Identity, Kind, identify
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Identity, Kind, identify
 from rootstock.tiers.base import Loaded, LoadResult, Record
-from rootstock.tiers.disk import DiskTier
-from rootstock.tiers.files import Files
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.tier import DiskTier
 
 NAMESPACE = Namespace("weights", "float32")
 CAP_BYTES = 2**20  # the least that is allowed: what it makes small stays quick

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock.cache.identity import Identity, RecordKey
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
@@ -30,9 +30,9 @@ from rootstock.tiers.base import (
     Tier,
 )
 from rootstock.tiers.chain import TierChain
-from rootstock.tiers.disk import DiskTier
+from rootstock.tiers.disk.tier import DiskTier
 from rootstock.tiers.host import HostTier, charge
-from rootstock.tiers.mover import Done, Mover, PutResult, Queued
+from rootstock.tiers.writer import Done, PutResult, Queued, TierWriter
 from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
 from waiting import join, wait_until
 
@@ -95,7 +95,7 @@ def chain(tmp_path: Path) -> Iterator[Chain]:
 @contextmanager
 def real_chain(folder: Path, above: int) -> Iterator[tuple[TierChain, DiskTier]]:
     disk = open_tier(folder, 16 * CAP_BYTES)
-    tier = TierChain(HostTier(above * EACH), disk, Mover(disk, 4 * CAP_BYTES, group_bytes=20_000))
+    tier = TierChain(HostTier(above * EACH), disk, TierWriter(disk, 4 * CAP_BYTES, group_bytes=20_000))
     try:
         yield tier, disk
     finally:
@@ -205,8 +205,8 @@ def test_a_record_is_readable_while_whoever_stores_waits_for_the_disk(
 def test_a_flood_goes_down_a_narrow_way_without_a_loss(tmp_path: Path) -> None:
     group = records(120)
     disk = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
-    tier = TierChain(HostTier(4 * EACH), disk, Mover(disk, 10_000))
-    writer = Mover(tier, 10 * CAP_BYTES)
+    tier = TierChain(HostTier(4 * EACH), disk, TierWriter(disk, 10_000))
+    writer = TierWriter(tier, 10 * CAP_BYTES)
     assert [writer.put(record) for record in group] == [Queued()] * len(group)
     writer.close()
     assert all(is_right(tier.load(record.identity), record) for record in group)

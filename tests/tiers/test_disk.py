@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.identity import Kind, identify
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Kind, identify
 from rootstock.tiers.base import (
     AlreadyStored,
     Loaded,
@@ -30,10 +30,10 @@ from rootstock.tiers.base import (
     Refusal,
     Stored,
 )
-from rootstock.tiers.disk import RETRY_S, SEGMENT_BYTES, DiskTier
-from rootstock.tiers.index import INDEX_NAME, WAL_NAME
-from rootstock.tiers.lock import LOCK_NAME
-from rootstock.tiers.room import Budget
+from rootstock.tiers.disk.index import INDEX_NAME, WAL_NAME
+from rootstock.tiers.disk.lock import LOCK_NAME
+from rootstock.tiers.disk.space import Budget
+from rootstock.tiers.disk.tier import RETRY_S, SEGMENT_BYTES, DiskTier
 from tiers.helpers import (
     CAP_BYTES,
     NAMESPACE,
@@ -390,7 +390,7 @@ def test_a_second_process_is_refused_at_once_and_told_who_has_the_directory(tmp_
     folder = tmp_path / "tier"
     tier = open_tier(folder)
     program = (
-        "import sys; from pathlib import Path; from rootstock.tiers.disk import DiskTier;"
+        "import sys; from pathlib import Path; from rootstock.tiers.disk.tier import DiskTier;"
         f"print(DiskTier.open(Path(sys.argv[1]), {CAP_BYTES}))"
     )
     run = [sys.executable, "-c", program, str(folder)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import rootstock.tiers.host
-from rootstock.cache.identity import Identity, Kind, RecordKey
 from rootstock.cache.keys import Namespace
+from rootstock.cache.record_identity import Identity, Kind, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Loaded,

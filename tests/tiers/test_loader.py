@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import Buffer, Loaded, LoadResult, Miss, MissKind, as_bytes
-from rootstock.tiers.loader import LoadEnded, Loader, LoadTask
+from rootstock.tiers.reader import LoadEnded, LoadTask, TierReader
 from tiers.helpers import identity_of, payload_of
 from waiting import join, wait_for
 
@@ -96,14 +96,14 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture
-def loader(shelf: Shelf) -> Iterator[Loader]:
-    loader = Loader(shelf.load, clock=lambda: shelf.now_s)
+def loader(shelf: Shelf) -> Iterator[TierReader]:
+    loader = TierReader(shelf.load, clock=lambda: shelf.now_s)
     yield loader
     shelf.go.set()
     loader.close()
 
 
-def test_a_job_fills_the_buffers_and_says_what_it_took(shelf: Shelf, loader: Loader) -> None:
+def test_a_job_fills_the_buffers_and_says_what_it_took(shelf: Shelf, loader: TierReader) -> None:
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
     loader.submit(tasks, told)
     assert told.wait() == LoadEnded(4, None, None, 4 * PAYLOAD_BYTES, 1.0, cancelled=False)
@@ -111,13 +111,13 @@ def test_a_job_fills_the_buffers_and_says_what_it_took(shelf: Shelf, loader: Loa
     assert told.threads[0] is not threading.current_thread()
 
 
-def test_an_empty_job_ends_too(loader: Loader) -> None:
+def test_an_empty_job_ends_too(loader: TierReader) -> None:
     told = Told()
     loader.submit([], told)
     assert told.wait() == LoadEnded(0, None, None, 0, 0.0, cancelled=False)
 
 
-def test_jobs_and_their_tasks_run_in_order(shelf: Shelf, loader: Loader) -> None:
+def test_jobs_and_their_tasks_run_in_order(shelf: Shelf, loader: TierReader) -> None:
     order: list[int] = []
     for number in range(4):
         loader.submit(tasks_of(IDENTITIES[3 * number : 3 * number + 3]), lambda _, n=number: order.append(n))
@@ -126,7 +126,7 @@ def test_jobs_and_their_tasks_run_in_order(shelf: Shelf, loader: Loader) -> None
     assert shelf.asked == [identity.key for identity in IDENTITIES]
 
 
-def test_a_miss_ends_the_job_and_only_this_one(shelf: Shelf, loader: Loader) -> None:
+def test_a_miss_ends_the_job_and_only_this_one(shelf: Shelf, loader: TierReader) -> None:
     del shelf.payloads[IDENTITIES[2].key]
     tasks, missing, next_one = tasks_of(IDENTITIES[:5]), Told(), Told()
     loader.submit(tasks, missing)
@@ -141,7 +141,7 @@ def test_a_miss_ends_the_job_and_only_this_one(shelf: Shelf, loader: Loader) -> 
 
 
 def test_submitting_waits_for_nothing_and_the_wait_in_line_is_not_counted(
-    shelf: Shelf, loader: Loader
+    shelf: Shelf, loader: TierReader
 ) -> None:
     shelf.held = {IDENTITIES[0].key}
     slow, quick = Told(), Told()
@@ -156,7 +156,7 @@ def test_submitting_waits_for_nothing_and_the_wait_in_line_is_not_counted(
 
 
 @pytest.mark.behaviour(44)
-def test_cancelling_waits_for_the_task_under_way_and_skips_the_rest(shelf: Shelf, loader: Loader) -> None:
+def test_cancelling_waits_for_the_task_under_way_and_skips_the_rest(shelf: Shelf, loader: TierReader) -> None:
     shelf.held = {IDENTITIES[1].key}
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
     job = loader.submit(tasks, told)
@@ -170,7 +170,7 @@ def test_cancelling_waits_for_the_task_under_way_and_skips_the_rest(shelf: Shelf
     assert len(shelf.asked) == 2
 
 
-def test_a_cancelled_job_in_line_ends_before_those_that_go_on(shelf: Shelf, loader: Loader) -> None:
+def test_a_cancelled_job_in_line_ends_before_those_that_go_on(shelf: Shelf, loader: TierReader) -> None:
     """Its buffers are given back as soon as the thread is free, not when its turn would have come."""
     shelf.held = {IDENTITIES[0].key}
     order: list[str] = []
@@ -190,7 +190,7 @@ def test_a_cancelled_job_in_line_ends_before_those_that_go_on(shelf: Shelf, load
     assert len(shelf.asked) == 3
 
 
-def test_cancelling_during_the_last_task_skips_nothing(shelf: Shelf, loader: Loader) -> None:
+def test_cancelling_during_the_last_task_skips_nothing(shelf: Shelf, loader: TierReader) -> None:
     shelf.held = {IDENTITIES[1].key}
     told = Told()
     job = loader.submit(tasks_of(IDENTITIES[:2]), told)
@@ -201,7 +201,7 @@ def test_cancelling_during_the_last_task_skips_nothing(shelf: Shelf, loader: Loa
     assert (ended.loaded, ended.cancelled) == (2, False)
 
 
-def test_cancelling_what_has_ended_changes_nothing(loader: Loader) -> None:
+def test_cancelling_what_has_ended_changes_nothing(loader: TierReader) -> None:
     told = Told()
     job = loader.submit(tasks_of(IDENTITIES[:2]), told)
     loader.drain()
@@ -210,7 +210,7 @@ def test_cancelling_what_has_ended_changes_nothing(loader: Loader) -> None:
     assert told.wait().loaded == 2
 
 
-def test_what_waits_is_what_is_not_loaded_yet(shelf: Shelf, loader: Loader) -> None:
+def test_what_waits_is_what_is_not_loaded_yet(shelf: Shelf, loader: TierReader) -> None:
     assert loader.waiting_bytes == 0
     shelf.held = {IDENTITIES[1].key}
     loader.submit(tasks_of(IDENTITIES[:3]), Told())
@@ -225,7 +225,7 @@ def test_what_waits_is_what_is_not_loaded_yet(shelf: Shelf, loader: Loader) -> N
 
 
 def test_a_bug_in_loading_is_a_miss_and_the_thread_goes_on(
-    shelf: Shelf, loader: Loader, caplog: pytest.LogCaptureFixture
+    shelf: Shelf, loader: TierReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     shelf.raises = {IDENTITIES[1].key}
     broken, next_one = Told(), Told()
@@ -243,7 +243,7 @@ def test_a_bug_in_loading_is_a_miss_and_the_thread_goes_on(
 
 
 def test_a_bug_of_whoever_waits_is_logged_and_the_thread_goes_on(
-    loader: Loader, caplog: pytest.LogCaptureFixture
+    loader: TierReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(_: LoadEnded) -> None:
         raise ZeroDivisionError("a bug")
@@ -256,7 +256,7 @@ def test_a_bug_of_whoever_waits_is_logged_and_the_thread_goes_on(
     assert "Whoever waited for a load failed" in caplog.text
 
 
-def test_whoever_is_told_may_submit_more(loader: Loader) -> None:
+def test_whoever_is_told_may_submit_more(loader: TierReader) -> None:
     told = Told()
 
     def goes_on(_: LoadEnded) -> None:
@@ -268,7 +268,9 @@ def test_whoever_is_told_may_submit_more(loader: Loader) -> None:
 
 
 @pytest.mark.behaviour(44)
-def test_closing_while_loading_ends_every_job_after_the_task_under_way(shelf: Shelf, loader: Loader) -> None:
+def test_closing_while_loading_ends_every_job_after_the_task_under_way(
+    shelf: Shelf, loader: TierReader
+) -> None:
     shelf.held = {IDENTITIES[0].key}
     under_way, queued = Told(), Told()
     loader.submit(tasks_of(IDENTITIES[:3]), under_way)
@@ -293,7 +295,7 @@ def test_closing_while_loading_ends_every_job_after_the_task_under_way(shelf: Sh
     loader.drain()
 
 
-def test_after_the_close_a_job_is_refused_at_once(shelf: Shelf, loader: Loader) -> None:
+def test_after_the_close_a_job_is_refused_at_once(shelf: Shelf, loader: TierReader) -> None:
     loader.close()
     told = Told()
     job = loader.submit(tasks_of(IDENTITIES[:2]), told)
@@ -308,7 +310,7 @@ def test_after_the_close_a_job_is_refused_at_once(shelf: Shelf, loader: Loader) 
     assert empty.wait().missed is None
 
 
-def test_nothing_of_an_ended_job_is_kept(loader: Loader) -> None:
+def test_nothing_of_an_ended_job_is_kept(loader: TierReader) -> None:
     task = task_of(IDENTITIES[0])
     kept = weakref.ref(task.into[0])
     told = Told()
@@ -328,7 +330,7 @@ def test_two_thousand_jobs_end_once_each_with_what_is_there() -> None:
     shelf = Shelf()
     for identity in rng.sample(IDENTITIES, 3):
         del shelf.payloads[identity.key]
-    loader = Loader(shelf.load)
+    loader = TierReader(shelf.load)
     submitted: list[tuple[list[LoadTask], Told, bool]] = []
     lock = threading.Lock()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import rootstock.tiers.mover
-from rootstock.cache.identity import Identity, RecordKey
+import rootstock.tiers.writer
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,
@@ -25,7 +25,7 @@ from rootstock.tiers.base import (
     StoreOutcome,
     TierState,
 )
-from rootstock.tiers.mover import Mover, Queued
+from rootstock.tiers.writer import Queued, TierWriter
 from tiers.helpers import CAP_BYTES, identity_of, is_right, joined, open_tier, record_of, records
 from waiting import HANG_S, join, wait_for, wait_until
 
@@ -67,7 +67,7 @@ class SlowTier:
 @pytest.mark.behaviour(45)
 def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
     tier = SlowTier()
-    mover = Mover(tier, 10_000)
+    mover = TierWriter(tier, 10_000)
     first, second = records(2)
     assert mover.put(first) == Queued()
     wait_for(tier.begun)
@@ -86,7 +86,7 @@ def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
 
 def test_a_put_that_does_not_fit_is_refused_at_once_and_counted() -> None:
     tier = SlowTier()
-    mover = Mover(tier, 7000)
+    mover = TierWriter(tier, 7000)
     first, second, third = records(3)
     assert [mover.put(first), mover.put(second), mover.put(second)] == [Queued()] * 3
     assert mover.put(third) == NotStored(Refusal.QUEUE_FULL)
@@ -101,7 +101,7 @@ def test_a_put_that_does_not_fit_is_refused_at_once_and_counted() -> None:
 
 def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
     tier = SlowTier()
-    mover = Mover(tier, 100_000)
+    mover = TierWriter(tier, 100_000)
     told: list[tuple[RecordKey, StoreOutcome]] = []
     group = records(3)
     for record in group:
@@ -118,7 +118,7 @@ def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
 
 def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
     tier = SlowTier()
-    mover = Mover(tier, 100_000)
+    mover = TierWriter(tier, 100_000)
     telling, tell = threading.Event(), threading.Event()
     told: list[RecordKey] = []
 
@@ -144,7 +144,7 @@ def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
 def test_a_drain_does_not_wait_for_what_is_queued_after_it_began() -> None:
     tier = SlowTier()
     tier.go.set()
-    mover = Mover(tier, 10**6)
+    mover = TierWriter(tier, 10**6)
     drained = threading.Event()
     more, in_time = iter(records(200)), [True]
 
@@ -166,12 +166,12 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tier = SlowTier()
-    mover = Mover(tier, 100_000)
+    mover = TierWriter(tier, 100_000)
     record = records(1)[0]
     told: list[RecordKey] = []
     mover.put(record, lambda key, outcome: told.append(key))
     reading, read_on = threading.Event(), threading.Event()
-    copied = rootstock.tiers.mover._copied
+    copied = rootstock.tiers.writer._copied
 
     def slowly(*arguments: object) -> LoadResult:
         reading.set()
@@ -179,7 +179,7 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
         assert told == []
         return copied(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rootstock.tiers.mover, "_copied", slowly)
+    monkeypatch.setattr(rootstock.tiers.writer, "_copied", slowly)
     results: list[LoadResult] = []
     reader = threading.Thread(target=lambda: results.append(mover.load(record.identity)))
     reader.start()
@@ -196,7 +196,7 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
 
 def test_closing_stores_what_is_queued_and_takes_no_more() -> None:
     tier = SlowTier()
-    mover = Mover(tier, 100_000)
+    mover = TierWriter(tier, 100_000)
     group = records(8)
     for record in group:
         mover.put(record)
@@ -215,7 +215,7 @@ def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest
     tier = SlowTier()
     tier.go.set()
     tier.fails = True
-    mover = Mover(tier, 100_000)
+    mover = TierWriter(tier, 100_000)
     first, second = records(2)
     outcomes: list[StoreOutcome] = []
 
@@ -236,7 +236,7 @@ def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest
 @pytest.mark.behaviour(45)
 def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
-    mover = Mover(tier, 4 * CAP_BYTES, group_bytes=20_000)
+    mover = TierWriter(tier, 4 * CAP_BYTES, group_bytes=20_000)
     group = [record_of(identity_of(seed), 4000) for seed in range(120)]
     wrong: list[object] = []
     published = 0
@@ -268,7 +268,7 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
 def test_stores_of_a_moment_are_one_group_and_a_drain_does_not_wait_for_more() -> None:
     tier = SlowTier()
     tier.go.set()
-    mover = Mover(tier, 10**6, linger_s=3600.0)
+    mover = TierWriter(tier, 10**6, linger_s=3600.0)
     for record in records(5):
         mover.put(record)
     mover.drain()  # else an hour

@@ -26,7 +26,7 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.runner import TorchRuntime
 from twins.architectures import VOCAB
 from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, random_tokens, small_cache
 from twins.ways import Ran, pieces

@@ -34,8 +34,8 @@ from rootstock.cache.plan import (
 )
 from rootstock.config import ModelConfig
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
-from rootstock.runtime.torch_model import TorchRuntime, load_model
-from rootstock.runtime.torch_standins import NOTHING_FUSED
+from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
+from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
 BLOCK_SIZE = 8
 BLOCKS = 160
@@ -56,7 +56,7 @@ def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntim
         attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
     )
     if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
-        with mock.patch("rootstock.runtime.torch_ladder._fuse", return_value=NOTHING_FUSED):
+        with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
             return load_model(config)
     return load_model(config)
 
@@ -310,12 +310,12 @@ class Scored:
         self._runtime.apply(plan)
 
     def forward(self, batch: Batch) -> Logits:
-        every = [replace(segment, score_last=len(segment.tokens)) for segment in batch.segments]
+        every = [replace(segment, logits_to_keep=len(segment.tokens)) for segment in batch.segments]
         logits, wanted, row = self._runtime.forward(Batch(every)), [], 0
         for segment in batch.segments:
             rows = logits[row : row + len(segment.tokens)]
             self._keep(segment, rows)
-            wanted.append(rows[len(rows) - segment.score_last :])
+            wanted.append(rows[len(rows) - segment.logits_to_keep :])
             row += len(rows)
         return np.concatenate(wanted)
 

@@ -15,7 +15,7 @@ import torch
 
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.base import Rung
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings, ways
 from twins.architectures import VOCAB
 from twins.checkpoints import save

@@ -14,7 +14,7 @@ from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams
-from rootstock.runtime.torch_model import TorchRuntime
+from rootstock.runtime.torch.runner import TorchRuntime
 from twins.architectures import VOCAB
 from twins.driving import ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
 

@@ -28,7 +28,7 @@ class ServerProcess:
     """
 
     def __init__(self, options: Sequence[str], ready_within_s: float = 120.0) -> None:
-        self._command = [sys.executable, "-m", "rootstock.cli", "serve", *options]
+        self._command = [sys.executable, "-m", "rootstock.cli.main", "serve", *options]
         self._ready_within_s = ready_within_s
         self._ready = threading.Event()
         self._url: str | None = None

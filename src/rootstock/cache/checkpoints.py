@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rootstock.cache.plan import BlockIds, SlotId
 
 if TYPE_CHECKING:
-    from rootstock.cache.radix import Node
+    from rootstock.cache.radix_node import Node
 
 
 class CheckpointKind(StrEnum):

@@ -10,8 +10,8 @@ from rootstock.cache.checkpoints import Checkpoint
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
-from rootstock.cache.radix import Node, Root, walk
-from rootstock.cache.tree import PrefixTree
+from rootstock.cache.prefix_tree import PrefixTree
+from rootstock.cache.radix_node import Node, Root, walk
 
 
 def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None:

@@ -7,11 +7,11 @@ from typing import NewType
 
 import numpy as np
 
-from rootstock.cache.blocks import NO_BLOCKS
+from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.checkpoints import Checkpoint, CheckpointKind, TailBlocks
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Load, Plan, SlotId, Tokens
-from rootstock.cache.radix import Node
+from rootstock.cache.radix_node import Node
 
 LeaseId = NewType("LeaseId", int)
 

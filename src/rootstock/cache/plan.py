@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from rootstock.cache.identity import Identity
+    from rootstock.cache.record_identity import Identity
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)  # a row of the pool of recurrent states

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rootstock.cache.blocks import NO_BLOCKS, BlockPool
+from rootstock.cache.block_pool import NO_BLOCKS, BlockPool
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
 from rootstock.cache.plan import NO_SLOT, BlockIds, RowsReturned, SlotId
 from rootstock.errors import BudgetTooSmall

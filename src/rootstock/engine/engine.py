@@ -25,9 +25,7 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
-from rootstock.engine.drafting import Drafter, PromptLookup, why_not
 from rootstock.engine.pacing import Pacing
-from rootstock.engine.report import Cleared, EngineStats, Health, StepCounters
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -43,9 +41,11 @@ from rootstock.engine.request import (
 from rootstock.engine.sampling import SampledToken, Sampler, leaves_no_token, score_prompt
 from rootstock.engine.scheduler import Scheduler, Work
 from rootstock.engine.sequence import Decoding, Loading, Sequence
-from rootstock.engine.text import TextCodec, TextStream
-from rootstock.engine.tiering import UNMEASURED, Tiering, UnderWay
-from rootstock.engine.verifying import HitVerifier
+from rootstock.engine.speculation.proposer import NgramProposer, Proposer, why_not
+from rootstock.engine.stats import Cleared, EngineStats, Health, StepCounters
+from rootstock.engine.tiers.connector import UNMEASURED, TierConnector, UnderWay
+from rootstock.engine.tiers.hit_verifier import HitVerifier
+from rootstock.engine.tokenizer import Detokenizer, ModelTokenizer
 from rootstock.errors import (
     ClearUnderWay,
     CompletionTooLong,
@@ -59,7 +59,7 @@ from rootstock.errors import (
     StepFailed,
 )
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
-from rootstock.tiers.loader import LoadEnded
+from rootstock.tiers.reader import LoadEnded
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class Engine:
         runtime: Runtime,
         cache: KVCache,
         config: EngineConfig | None = None,
-        codec: TextCodec | None = None,
+        codec: ModelTokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tiering: Tiering | None = None,
+        tiering: TierConnector | None = None,
         verify_hits: float = 0.0,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
     ) -> None:
         self._tiering = tiering
         self._stalled = False  # nothing can run before a load has ended
@@ -107,9 +107,9 @@ class Engine:
         self._pacing = None if target_s is None else Pacing(target_s)
         # None: there may be some.
         self.why_no_drafts = why_not(runtime.description, self._config.draft_tokens)
-        self._drafter: Drafter | None = None
+        self._drafter: Proposer | None = None
         if self.why_no_drafts is None:
-            self._drafter = drafter or PromptLookup(cache, self._config.draft_tokens)
+            self._drafter = drafter or NgramProposer(cache, self._config.draft_tokens)
         self._scheduler = Scheduler(
             cache,
             self._config.max_batch,
@@ -449,10 +449,10 @@ class Engine:
         if stop.stop_strings and self._codec is None:
             raise InvalidParameter("stop", stop.stop_strings, "empty: this engine has no tokenizer")
 
-    def _text_stream(self, request: Request) -> TextStream | None:
+    def _text_stream(self, request: Request) -> Detokenizer | None:
         if self._codec is None:
             return None
-        return TextStream(self._codec, request.stop.stop_strings, context=request.tokens)
+        return Detokenizer(self._codec, request.stop.stop_strings, context=request.tokens)
 
     def _max_tokens(self, request: Request) -> int:
         room = self.context_limit - len(request.tokens)
@@ -735,7 +735,7 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------- loading
 
-    def _prepare_loads(self, tiering: Tiering) -> None:
+    def _prepare_loads(self, tiering: TierConnector) -> None:
         tiering.follow()
         for sequence in tiering.overdue():
             tiering.give_up(sequence)

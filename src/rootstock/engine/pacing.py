@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from rootstock.engine.estimates import Share, StepSpeed
+from rootstock.engine.cost_model import Share, StepSpeed
 
 LEAST_TOKENS = 16  # of a prompt in every step, whatever the target: nobody who prefills starves
 _AIM = 0.9  # of the target: half of all steps take longer than foreseen

@@ -17,9 +17,8 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match
 from rootstock.cache.plan import NOTHING, Tokens
-from rootstock.cache.stored import Reach
-from rootstock.engine.drafting import Drafter
-from rootstock.engine.estimates import Share
+from rootstock.cache.tier_index import TierHit
+from rootstock.engine.cost_model import Share
 from rootstock.engine.pacing import Pace
 from rootstock.engine.sequence import (
     Decoding,
@@ -31,6 +30,7 @@ from rootstock.engine.sequence import (
     Waiting,
     WaitingForPrefix,
 )
+from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import OutOfBlocks, RootstockError
 
 WANTING_REQUESTS = 16  # how many of the queue's first requests protect what they would hit
@@ -65,9 +65,9 @@ class Scheduler:
         cache: KVCache,
         max_batch: int,
         chunk_tokens: int,
-        reach: Callable[[Sequence, Match], Reach | None] = lambda sequence, match: None,
+        reach: Callable[[Sequence, Match], TierHit | None] = lambda sequence, match: None,
         pace: Pace | None = None,
-        drafter: Drafter | None = None,
+        drafter: Proposer | None = None,
         idle_chunk_tokens: int | None = None,
         scored_chunk_tokens: int | None = None,
     ) -> None:

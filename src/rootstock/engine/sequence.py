@@ -11,12 +11,12 @@ from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
-from rootstock.cache.tree import Want
-from rootstock.engine.draft_cost import Acceptance
-from rootstock.engine.ngrams import TokenHistory
+from rootstock.cache.prefix_tree import Want
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Logprobs, Request, Sink, Usage
 from rootstock.engine.sampling import Sampler
-from rootstock.engine.text import TextStream
+from rootstock.engine.speculation.draft_cost import Acceptance
+from rootstock.engine.speculation.ngrams import TokenHistory
+from rootstock.engine.tokenizer import Detokenizer
 from rootstock.errors import RootstockError
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Sequence:
         namespace: Namespace,
         max_tokens: int,
         sampler: Sampler,
-        stream: TextStream | None,
+        stream: Detokenizer | None,
         stop_tokens: frozenset[int],
         now: float,
     ) -> None:

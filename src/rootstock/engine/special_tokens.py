@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.pieces import any_of
+from rootstock.engine.text_pieces import any_of
 from rootstock.errors import SpecialTokenInText
 
 # A printable character, because templates print objects with `repr`. A client's own is escaped, too.

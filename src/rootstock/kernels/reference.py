@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
-from rootstock.kernels.scores import Scores
+from rootstock.kernels.api import Scores
 from rootstock.kernels.spans import EVERYTHING, Span
 
 

@@ -65,7 +65,7 @@ class Segment:
     # For each token family, in the order of the model's families: [≥ ceil((past + new) / block_size)] row of each
     # block; read only, valid for this call. Blocks before tail_start(past) // block_size may be NO_BLOCK.
     tables: tuple[BlockIds, ...]
-    score_last: int  # how many of the last rows need logits: 1 to sample, new to score a prompt, 0 for none
+    logits_to_keep: int  # number of last rows that need logits: 1 to sample, new to score a prompt, 0: none
     state: SlotId = NO_SLOT  # the working state after `past` positions; with past = 0 its content is void
 
 
@@ -116,5 +116,5 @@ class Runtime(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Logits:
-        """One packed forward. The rows asked for by `score_last`, segment by segment, in position order."""
+        """One packed forward. The rows asked for by `logits_to_keep`, segment by segment, in position order."""
         ...

@@ -14,7 +14,7 @@ from rootstock._version import __version__
 from rootstock.cache.families import FullAttention
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.text import TextCodec
+from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ModelNotFound, RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import (
@@ -23,23 +23,23 @@ from rootstock.server.access import (
     names_tenant,
     refuse_unless,
 )
-from rootstock.server.answer import Answerer
 from rootstock.server.cache_routes import cache_routes
-from rootstock.server.defaults import SamplingDefaults
-from rootstock.server.described import numbers_of
 from rootstock.server.errors import install_error_handlers
+from rootstock.server.event_stream import Answerer
 from rootstock.server.guard import Guard
 from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.metrics import Metrics
-from rootstock.server.openai import MAX_TOKENS_HEADER, ServedModel
-from rootstock.server.openai_request import ChatCompletionRequest, CompletionRequest
-from rootstock.server.preparing import PreparationQueue
-from rootstock.server.tokenized import PromptTokenizer
+from rootstock.server.model_card import numbers_of
+from rootstock.server.openai.calls import MAX_TOKENS_HEADER, ServedModel
+from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.preparation_queue import PreparationQueue
+from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.server.sampling_defaults import SamplingDefaults
 
 
 def create_app(
     engine: Engine,
-    codec: TextCodec,
+    codec: ModelTokenizer,
     description: ModelDescription,
     config: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.engine.text import Message, PlacedTokens, TextCodec, Tool
+from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import ChatTemplateFailed
-from rootstock.server.alignment import common_chars, common_tokens
 from rootstock.server.chat import Conversation
+from rootstock.server.text_alignment import common_chars, common_tokens
 
 _WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
 _CONTEXT_CHARS = 64  # that must be alike around a place for it to be the same
@@ -31,7 +31,9 @@ _SENTINEL = "\ue000"  # private use: no text has it
 _CALL_ID = "call00000"  # nine characters, which is what the strictest templates want
 
 
-def boundaries_of(codec: TextCodec, conversation: Conversation, placed: PlacedTokens) -> tuple[Boundary, ...]:
+def boundaries_of(
+    codec: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
+) -> tuple[Boundary, ...]:
     """In order of their positions, each of which is there once. `placed` is the conversation's prompt."""
     finder = _Finder(codec, conversation, placed)
     found: dict[int, CheckpointKind] = {}
@@ -54,7 +56,7 @@ class _Abridged:
 
 
 class _Finder:
-    def __init__(self, codec: TextCodec, conversation: Conversation, placed: PlacedTokens) -> None:
+    def __init__(self, codec: ModelTokenizer, conversation: Conversation, placed: PlacedTokens) -> None:
         self._codec = codec
         self._conversation = conversation
         self._placed = placed

@@ -12,12 +12,12 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.plan import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.text import TextCodec, token_text
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless, salt_of
 from rootstock.server.json_body import BoundedJsonRoute
-from rootstock.server.openai import ServedModel
-from rootstock.server.openai_request import ClearRequest, ExplainRequest
-from rootstock.server.preparing import PreparationQueue
+from rootstock.server.openai.calls import ServedModel
+from rootstock.server.openai.schema import ClearRequest, ExplainRequest
+from rootstock.server.preparation_queue import PreparationQueue
 
 _CONTEXT_CHARACTERS = 80
 
@@ -72,7 +72,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _explained(explanation: Explanation, tokens: Tokens, codec: TextCodec) -> dict[str, Any]:
+def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) -> dict[str, Any]:
     """An explanation with the text that its token ids stand for."""
     at = explanation.divergence
     divergence = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.text import KeptTokens, Message, PlacedTokens, TextCodec, Tool
+from rootstock.engine.tokenizer import KeptTokens, Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
 from rootstock.server.limits import (
     MAX_CONTENT_PARTS,
@@ -21,7 +21,7 @@ from rootstock.server.limits import (
     refuse_large,
     refuse_more_than,
 )
-from rootstock.server.tokenized import PromptTokenizer
+from rootstock.server.prompt_tokenizer import PromptTokenizer
 
 # OpenAI's newer name for the role, which few templates know.
 _ROLES = {"developer": "system"}
@@ -48,7 +48,7 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
 
-    def render(self, codec: TextCodec) -> str:
+    def render(self, codec: ModelTokenizer) -> str:
         """Raises ChatTemplateMissing and ChatTemplateFailed."""
         return codec.render_chat(self.messages, self.tools, **self.options)
 

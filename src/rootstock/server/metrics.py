@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Usage
-from rootstock.engine.tiering import TIER_STATES, TierStats
+from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Sequence
 
-from rootstock.engine.text import Message, TextCodec
+from rootstock.engine.tokenizer import Message, ModelTokenizer
 from rootstock.errors import ChatTemplateFailed, InvalidParameter
 from rootstock.server.limits import MAX_NAME_CHARS
 
@@ -15,7 +15,7 @@ _WORD = "Kestrel7391"  # letters and digits: no template trims or escapes it
 _TOOL_NAME = "look_up"
 
 
-def refuse_dropped_roles(codec: TextCodec, messages: Sequence[Message]) -> None:
+def refuse_dropped_roles(codec: ModelTokenizer, messages: Sequence[Message]) -> None:
     """`messages` as templates take them. Raises InvalidParameter and ChatTemplateMissing."""
     for i, message in enumerate(messages):
         role, path = message["role"], f"messages[{i}].role"
@@ -31,14 +31,14 @@ def refuse_dropped_roles(codec: TextCodec, messages: Sequence[Message]) -> None:
             )
 
 
-def _is_named(codec: TextCodec, role: str) -> bool:
+def _is_named(codec: ModelTokenizer, role: str) -> bool:
     """Whether the template has a word for it, as Llama's has for `ipython`."""
     plain = len(role) <= MAX_NAME_CHARS and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", role) is not None
     return plain and role in codec.template_names.literals
 
 
 @functools.lru_cache(maxsize=256)
-def _is_rendered(codec: TextCodec, role: str, is_first: bool) -> bool:
+def _is_rendered(codec: ModelTokenizer, role: str, is_first: bool) -> bool:
     """Renders short conversations with one message of the role. A refusal by the template counts as rendered: it
     refuses the request as well, with its own words."""
     probes = _probes(role, is_first)

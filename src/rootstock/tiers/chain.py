@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from typing import Protocol
 
-from rootstock.cache.identity import Identity, RecordKey
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,
@@ -34,13 +34,13 @@ from rootstock.tiers.base import (
     TierState,
 )
 from rootstock.tiers.host import HostTier
-from rootstock.tiers.mover import Done, PutResult
+from rootstock.tiers.writer import Done, PutResult
 
 _GROUP_BYTES = 16 * 2**20  # brought down together when the chain closes
 
 
 class Below(Protocol):
-    """`Mover` over the lower tier, or a double of it."""
+    """`TierWriter` over the lower tier, or a double of it."""
 
     def put(self, record: Record, done: Done | None = None) -> PutResult:
         """Never blocks. If it answers `Queued`, `done` is called once the lower tier has stored or refused it."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rootstock.cache.identity import Identity, Kind, RecordKey
-from rootstock.cache.stored import LOSSY_MARK
+from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.tier_index import LOSSY_MARK
 from rootstock.tiers.base import (
     Buffer,
     Entry,

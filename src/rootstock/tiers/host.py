@@ -1,7 +1,7 @@
 """The host's memory as a tier: between an accelerator and the disk, or on its own.
 
 Records are copied in, and go least recently used first to whoever was named to take them. Of the cap everything is
-charged: payloads, and an allowance for what a record takes beside its payload. Room is made before a copy is, so that
+charged: payloads, and an allowance for what a record takes beside its payload. Space is made before a copy, so that
 the cap holds at every instant; a record on its way out is charged, and can be loaded, until it has been taken.
 
 Nothing here outlives the process: `Stored` means that a load finds it.
@@ -20,8 +20,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import xxhash
 
-from rootstock.cache.identity import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
@@ -41,7 +41,7 @@ from rootstock.tiers.base import (
     TierState,
     as_bytes,
 )
-from rootstock.tiers.record import difference
+from rootstock.tiers.disk.record import difference
 
 _log = logging.getLogger(__name__)
 

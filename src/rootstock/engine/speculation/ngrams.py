@@ -1,0 +1,114 @@
+"""Where tokens were seen before: a run of tokens, and an index of what followed each n-gram of it last.
+
+One table of fixed width for its run, direct-mapped: two n-grams that share a slot make the older one forgotten, and
+whatever is found is compared, so that a lookup costs the same however long the run is, and memory is 12 to 24 bytes
+a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import common_prefix
+
+NGRAM = 3  # shorter ones repeat by chance, longer ones are found later
+LONGEST_AGREEMENT = 16  # tokens that are compared backwards, to tell how alike two places are
+
+_BULK = 8  # tokens from which on arrays are quicker than numbers
+_LEAST_CAPACITY = 256
+# Odd, of no pattern: multiply and take the highest bits (Dietzfelbinger et al. 1997), summed over the n-gram.
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD1342543DE82EF95)
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something like the end of the given tokens stood before."""
+
+    next: int  # position of what followed
+    agreement: int  # tokens before it that are the same
+
+
+class TokenHistory:
+    """Grows at its end. With `most`, the older half is forgotten when there would be more tokens than that."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.length = 0
+        self._tokens = np.empty(0, np.int32)  # [≥ length]
+        self._next: NDArray[np.int32] = np.empty(0, np.int32)  # [2 × capacity, a power of two] 0: nothing
+        self._shift = 64
+
+    @property
+    def tokens(self) -> Tokens:
+        """[length] a view."""
+        return self._tokens[: self.length]
+
+    def append(self, tokens: Tokens) -> None:
+        if self._most is not None and self.length + len(tokens) > self._most:
+            tokens = tokens[-(self._most // 2) :]
+            kept = self.tokens[max(0, self.length - self._most // 2) :].copy()
+            self.length = 0
+            self._next[:] = 0
+            self._add(kept)
+        self._add(tokens)
+
+    def _add(self, tokens: Tokens) -> None:
+        first, end = self.length, self.length + len(tokens)
+        if end > len(self._tokens):
+            first = 0
+            self._grow(end)
+        self._tokens[self.length : end] = tokens
+        self.length = end
+        self._index(max(first, NGRAM), end)
+
+    def _grow(self, needed: int) -> None:
+        capacity = _LEAST_CAPACITY
+        while capacity < needed:
+            capacity *= 2
+        grown = np.empty(capacity, np.int32)
+        grown[: self.length] = self.tokens
+        self._tokens = grown
+        self._next = np.zeros(2 * capacity, np.int32)
+        self._shift = 64 - (2 * capacity).bit_length() + 1
+
+    def _index(self, first: int, end: int) -> None:
+        """Positions first … end-1 follow the n-grams right before them."""
+        if end - first <= _BULK:
+            around: list[int] = self._tokens[first - NGRAM : end].tolist()
+            for i in range(end - first):
+                self._next[self._slot(around[i], around[i + 1], around[i + 2])] = first + i
+            return
+        before = self._tokens[first - NGRAM : end - 1].astype(np.uint64)
+        hashes = np.zeros(end - first, np.uint64)
+        for i, factor in enumerate(_FACTORS):
+            hashes += before[i : i + len(hashes)] * np.uint64(factor)
+        # Of equal slots the last one counts, which is the latest.
+        self._next[hashes >> np.uint64(self._shift)] = np.arange(first, end, dtype=np.int32)
+
+    def _slot(self, a: int, b: int, c: int) -> int:
+        hashed = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & _MASK
+        return hashed >> self._shift
+
+    def find(self, tokens: Tokens) -> Place | None:
+        """Where the last n-gram of `tokens` stood last and was followed by something. `tokens` may be its own."""
+        if len(tokens) < NGRAM or not self.length:
+            return None
+        position = int(self._next[self._slot(*tokens[-NGRAM:].tolist())])
+        if not position:
+            return None
+        there = self._tokens[max(0, position - LONGEST_AGREEMENT) : position]
+        agreement = common_prefix(there[::-1], tokens[-LONGEST_AGREEMENT:][::-1])
+        return Place(position, agreement) if agreement >= NGRAM else None
+
+    def following(self, place: Place, most: int) -> Tokens:
+        """At most `most` tokens that followed."""
+        return self.tokens[place.next : place.next + most]
+
+    def repeating(self, place: Place, most: int) -> Tokens:
+        """[most] how these tokens themselves would go on, if they went on repeating from `place` on."""
+        return np.resize(self.following(place, most), most)

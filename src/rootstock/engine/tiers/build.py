@@ -1,0 +1,111 @@
+"""What lies below the device's memory, put together from the configuration."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from rootstock.cache import KVCache
+from rootstock.cache.families import row_bytes, token_families
+from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex
+from rootstock.config import TierConfig
+from rootstock.engine.tiers.connector import Events, Space, TierConnector
+from rootstock.errors import InvalidOption
+from rootstock.runtime.base import Runtime
+from rootstock.runtime.host_memory import refuse_host_tier
+from rootstock.tiers.base import Off, Tier
+from rootstock.tiers.chain import TierChain
+from rootstock.tiers.compressed import CompressedTier
+from rootstock.tiers.disk.space import SEGMENTS, least_cap_bytes
+from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.host import HostTier
+from rootstock.tiers.int8 import can_encode
+from rootstock.tiers.reader import TierReader
+from rootstock.tiers.unavailable import UnavailableTier
+from rootstock.tiers.writer import TierWriter
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 0.05  # later than it could be, a store is durable: one sync then serves what several steps stored
+
+
+def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
+    """For the cache; None if there is nothing below. Raises InvalidOption for what this device or model can't do."""
+    described = runtime.description
+    refuse_host_tier(tier.host_budget_bytes, described.device)
+    if tier.disk_dir is None and not tier.host_budget_bytes:
+        return None
+    if tier.disk_dir is not None:
+        largest_bytes = max(row_bytes(family, block_size) for family in described.families)
+        least_bytes = least_cap_bytes(largest_bytes)
+        if tier.disk_budget_bytes < least_bytes:
+            raise InvalidOption(
+                "--disk-budget",
+                tier.disk_budget_bytes,
+                f"at least {least_bytes:,} bytes: {SEGMENTS} of this model's largest records, {largest_bytes:,} "
+                "bytes each, must fit",
+            )
+    lossy = ""
+    if tier.compress == "int8":
+        formats = [runtime.formats(i) for i in range(len(token_families(described.families)))]
+        if any(form.dtype == "int8" for of_family in formats for form in of_family):
+            raise InvalidOption(
+                "--tier-compress", tier.compress, "none: with --kv-dtype int8 blocks are in 8 bits already"
+            )
+        if not formats or not all(can_encode(of_family) for of_family in formats):
+            raise InvalidOption(
+                "--tier-compress", tier.compress, "none: what this model keeps has no such form"
+            )
+        lossy = LOSSY_MARK
+    return StoredIndex(described.families, block_size, lossy=lossy)
+
+
+def open_below(
+    runtime: Runtime,
+    cache: KVCache,
+    tier: TierConfig,
+    chunk_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+    load_clock: Callable[[], float] = time.perf_counter,
+) -> TierConnector | None:
+    """Opens the tiers and reads what they hold. A directory that can't be used is one warning, and no tier.
+
+    `load_clock` times each load of a record; `clock` times all else.
+    """
+    if cache.stored is None:
+        return None
+    events = Events()
+    disk: DiskTier | None = None
+    bottom: Tier | None = None
+    if tier.disk_dir is not None:
+        opened = DiskTier.open(tier.disk_dir, tier.disk_budget_bytes, gone=events.gone)
+        if isinstance(opened, Off):
+            log.warning("There is no disk tier: %s Requests go on without it.", opened.reason)
+            bottom = UnavailableTier(opened)
+        else:
+            bottom = disk = opened
+    if bottom is not None and cache.stored.lossy:
+        families = token_families(runtime.description.families)
+        formats = {family.name: runtime.formats(i) for i, family in enumerate(families)}
+        bottom = CompressedTier(bottom, formats)
+    if tier.host_budget_bytes:
+        # What the host gives up goes on to the disk, in the host's own time.
+        below = bottom or UnavailableTier(Off("there is no disk tier: --disk-dir is not given"))
+        host = HostTier(tier.host_budget_bytes)
+        bottom = TierChain(host, below, TierWriter(below, tier.queue_bytes), gone=events.gone)
+    assert bottom is not None
+    mover = TierWriter(bottom, tier.queue_bytes, linger_s=LINGER_S)
+    loader = TierReader(mover.load, load_clock)
+
+    def space() -> Space:
+        if disk is not None:
+            with suppress(Exception):  # a directory that can't be measured now is no reason for anything
+                usage = disk.usage()
+                return Space(usage.total_bytes, tier.disk_budget_bytes, usage.foreign_bytes)
+        return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
+
+    return TierConnector(
+        runtime, cache, bottom, mover, loader, events, chunk_tokens, tier.queue_bytes, clock, disk, space
+    )

@@ -1,0 +1,529 @@
+"""The engine's way to the tiers below: what goes down, what comes up, and whether it is worth it.
+
+Everything here is called by the engine's thread. What the tier's threads have to tell comes through a queue, and
+takes effect when the engine asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rootstock.cache import KVCache
+from rootstock.cache.explain import LoadChoice
+from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import Lease, Match
+from rootstock.cache.plan import HostBytes, Load, Store
+from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.tier_index import StoredIndex, TierHit
+from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
+from rootstock.engine.sequence import Sequence as RequestSequence
+from rootstock.runtime.base import Runtime, Segment
+from rootstock.tiers.base import (
+    AlreadyStored,
+    LoadsOnly,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    Tier,
+    TierState,
+)
+from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.reader import LoadEnded, LoadTask
+from rootstock.tiers.writer import Done, PutResult
+
+log = logging.getLogger(__name__)
+
+TIER_STATES = ("ready", "loads only", "off")
+MOSTLY_PREFILL = 0.9  # share of a forward's tokens from which on it tells the speed of prefills
+PROBE_BYTES = 8 * 2**20  # read to learn how fast a tier is
+PROBE_RECORDS = 16
+STALE_S = 30.0  # an estimate that speaks against loading is checked again after so long
+# A load that takes longer than both by this factor is given up: its request computes instead.
+OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
+
+
+class Writer(Protocol):
+    """`TierWriter`, or a double of it."""
+
+    @property
+    def waiting_bytes(self) -> int: ...
+    def put(self, record: Record, done: Done | None = None) -> PutResult: ...
+    def touch(self, keys: Iterable[RecordKey]) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Job(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Reader(Protocol):
+    """`TierReader`, or a double of it."""
+
+    @property
+    def waiting_bytes(self) -> int: ...
+    def submit(self, tasks: Sequence[LoadTask], done: Callable[[LoadEnded], None]) -> Job: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Events:
+    """What tiers tell from their threads: given to a tier when it is opened, read by the engine."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[StoredIndex], None]] = queue.SimpleQueue()
+
+    def gone(self, keys: Sequence[RecordKey]) -> None:
+        def forget(stored: StoredIndex) -> None:
+            for key in keys:
+                stored.remove(key)
+
+        self._queue.put(forget)
+
+    def stored(self, identity: Identity, outcome: StoreOutcome) -> None:
+        if isinstance(outcome, Stored | AlreadyStored):
+            # It may have been evicted and stored again meanwhile.
+            self._queue.put(lambda stored: stored.add(identity))
+        else:
+            self._queue.put(lambda stored: stored.remove(identity.key))
+
+    def tell(self, what: Callable[[StoredIndex], None]) -> None:
+        self._queue.put(what)
+
+    def apply(self, stored: StoredIndex) -> None:
+        for _ in range(self._queue.qsize()):
+            self._queue.get_nowait()(stored)
+
+
+@dataclass(slots=True)
+class TierCounters:
+    choices: Counter[str] = field(
+        default_factory=Counter
+    )  # of requests for which there was something to load
+    loads: Counter[str] = field(default_factory=Counter)  # by how they ended
+    stores_refused: Counter[str] = field(default_factory=Counter)  # before they were queued
+    stored_rows: int = 0  # copied for the tier
+    load_s: float = 0.0
+    loaded_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of a tier's directory, as measured."""
+
+    used_bytes: int
+    cap_bytes: int
+    foreign_bytes: int = (
+        0  # of those used: other formats, and what is nobody's; first to go when room is short
+    )
+
+
+UNMEASURED = Space(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Of the tiers below; counters since the start."""
+
+    state: str  # "ready", "loads only" or "off"
+    reason: str
+    records: int
+    foreign_records: int
+    waiting_store_bytes: int
+    waiting_load_bytes: int
+    loading: int  # loads under way
+    load_bytes_per_s: float | None
+    prefill_tokens_per_s: float | None
+    counters: TierCounters
+    misses: dict[str, int]  # by kind
+    refused: dict[str, int]
+    stored_records: int
+    stored_bytes: int
+    written_bytes: int  # by stores, copies and the index
+    quarantined_records: int
+    used_bytes: int
+    foreign_bytes: int
+    cap_bytes: int
+    write_amplification: float
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A load: its lease is pinned until it has ended, whatever becomes of the request."""
+
+    lease: Lease
+    position: int
+    loads: tuple[Load, ...]
+    buffers: list[list[HostBytes]]
+    sequence: RequestSequence | None  # None: it is not waited for any more
+    overdue_at: float
+    job: Job | None = None
+
+
+class TierConnector:
+    """Owns the tier and its threads from here on."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: KVCache,
+        tier: Tier,
+        writer: Writer,
+        reader: Reader,
+        events: Events,
+        chunk_tokens: int,
+        queue_bytes: int,
+        clock: Callable[[], float],
+        disk: DiskTier | None = None,
+        space: Callable[[], Space] = lambda: UNMEASURED,
+    ) -> None:
+        """`disk` and `space` are where the statistics come from, if there is a disk."""
+        assert cache.stored is not None, "a cache that stores has an index of what is stored"
+        self._runtime = runtime
+        self._cache = cache
+        self._stored = cache.stored
+        self._tier = tier
+        self._writer = writer
+        self._reader = reader
+        self._events = events
+        self._chunk_tokens = chunk_tokens
+        self._queue_bytes = queue_bytes  # the writer's
+        self._clock = clock
+        self._disk = disk
+        self._space = space
+        self._under_way: dict[Lease, UnderWay] = {}
+        self._measured_at = -STALE_S
+        self._probing = False
+        self._clear_asked = False
+        self._slow_until = -STALE_S  # a load took far too long: nothing is loaded before that
+        self.counters = TierCounters()
+        self.prefill_speed = PrefillSpeed()
+        self.load_speed = LoadSpeed()
+        for entry in tier.entries():
+            self._stored.add(entry.identity)
+        self._probe()
+
+    @property
+    def loading(self) -> int:
+        return len(self._under_way)
+
+    # -- going down ------------------------------------------------------------------------------------
+
+    def store(self, stores: Sequence[Store]) -> None:
+        """Copies rows and queues them to be written. What does not fit is lost to the tier, and nothing else."""
+        for store in stores:
+            if isinstance(self._tier.state, Off):
+                return
+            size = self._stored.payload_bytes(store.identity)
+            if self._writer.waiting_bytes + size > self._queue_bytes:  # known before the copy is made
+                self.counters.stores_refused[Refusal.QUEUE_FULL] += 1
+                continue
+            self._put(store)
+
+    def _put(self, store: Store) -> PutResult:
+        identity = store.identity
+        record = Record(identity, self._runtime.read(store.part))
+        put = self._writer.put(record, lambda _, outcome: self._events.stored(identity, outcome))
+        if isinstance(put, NotStored):
+            self.counters.stores_refused[put.why] += 1
+        else:
+            self.counters.stored_rows += 1
+            self._stored.add(identity)  # readable from the queue already
+        return put
+
+    def follow(self) -> None:
+        """Takes in what the tier's threads have told, and passes on what memory knows."""
+        self._events.apply(self._stored)
+        spill = self._cache.spill
+        if spill is not None:
+            spill.is_open = not isinstance(self._tier.state, Off)
+            if used := spill.take_used():
+                self._writer.touch(used)
+            if wrong := spill.take_wrong():
+                self.quarantine(wrong)
+
+    def quarantine(self, keys: Sequence[RecordKey]) -> None:
+        """Also of what is still on its way down."""
+        self._writer.drain()
+        self._tier.quarantine(keys)
+        for key in keys:
+            self._stored.remove(key)
+
+    def flush(self) -> None:
+        """Memory is about to go: writes down what only memory has, what was used last at the end. Takes as long as
+        the tier takes."""
+        stores = self._cache.everything()
+        for store in stores:
+            if isinstance(self._tier.state, Off):
+                return
+            put = self._put(store)
+            if isinstance(put, NotStored) and put.why is Refusal.QUEUE_FULL:
+                self._writer.drain()
+                self._put(store)
+        self._writer.drain()
+
+    # -- coming up -------------------------------------------------------------------------------------
+
+    def worth_loading(self, sequence: RequestSequence, match: Match) -> TierHit | None:
+        """What to load for a request rather than to compute it; None if nothing, or if that would take longer."""
+        reach, choice = self.choose(match)
+        sequence.load_choice = choice
+        if choice is None or not choice.load:
+            return None
+        return reach
+
+    def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
+        if self._clear_asked or isinstance(self._tier.state, Off):
+            return None, None
+        self._events.apply(self._stored)
+        reach = self._cache.reach(match)
+        if reach is None:
+            return None, None
+        load_s = self.load_speed.seconds(reach.records, reach.payload_bytes, self._reader.waiting_bytes)
+        compute_s = self.prefill_speed.seconds(match.length, reach.position, self._chunk_tokens)
+        load = load_s is None or compute_s is None or load_s <= compute_s
+        load = load and self._clock() > self._slow_until
+        if not load and self._clock() - self._measured_at > STALE_S:
+            self._probe(reach)
+        return reach, LoadChoice(reach.position, reach.records, reach.payload_bytes, load_s, compute_s, load)
+
+    def begin(
+        self,
+        sequence: RequestSequence,
+        lease: Lease,
+        position: int,
+        loads: tuple[Load, ...],
+        ended: Callable[[UnderWay, LoadEnded], None],
+    ) -> None:
+        """Starts a load; the lease's first plan is executed. `ended` is called by the reader's thread."""
+        choice = sequence.load_choice
+        slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
+        under_way = UnderWay(
+            lease,
+            position,
+            loads,
+            [self._runtime.buffers(load.part) for load in loads],
+            sequence,
+            self._clock() + max(OVERDUE_LEAST_S, OVERDUE_FACTOR * slowest),
+        )
+        self._under_way[lease] = under_way
+        keys = [load.identity.key for load in loads]
+        self._writer.touch(keys)  # before the load, so that the tier does not evict them next
+        self._events.apply(self._stored)
+        if not all(key in self._stored for key in keys):
+            evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
+            ended(under_way, LoadEnded(0, evicted, None, 0, 0.0, cancelled=False))
+            return
+        tasks = [
+            LoadTask(load.identity, buffers) for load, buffers in zip(loads, under_way.buffers, strict=True)
+        ]
+        under_way.job = self._reader.submit(tasks, lambda end: ended(under_way, end))
+
+    def give_up(self, sequence: RequestSequence) -> None:
+        """The request is not to be loaded any more: what is under way ends, without it."""
+        for under_way in self._under_way.values():
+            if under_way.sequence is sequence:
+                under_way.sequence = None
+                self._cache.let_go(under_way.lease)  # nor does anybody else wait for it
+                if under_way.job is not None:
+                    under_way.job.cancel()
+
+    def overdue(self) -> list[RequestSequence]:
+        """Requests whose loads take much longer than was foreseen."""
+        now = self._clock()
+        found = [
+            under_way.sequence
+            for under_way in self._under_way.values()
+            if under_way.sequence is not None and now > under_way.overdue_at
+        ]
+        if found:
+            self.counters.loads["overdue"] += len(found)
+            if now > self._slow_until:
+                log.warning("Loading takes far longer than it did: requests compute for %.0f s.", STALE_S)
+            self._slow_until = now + STALE_S
+        return found
+
+    @property
+    def next_overdue_s(self) -> float | None:
+        """From now; None: nothing is waited for."""
+        due = [u.overdue_at for u in self._under_way.values() if u.sequence is not None]
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    def end(self, under_way: UnderWay, ended: LoadEnded) -> bool:
+        """Takes in what was loaded; whether that was everything. Then the lease can go on, else it must go."""
+        del self._under_way[under_way.lease]
+        self._learn(ended)
+        for load, buffers in zip(under_way.loads[: ended.loaded], under_way.buffers, strict=False):
+            self._runtime.place(load.part, buffers)
+        complete = ended.loaded == len(under_way.loads)
+        if complete:
+            self.counters.loads["loaded"] += 1
+        elif ended.miss is not None:
+            self.counters.loads["evicted" if under_way.job is None else "missed"] += 1
+            if ended.missed is not None:
+                self._stored.remove(ended.missed)
+        else:
+            self.counters.loads["cancelled"] += 1
+        self.counters.load_s += ended.seconds
+        self.counters.loaded_bytes += ended.payload_bytes
+        if self._clear_asked and not self._under_way:
+            self._clear_now()
+        return complete
+
+    def count(self, choice: LoadChoice | None) -> None:
+        """What was decided for a request that got its first token."""
+        if choice is not None:
+            self.counters.choices["load" if choice.load else "recompute"] += 1
+
+    def settle(self) -> None:
+        """Returns when nothing is being loaded any more: rows are nobody's but the cache's."""
+        for under_way in self._under_way.values():
+            if under_way.job is not None:
+                under_way.job.cancel()
+        self._reader.drain()
+        self._under_way.clear()
+        if self._clear_asked:
+            self._clear_now()
+
+    def is_under_way(self, load: UnderWay) -> bool:
+        return load.lease in self._under_way
+
+    def observe(self, segments: Sequence[Segment], seconds: float) -> None:
+        """A forward took so long."""
+        new = [len(segment.tokens) for segment in segments]
+        prefilled = sum(n for n in new if n > 1)
+        if prefilled >= MOSTLY_PREFILL * sum(new):
+            self.prefill_speed.observe(
+                [(segment.past, n) for segment, n in zip(segments, new, strict=True)], seconds
+            )
+
+    def _learn(self, ended: LoadEnded) -> None:
+        if ended.loaded:
+            self._measured_at = self._clock()
+            self.load_speed.observe(ended.loaded, ended.payload_bytes, ended.seconds)
+
+    def _probe(self, reach: TierHit | None = None) -> None:
+        """Reads a few records for their time alone."""
+        if self._probing or self._stored.lossy:
+            return
+        identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
+        tasks: list[LoadTask] = []
+        total = 0
+        for identity in identities:
+            size = self._stored.payload_bytes(identity)
+            if total + size > PROBE_BYTES and tasks:
+                break
+            total += size
+            tasks.append(LoadTask(identity, [np.empty(size, np.uint8)]))
+        if not tasks:
+            return
+        self._probing = True
+
+        def ended(end: LoadEnded) -> None:
+            def learn(stored: StoredIndex) -> None:
+                self._probing = False
+                self._learn(end)
+                if end.missed is not None:
+                    stored.remove(end.missed)
+
+            self._events.tell(learn)
+
+        self._reader.submit(tasks, ended)
+
+    # -- the whole ---------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Removes every record, now or, while something is being loaded, when that has ended. Until then nothing more
+        is loaded. False: later."""
+        self._stored.clear()
+        if self._under_way:
+            self._clear_asked = True
+            return False
+        self._clear_now()
+        return True
+
+    def forget(self, namespace: Namespace) -> None:
+        """Nothing of the namespace is loaded any more, as far as is known here. O(its records)."""
+        self._events.apply(self._stored)
+        self._stored.clear_namespace(namespace)
+
+    def clear_below(self, namespace: Namespace) -> None:
+        """Removes every record of the namespace, those on their way down included. Waits for the tier: for any
+        thread but the engine's. Loads that have begun end well, or miss."""
+        self._writer.drain()
+        self._tier.clear(namespace.digest())
+
+    def _clear_now(self) -> None:
+        self._clear_asked = False
+        self._writer.drain()
+        self._tier.clear()
+        self._events.apply(self._stored)
+        self._stored.clear()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+        self._tier.close()
+
+    def measure(self) -> Space:
+        """Walks the tier's directory, and may wait for a commit: not for the engine's thread."""
+        return self._space()
+
+    def stats(self, space: Space = UNMEASURED) -> TierStats:
+        state, disk = self._tier.state, self._disk
+        return TierStats(
+            state=_state_name(state),
+            reason=getattr(state, "reason", ""),
+            records=len(self._stored),
+            foreign_records=self._stored.foreign_records,
+            waiting_store_bytes=self._writer.waiting_bytes,
+            waiting_load_bytes=self._reader.waiting_bytes,
+            loading=len(self._under_way),
+            load_bytes_per_s=self.load_speed.bytes_per_s,
+            prefill_tokens_per_s=self.prefill_speed.tokens_per_s_at(0),
+            counters=deepcopy(self.counters),
+            misses={} if disk is None else _by_name(disk.counts.misses),
+            refused={} if disk is None else _by_name(disk.counts.refused),
+            stored_records=0 if disk is None else disk.counts.stored_records,
+            stored_bytes=0 if disk is None else disk.counts.stored_bytes,
+            written_bytes=0 if disk is None else disk.written_bytes,
+            quarantined_records=0 if disk is None else disk.counts.quarantined_records,
+            used_bytes=space.used_bytes,
+            foreign_bytes=space.foreign_bytes,
+            cap_bytes=space.cap_bytes,
+            write_amplification=1.0 if disk is None else disk.write_amplification,
+        )
+
+
+def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
+    """At once: the tier's threads count on."""
+    return {str(kind): count for kind, count in dict(counts).items()}
+
+
+def _state_name(state: TierState) -> str:
+    match state:
+        case Ready():
+            return "ready"
+        case LoadsOnly():
+            return "loads only"
+        case Off():
+            return "off"
+
+
+def _identities(reach: TierHit) -> list[Identity]:
+    found = [block.identity for block in reach.blocks]
+    return found if reach.state is None else [*found, reach.state]

@@ -1,0 +1,392 @@
+"""What a decoder layer does row by row between its linear layers, each in one pass over memory, in Numba.
+
+Normalisation, the sum of a residual and normalisation, rotation of queries and keys with their normalisation, and the
+gate of an MLP: a handful of operations each in torch, every one of which reads and writes memory and costs some
+microseconds to start, which at few rows is most of the time. Here a row stays in registers in float32 from its first
+value to its last, and is rounded once.
+
+All of them are one C function for each dtype, which takes a job: what to do with which memory. Few rows are done by
+the calling thread, since to wake a second one costs more than they do; more of them by torch's threads, which claim
+some at a time. A row's result depends neither on that nor on other rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rootstock.kernels.cpu.compiler import (
+    c_function,
+    compiled,
+    compiled_exactly,
+    exp,
+    fetch_add,
+    narrow,
+    nb,
+    pointer_to,
+    widen,
+)
+from rootstock.kernels.cpu.threads import run_on_threads
+
+PARALLEL_FROM = 16  # rows
+_AT_ONCE = 4  # rows that a thread claims
+
+_NORM, _ADD, _ADD_NORM, _SILU, _GELU, _ROTATE = range(6)
+
+JOB = np.dtype(
+    [
+        ("operation", "i8"),
+        ("rows", "i8"),
+        ("width", "i8"),  # of a row of `out`; of a head, where there are heads
+        ("claimed", "i8"),  # address of an int64: rows that threads have begun
+        ("given", "i8"),  # addresses from here on
+        ("more", "i8"),
+        ("total", "i8"),
+        ("out", "i8"),
+        ("weight", "i8"),  # [width] float32, or 0
+        ("key_weight", "i8"),
+        ("cos", "i8"),
+        ("sin", "i8"),
+        ("key", "i8"),
+        ("slots", "i8"),  # [rows] int64 of `pool_keys` and `pool_values`, or 0
+        ("pool_keys", "i8"),
+        ("pool_values", "i8"),
+        ("q_heads", "i8"),
+        ("kv_heads", "i8"),
+        ("rotary_dim", "i8"),
+        ("eps", "f4"),
+    ]
+)
+_FIELDS = struct.Struct("=19qf")  # one call of it takes a tenth of the time of as many assignments
+
+
+# ---- one row
+
+
+@compiled
+def _scale_of(row: Any, eps: Any) -> Any:
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        value = widen(row[i])
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(row.shape[0]) + eps)
+
+
+@compiled_exactly
+def _norm_row(row: Any, weight: Any, eps: Any, out: Any) -> None:
+    scale = _scale_of(row, eps)
+    for i in range(row.shape[0]):
+        out[i] = narrow(widen(row[i]) * scale * weight[i], out)
+
+
+@compiled_exactly
+def _add_row(row: Any, more: Any, out: Any) -> None:
+    for i in range(row.shape[0]):
+        out[i] = narrow(widen(row[i]) + widen(more[i]), out)
+
+
+@compiled_exactly
+def _silu_row(gate_up: Any, out: Any) -> None:
+    width = out.shape[0]
+    for i in range(width):
+        gate = widen(gate_up[i])
+        # 1 / (1 + e^-|x|) cannot overflow; for x < 0 it is turned around.
+        small = exp(-abs(gate))
+        sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
+        out[i] = narrow(gate * sigmoid * widen(gate_up[width + i]), out)
+
+
+@compiled_exactly
+def _gelu_row(gate_up: Any, out: Any) -> None:
+    """tanh's approximation of the Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415)"""
+    width = out.shape[0]
+    for i in range(width):
+        gate = widen(gate_up[i])
+        # (1 + tanh z) / 2 = 1 / (1 + e^-2z), without the difference of nearly equal numbers.
+        twice = np.float32(2 * 0.7978845608) * (gate + np.float32(0.044715) * gate * gate * gate)
+        small = exp(-abs(twice))
+        share = (np.float32(1) if twice >= 0 else small) / (np.float32(1) + small)
+        out[i] = narrow(gate * share * widen(gate_up[width + i]), out)
+
+
+@compiled_exactly
+def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, sin: Any, out: Any) -> None:
+    """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half).
+
+    Half by half: a loop that writes to two places near each other is not compiled to vectors.
+    """
+    dim = head.shape[0]
+    half = cos.shape[0] // 2
+    first, second = head[:half], head[half : 2 * half]
+    low, high = out[:half], out[half : 2 * half]
+    cos_low, cos_high = cos[:half], cos[half:]
+    sin_low, sin_high = sin[:half], sin[half:]
+    if has_weight:
+        scale = _scale_of(head, eps)
+        weight_low, weight_high = weight[:half], weight[half : 2 * half]
+        for i in range(half):
+            a = widen(first[i]) * scale * weight_low[i]
+            b = widen(second[i]) * scale * weight_high[i]
+            low[i] = narrow(a * widen(cos_low[i]) - b * widen(sin_low[i]), out)
+        for i in range(half):
+            a = widen(first[i]) * scale * weight_low[i]
+            b = widen(second[i]) * scale * weight_high[i]
+            high[i] = narrow(b * widen(cos_high[i]) + a * widen(sin_high[i]), out)
+        for i in range(2 * half, dim):
+            out[i] = narrow(widen(head[i]) * scale * weight[i], out)
+    else:
+        for i in range(half):
+            low[i] = narrow(widen(first[i]) * widen(cos_low[i]) - widen(second[i]) * widen(sin_low[i]), out)
+        for i in range(half):
+            high[i] = narrow(
+                widen(second[i]) * widen(cos_high[i]) + widen(first[i]) * widen(sin_high[i]), out
+            )
+        for i in range(2 * half, dim):
+            out[i] = head[i]
+
+
+# ---- all rows
+
+
+@compiled
+def _rotate_rows(job: Any, first: Any, end: Any, element: Any) -> None:
+    heads, q_heads, kv_heads, dim = job.q_heads + 2 * job.kv_heads, job.q_heads, job.kv_heads, job.width
+    given = nb.carray(pointer_to(job.given), (job.rows, heads, dim), element)
+    query = nb.carray(pointer_to(job.out), (job.rows, q_heads, dim), element)
+    key = nb.carray(pointer_to(job.key), (job.rows, kv_heads, dim), element)
+    cos = nb.carray(pointer_to(job.cos), (job.rows, job.rotary_dim), element)
+    sin = nb.carray(pointer_to(job.sin), (job.rows, job.rotary_dim), element)
+    weight = nb.carray(pointer_to(job.weight), (dim,), np.float32)
+    key_weight = nb.carray(pointer_to(job.key_weight), (dim,), np.float32)
+    slots = nb.carray(pointer_to(job.slots), (job.rows,), np.int64)
+    pool_keys = nb.carray(pointer_to(job.pool_keys), (1, kv_heads, dim), element)
+    pool_values = nb.carray(pointer_to(job.pool_values), (1, kv_heads, dim), element)
+    for r in range(first, end):
+        for h in range(q_heads):
+            _rotate_head(given[r, h], weight, job.weight != 0, job.eps, cos[r], sin[r], query[r, h])
+        for h in range(kv_heads):
+            head = given[r, q_heads + h]
+            _rotate_head(head, key_weight, job.key_weight != 0, job.eps, cos[r], sin[r], key[r, h])
+        if job.slots != 0:
+            slot = slots[r]
+            for h in range(kv_heads):
+                rotated, value = key[r, h], given[r, q_heads + kv_heads + h]
+                kept_key, kept_value = pool_keys[slot, h], pool_values[slot, h]
+                for i in range(dim):
+                    kept_key[i] = rotated[i]
+                    kept_value[i] = value[i]
+
+
+@compiled
+def _plain_rows(job: Any, first: Any, end: Any, element: Any) -> None:
+    width = job.width
+    of_gates = 2 if job.operation == _SILU or job.operation == _GELU else 1
+    given = nb.carray(pointer_to(job.given), (job.rows, of_gates * width), element)
+    more = nb.carray(pointer_to(job.more), (job.rows, width), element)
+    total = nb.carray(pointer_to(job.total), (job.rows, width), element)
+    out = nb.carray(pointer_to(job.out), (job.rows, width), element)
+    weight = nb.carray(pointer_to(job.weight), (width,), np.float32)
+    for r in range(first, end):
+        if job.operation == _NORM:
+            _norm_row(given[r], weight, job.eps, out[r])
+        elif job.operation == _ADD:
+            _add_row(given[r], more[r], out[r])
+        elif job.operation == _ADD_NORM:
+            _add_row(given[r], more[r], total[r])
+            _norm_row(total[r], weight, job.eps, out[r])
+        elif job.operation == _SILU:
+            _silu_row(given[r], out[r])
+        else:
+            _gelu_row(given[r], out[r])
+
+
+@compiled
+def _work(job: Any, element: Any) -> None:
+    """One thread's share: some rows, as long as there are any."""
+    claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
+    while True:
+        first = fetch_add(claimed, 0, _AT_ONCE)
+        if first >= job.rows:
+            return
+        end = min(first + _AT_ONCE, job.rows)
+        if job.operation == _ROTATE:
+            _rotate_rows(job, first, end, element)
+        else:
+            _plain_rows(job, first, end, element)
+
+
+def _work_bfloat16(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.uint16)
+
+
+def _work_float32(jobs: Any) -> None:
+    _work(nb.carray(jobs, (1,))[0], np.float32)
+
+
+_FUNCTIONS: dict[torch.dtype, Callable[[Any], None]] = {
+    torch.bfloat16: _work_bfloat16,
+    torch.float32: _work_float32,
+}
+
+DTYPES = tuple(_FUNCTIONS)
+
+
+@cache
+def _compiled_for(dtype: torch.dtype) -> int:
+    """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
+    return c_function(_FUNCTIONS[dtype], JOB)
+
+
+# ---- what others call
+
+
+class RowLoops:
+    """The loops for rows of one dtype, float32 or bfloat16, on a CPU. They are compiled when this is made.
+
+    All tensors are contiguous and of that dtype, but for weights, which are float32. For one thread at a time.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._function = _compiled_for(dtype)
+        self._claimed = np.zeros(1, np.int64)
+        self._claimed_at = self._claimed.ctypes.data
+        job = np.zeros(1, JOB)
+        self._job = memoryview(job.view(np.uint8))  # type: ignore[arg-type]
+        self._job_at = job.ctypes.data
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467)
+
+        rows, out [rows, width], which may be the same; weight [width] float32
+        """
+        self._run(_NORM, rows, out, weight=weight.data_ptr(), eps=eps)
+
+    def add(self, rows: Tensor, more: Tensor, out: Tensor) -> None:
+        """out = rows + more, [rows, width] each; `out` may be one of the others"""
+        self._run(_ADD, rows, out, more=self._address_of(more))
+
+    def add_rms_norm(
+        self, rows: Tensor, more: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
+    ) -> None:
+        """total = rows + more, rounded; out = its `rms_norm`. Shapes as there; `total` may be `rows`."""
+        self._run(
+            _ADD_NORM,
+            rows,
+            out,
+            more=self._address_of(more),
+            total=self._address_of(total),
+            weight=weight.data_ptr(),
+            eps=eps,
+        )
+
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) · up; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        self._run(_SILU, gate_up, out)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) · up, by tanh; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        self._run(_GELU, gate_up, out)
+
+    def rotate(
+        self,
+        rows: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        rotation: tuple[Tensor, Tensor] | None,
+        query: Tensor,
+        key: Tensor,
+        pool: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Queries and keys of all heads, each normalised if there are weights for that, and rotated by its position
+        (Su et al. 2021, arXiv 2104.09864; dimension i is paired with i + rotary_dim / 2).
+
+        rows       [rows, q_heads + 2 · kv_heads, head_dim] queries, keys, values
+        weights    [head_dim] float32 of the `rms_norm` of a head
+        rotation   cosines and sines of each row's position, [rows, rotary_dim]; further dimensions are not rotated
+        query, key [rows, q_heads, head_dim], [rows, kv_heads, head_dim], written
+        pool       keys and values [slots, kv_heads, head_dim], and slots [rows] int64 in them, to which K and V are
+                   written as well
+        """
+        cos, sin = (None, None) if rotation is None else rotation
+        keys, values, slots = (None, None, None) if pool is None else pool
+        self._run(
+            _ROTATE,
+            rows,
+            query,
+            weight=0 if query_weight is None else query_weight.data_ptr(),
+            key_weight=0 if key_weight is None else key_weight.data_ptr(),
+            cos=self._address_of(cos),
+            sin=self._address_of(sin),
+            key=self._address_of(key),
+            slots=0 if slots is None else slots.data_ptr(),
+            pool_keys=self._address_of(keys),
+            pool_values=self._address_of(values),
+            q_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            rotary_dim=0 if cos is None else cos.shape[-1],
+            eps=eps,
+        )
+
+    def _run(
+        self,
+        operation: int,
+        given: Tensor,
+        out: Tensor,
+        more: int = 0,
+        total: int = 0,
+        weight: int = 0,
+        key_weight: int = 0,
+        cos: int = 0,
+        sin: int = 0,
+        key: int = 0,
+        slots: int = 0,
+        pool_keys: int = 0,
+        pool_values: int = 0,
+        q_heads: int = 0,
+        kv_heads: int = 0,
+        rotary_dim: int = 0,
+        eps: float = 0.0,
+    ) -> None:
+        shape = out.shape
+        rows = shape[0]
+        _FIELDS.pack_into(
+            self._job,
+            0,
+            operation,
+            rows,
+            shape[-1],
+            self._claimed_at,
+            self._address_of(given),
+            more,
+            total,
+            self._address_of(out),
+            weight,
+            key_weight,
+            cos,
+            sin,
+            key,
+            slots,
+            pool_keys,
+            pool_values,
+            q_heads,
+            kv_heads,
+            rotary_dim,
+            eps,
+        )
+        self._claimed[0] = 0
+        run_on_threads(self._function, self._job_at, 1 if rows < PARALLEL_FROM else torch.get_num_threads())
+
+    def _address_of(self, rows: Tensor | None) -> int:
+        if rows is None:
+            return 0
+        assert rows.dtype is self.dtype
+        assert rows.is_contiguous()
+        return rows.data_ptr()

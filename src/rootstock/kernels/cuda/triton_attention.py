@@ -1,0 +1,419 @@
+"""Attention on CUDA devices, in Triton: K and V are read in place, through the block tables.
+
+One program attends some rows of one sequence, with all query heads of a group (they are rows of one small matrix, so
+K and V are read once for the group), to one part of what these rows see. A decode has few rows and a long context, so
+the context is split over programs and their results are merged by log-sum-exp (flash-decoding, Dao et al. 2023); a
+chunk has enough rows to fill the device. Softmax goes slice by slice, as in FlashAttention-2 (arXiv 2307.08691).
+
+What a launch depends on besides shapes (block tables, rows, positions) is in tensors on the device, uploaded once for
+a step and a family, so a CUDA graph can be replayed with other contents.
+
+With TRITON_INTERPRET=1 in the environment before this is imported the same code runs on CPUs, in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rootstock.cache.families import ChunkedAttention, FullAttention, SlidingWindow, TokenFamily
+from rootstock.kernels.api import Scores, StepAttention
+from rootstock.kernels.quantized_rows import PoolRows
+from rootstock.kernels.spans import EVERYTHING, Span
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_FULL, _WINDOW, _CHUNKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_TILE = tl.constexpr(5)  # numbers of a tile's record: see `Tiles`
+
+_LEAST_DIM = 16  # of matrices that tl.dot takes
+_MOST_SPLITS = 32
+_SLICE_BYTES = 32 << 10  # of K and V that a program has in shared memory at once, twice for overlap
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_seen(position: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """`TokenFamily.tail_start`"""
+    if KIND == _WINDOW:
+        return tl.maximum(position - SIZE + 1, 0)
+    if KIND == _CHUNKED:
+        return position - position % SIZE
+    return position * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(a: tl.tensor, b: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """In float32 never by way of tf32. The interpreter multiplies bfloat16 as the integers that it stores, so it is
+    given what they stand for: products of bfloat16 are exact in float32 either way."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(
+    query: tl.tensor,  # [tokens, q_heads, KEY_DIM]
+    keys: tl.tensor,  # [slots, kv_heads, KEY_DIM]
+    values: tl.tensor,  # [slots, kv_heads, VALUE_DIM]
+    sinks: tl.tensor,  # [q_heads] or None
+    tiles: tl.tensor,  # int32 [tiles, 5]
+    tables: tl.tensor,  # int32 [sequences, width]
+    out: tl.tensor,  # [tokens, q_heads, VALUE_DIM]; of a split float32 [rows, q_heads, splits, VALUE_DIM]
+    sums: tl.tensor,  # float32 [rows, q_heads, splits] log-sum-exps of a split
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    query_row: tl.tensor,  # strides, in elements
+    query_head: tl.tensor,
+    key_slot: tl.tensor,
+    key_head: tl.tensor,
+    value_slot: tl.tensor,
+    value_head: tl.tensor,
+    width: tl.tensor,
+    least: tl.tensor,  # positions of a split
+    GROUP: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    KEY_PAD: tl.constexpr,  # noqa: N803
+    VALUE_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    SLICE: tl.constexpr,  # noqa: N803
+    WIDEN: tl.constexpr,  # noqa: N803
+) -> None:
+    """Grid: [tiles, kv_heads, splits]."""
+    head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    q_heads = tl.num_programs(1) * GROUP
+    record = tiles + tl.program_id(0) * _TILE
+    table = tables + tl.load(record).to(tl.int64) * width
+    first_row, first_own = tl.load(record + 1).to(tl.int64), tl.load(record + 2)
+    tokens, at = tl.load(record + 3), tl.load(record + 4).to(tl.int64)
+
+    matrix_row = tl.arange(0, ROWS)
+    token, q_head = matrix_row // GROUP, head * GROUP + matrix_row % GROUP
+    used = token < tokens
+    own = first_own + token
+    first = _first_seen(own, KIND, SIZE)
+    key_axis, value_axis = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    key_used, value_used = key_axis < KEY_DIM, value_axis < VALUE_DIM
+    q = tl.load(
+        query + (first_row + token)[:, None] * query_row + q_head[:, None] * query_head + key_axis[None, :],
+        mask=used[:, None] & key_used[None, :],
+        other=0.0,
+    )
+
+    # A sink is one more score, which adds nothing to the result: the first split begins with it.
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if split == 0:
+            highest = tl.load(sinks + q_head, mask=used, other=0.0).to(tl.float32)
+            total += 1.0
+    weighted = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+
+    seen_from, seen_to = _first_seen(first_own, KIND, SIZE), first_own + tokens
+    length = tl.maximum((seen_to - seen_from + splits - 1) // splits, least)
+    begin = seen_from + split * length
+    end = tl.minimum(begin + length, seen_to)
+    for start in range(begin, end, SLICE):
+        position = start + tl.arange(0, SLICE)
+        there = position < end
+        block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        k = tl.load(
+            keys + slot[None, :] * key_slot + head * key_head + key_axis[:, None],
+            mask=there[None, :] & key_used[:, None],
+            other=0.0,
+        )
+        score = _dot(q, k, WIDEN) * scale
+        if SOFTCAP:  # tanh(x) = 2 / (1 + exp(-2x)) - 1
+            score = softcap * (2.0 / (1.0 + tl.exp(score * (-2.0 / softcap))) - 1.0)
+        seen = there[None, :] & (position[None, :] >= first[:, None]) & (position[None, :] <= own[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that have seen nothing so far
+        weights = tl.exp(score - base[:, None])
+        shrink = tl.exp(highest - base)
+        v = tl.load(
+            values + slot[:, None] * value_slot + head * value_head + value_axis[None, :],
+            mask=there[:, None] & value_used[None, :],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(weights, 1)
+        weighted = weighted * shrink[:, None] + _dot(weights.to(v.dtype), v, WIDEN)
+        highest = higher
+
+    some = total > 0.0
+    weighted = weighted / tl.where(some, total, 1.0)[:, None]
+    if SPLIT:
+        place = ((at + token) * q_heads + q_head) * splits + split
+        log_sum = tl.where(some, highest + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+        tl.store(sums + place, log_sum, mask=used)
+        written = (used & some)[:, None] & value_used[None, :]
+    else:
+        place = (first_row + token) * q_heads + q_head
+        written = used[:, None] & value_used[None, :]
+    tl.store(
+        out + place[:, None] * VALUE_DIM + value_axis[None, :],
+        weighted.to(out.dtype.element_ty),
+        mask=written,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(
+    parts: tl.tensor,  # float32 [rows, q_heads, SPLITS, VALUE_DIM]; undefined where a split saw nothing
+    sums: tl.tensor,  # float32 [rows, q_heads, SPLITS], -inf there
+    rows: tl.tensor,  # int32 [rows] of the step
+    out: tl.tensor,  # [tokens, q_heads, VALUE_DIM]
+    SPLITS: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUE_PAD: tl.constexpr,  # noqa: N803
+) -> None:
+    """Grid: [rows, q_heads]."""
+    number, head, q_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    place = (number.to(tl.int64) * q_heads + head) * SPLITS + tl.arange(0, SPLITS)
+    log_sum = tl.load(sums + place)
+    highest = tl.max(log_sum, 0)
+    weights = tl.exp(log_sum - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weights, 0)
+    axis = tl.arange(0, VALUE_PAD)
+    part = tl.load(
+        parts + place[:, None] * VALUE_DIM + axis[None, :],
+        mask=(log_sum > float("-inf"))[:, None] & (axis < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(part * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    row = tl.load(rows + number).to(tl.int64)
+    tl.store(
+        out + (row * q_heads + head) * VALUE_DIM + axis,
+        merged.to(out.dtype.element_ty),
+        mask=axis < VALUE_DIM,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What the programs of one launch attend: each tile some consecutive rows of one sequence."""
+
+    # int32 [tiles, 5]: the sequence, its first row in the step, that row's position, how many rows, and how many rows
+    # of the launch come before it
+    records: Tensor
+    rows: Tensor  # int32 [rows] of the step
+
+    @staticmethod
+    def of(spans: Sequence[tuple[int, Span]], tokens: int, device: torch.device) -> Tiles:
+        """Tiles of at most so many tokens. `spans`: each with the row of its block table."""
+        records, rows = tile_records(spans, tokens)
+        return Tiles(torch.from_numpy(records).to(device), torch.from_numpy(rows).to(device))
+
+
+def tile_records(
+    spans: Sequence[tuple[int, Span]], tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`Tiles.records` and `Tiles.rows` on the host."""
+    records, before = [], 0
+    for number, span in spans:
+        for begin in range(0, span.new, tokens):
+            some = min(tokens, span.new - begin)
+            records.append((number, span.row + begin, span.past + begin, some, before))
+            before += some
+    rows = np.concatenate([np.arange(s.row, s.row + s.new, dtype=np.int32) for _, s in spans])
+    return np.array(records, np.int32), rows
+
+
+def table_rows(spans: Sequence[Span], block_size: int) -> NDArray[np.int32]:
+    """int32 [spans, width] the blocks of each, zeros behind them. Its width is a multiple of 16, so that Triton
+    compiles for one kind of width."""
+    needed = [-(-span.end // block_size) for span in spans]
+    tables = np.zeros((len(spans), -(-max(needed) // 16) * 16), np.int32)
+    for table, span, blocks in zip(tables, spans, needed, strict=True):
+        table[:blocks] = span.blocks[:blocks]
+    return tables
+
+
+class TritonAttention:
+    """For K and V of any dimensions, with softcap and sinks.
+
+    `least_split`: a context is split into parts of at least so many positions. It changes no compiled code, so small
+    ones let a short test see all of it.
+    """
+
+    def __init__(self, block_size: int, device: torch.device, least_split: int) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._least_split = least_split
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        )
+
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        tables = torch.from_numpy(table_rows(spans, self._block_size)).to(self._device)
+        numbered = list(enumerate(spans))
+        decodes = [(number, span) for number, span in numbered if span.new == 1]
+        chunks = [(number, span) for number, span in numbered if span.new > 1]
+        tiles = Tiles.of(decodes, 1, self._device) if decodes else None
+        return TritonStep(self, family, tables, max(span.end for span in spans), tiles, chunks)
+
+    def decodes(
+        self, tables: Tensor, records: Tensor, rows: Tensor, longest: int, family: TokenFamily
+    ) -> StepAttention:
+        """Of one row for each table, whatever the tensors hold when the step is called: `Tiles` says what they mean.
+        `longest`: positions that a sequence may have by then."""
+        return TritonStep(self, family, tables, longest, Tiles(records, rows))
+
+    def splits(self, programs: int, longest: int) -> int:
+        """Into how many parts, a power of two, contexts of at most `longest` positions are split for a launch of so
+        many programs: enough for two waves of the device's processors."""
+        wanted = min(2 * self._processors // programs, -(-longest // self._least_split), _MOST_SPLITS)
+        return 1 << max(0, wanted.bit_length() - 1)
+
+    def launch(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scores: Scores,
+        family: TokenFamily,
+        tables: Tensor,
+        longest: int,
+        tiles: Tiles,
+        rows: int,
+        out: Tensor,
+    ) -> None:
+        """Attends the rows of the tiles, `rows` rows of a matrix each. out [tokens, q_heads, value_dim], contiguous;
+        the rest as in `StepAttention`"""
+        q_heads, key_dim = query.shape[1:]
+        kv_heads, value_dim = values.shape[1:]
+        key_pad, value_pad = (max(_LEAST_DIM, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        splits = self.splits(len(tiles.records) * kv_heads, longest)
+        parts, sums = out, None
+        if splits > 1:
+            shape = (len(tiles.rows), q_heads, splits)
+            parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=out.device)
+            sums = torch.empty(shape, dtype=torch.float32, device=out.device)
+        kind, size = _kind(family)
+        _attend[(len(tiles.records), kv_heads, splits)](
+            query,
+            keys,
+            values,
+            scores.sinks,
+            tiles.records,
+            tables,
+            parts,
+            sums,
+            float(scores.scale),
+            float(scores.softcap or 1.0),
+            query.stride(0),
+            query.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            tables.shape[1],
+            self._least_split,
+            GROUP=q_heads // kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_PAD=key_pad,
+            VALUE_PAD=value_pad,
+            BLOCK_SIZE=self._block_size,
+            KIND=kind,
+            SIZE=size,
+            SOFTCAP=scores.softcap is not None,
+            SPLIT=splits > 1,
+            ROWS=rows,
+            SLICE=slice_positions((key_pad + value_pad) * keys.element_size()),
+            WIDEN=INTERPRETED,
+            num_warps=4,
+            num_stages=2,
+        )
+        if splits > 1:
+            _merge[(len(tiles.rows), q_heads)](
+                parts, sums, tiles.rows, out, SPLITS=splits, VALUE_DIM=value_dim, VALUE_PAD=value_pad
+            )
+
+
+class TritonStep:
+    """`decodes`: tiles of one token each. `chunks`: spans, each with the row of its table; into which tiles they are
+    cut depends on the layer's heads."""
+
+    def __init__(
+        self,
+        attention: TritonAttention,
+        family: TokenFamily,
+        tables: Tensor,
+        longest: int,
+        decodes: Tiles | None,
+        chunks: Sequence[tuple[int, Span]] = (),
+    ) -> None:
+        self._attention = attention
+        self._family = family
+        self._tables = tables
+        self._longest = longest
+        self._decodes = decodes
+        self._chunks = chunks
+        self._chunk_tiles: dict[int, Tiles] = {}  # by tokens of a tile
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
+    ) -> Tensor:
+        assert isinstance(keys, Tensor), "rounded rows are for CPUs"
+        assert isinstance(values, Tensor)
+        assert keys.stride(-1) == values.stride(-1) == 1
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        tokens, q_heads, _ = query.shape
+        kv_heads, value_dim = values.shape[1:]
+        group = q_heads // kv_heads
+        out = query.new_empty(tokens, q_heads, value_dim)
+        given = query, keys, values, scores, self._family, self._tables, self._longest
+        if self._decodes is not None:
+            rows = max(_LEAST_DIM, triton.next_power_of_2(group))
+            self._attention.launch(*given, self._decodes, rows, out)
+        if self._chunks:
+            rows = chunk_rows(group, max(keys.shape[-1], value_dim), keys.element_size())
+            self._attention.launch(*given, self._tiles(rows // group), rows, out)
+        return out
+
+    def _tiles(self, tokens: int) -> Tiles:
+        tiles = self._chunk_tiles.get(tokens)
+        if tiles is None:
+            tiles = self._chunk_tiles[tokens] = Tiles.of(self._chunks, tokens, self._tables.device)
+        return tiles
+
+
+def chunk_rows(group: int, dim: int, element_bytes: int) -> int:
+    """Rows of a chunk's matrices; a group is never cut. The results are in registers while K and V go by, so wide
+    ones are low: by what compilers keep in registers, 64 of 128 in bfloat16, and half of it in float32."""
+    fit = 16384 // (int(triton.next_power_of_2(dim)) * element_bytes)
+    rows = min(max(_LEAST_DIM, fit), 128 // element_bytes)
+    return max(rows, int(triton.next_power_of_2(group)))
+
+
+def slice_positions(position_bytes: int) -> int:
+    """How many positions are read at once, a power of two, when K and V of one take so much."""
+    return min(64, max(_LEAST_DIM, 1 << ((_SLICE_BYTES // position_bytes).bit_length() - 1)))
+
+
+def _kind(family: TokenFamily) -> tuple[int, int]:
+    """KIND and SIZE of the kernel."""
+    match family:
+        case FullAttention():
+            return _FULL.value, 0
+        case SlidingWindow(window=window):
+            return _WINDOW.value, window
+        case ChunkedAttention(chunk=chunk):
+            return _CHUNKED.value, chunk
+        case _:
+            assert_never(family)

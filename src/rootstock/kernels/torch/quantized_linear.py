@@ -1,0 +1,181 @@
+"""Linear layers with weights of 8 and 4 bits, multiplied with rows that stay as they are. CPUs only.
+
+torch's kernels for few rows compute without the matrix units, so that every row costs the same: from about a dozen
+rows on it is faster to widen the weights, a tile at a time, into scratch memory, and to multiply with that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels.cpu.weight_quantization import (
+    LANES,
+    from_4_bits,
+    from_8_bits,
+    round_to_4_bits,
+    round_to_8_bits,
+)
+from rootstock.kernels.torch.linear import Linear, nbytes_of
+
+Rounding = Literal["int8", "int4"]
+
+FEW_ROWS = 12  # the most that torch's kernels for rounded weights are given
+_GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first that divides them
+_INPUTS_OF = 32  # torch's 8-bit kernel reads whole vectors, and past the end of what is no multiple of them
+_LEAST_OUTPUTS = 64  # below, there is nothing to gain, and routers and gates choose by small differences
+_TILE = 4 << 20  # weights that are widened at once
+
+
+def _bits_of(rows: Tensor) -> Any:
+    """The tensor's own memory as compiled code takes it: [...] float32 as it is, bfloat16 as uint16."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.uint16).numpy()
+    assert rows.dtype == torch.float32
+    return rows.numpy()
+
+
+def not_rounded(weight: Tensor, rounding: Rounding) -> str:
+    """Why a weight [out, in] cannot be kept in so few bits; "" if it can."""
+    outputs, inputs = weight.shape
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type} is not rounded"
+    if outputs < _LEAST_OUTPUTS:
+        return f"it has {outputs} outputs, and fewer than {_LEAST_OUTPUTS} are not rounded"
+    if inputs % _INPUTS_OF:
+        return f"its {inputs} inputs are no multiple of {_INPUTS_OF}"
+    if rounding == "int4" and not _packs_lanes():
+        return "torch packs 4 bits in an order of its own on this processor"
+    return ""
+
+
+def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: Scratch) -> Linear:
+    """weight [out, in], for which `not_rounded` knows nothing, in so few bits; nothing of it is held."""
+    return Int8(weight, bias, scratch) if rounding == "int8" else Int4(weight, bias, scratch)
+
+
+class Scratch:
+    """Memory for what is needed only during one product, for all linears of a model: fresh memory costs page faults,
+    which are slower than what is written to it. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns] of anything, until the next call."""
+        needed = rows * columns * dtype.itemsize
+        if self._memory.nbytes < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        return self._memory[:needed].view(dtype).view(rows, columns)
+
+
+class Int8:
+    """One scale for each output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach()
+        self._scratch = scratch
+        self._q = torch.empty(weight.shape, dtype=torch.int8)
+        self._scales = torch.empty(self.out_features, dtype=weight.dtype)
+        round_to_8_bits(_bits_of(weight.detach().contiguous()), _bits_of(self._scales), self._q.numpy())
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self._q, self._scales, self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if 0 < len(rows) <= FEW_ROWS:
+            product = torch._weight_int8pack_mm(rows, self._q, self._scales)
+        else:
+            product = rows.new_empty(len(rows), self.out_features)
+            tile = max(1, _TILE // self.in_features)
+            for first in range(0, self.out_features, tile):
+                end = min(first + tile, self.out_features)
+                product[:, first:end] = nn.functional.linear(rows, self._widened(first, end))
+        return _finished(product, self._bias, x)
+
+    def _widened(self, first: int, end: int) -> Tensor:
+        """[end - first, in]"""
+
+        weight = self._scratch.take(end - first, self.in_features, self._scales.dtype)
+        from_8_bits(self._q[first:end].numpy(), _bits_of(self._scales[first:end]), _bits_of(weight))
+        return weight
+
+
+class Int4:
+    """A scale and a middle for each group of inputs of an output: about 4.5 bits a weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach()
+        self._scratch = scratch
+        self._group = next(group for group in _GROUPS if self.in_features % group == 0)
+        padded = -(-self.out_features // LANES) * LANES
+        self._packed = torch.empty(padded, self.in_features // 2, dtype=torch.uint8)
+        # Outputs that pad the last block are 0 whatever the input.
+        self._scales = torch.zeros(self.in_features // self._group, padded, 2, dtype=weight.dtype)
+        tile = max(LANES, _TILE // self.in_features // LANES * LANES)
+        for first in range(0, padded, tile):
+            part = weight[first : first + tile].detach().contiguous()
+            end = min(first + tile, padded)
+            q = torch.zeros(end - first, self.in_features, dtype=torch.int32)
+            scales = torch.empty(len(part), self.in_features // self._group, 2, dtype=weight.dtype)
+            round_to_4_bits(_bits_of(part), self._group, _bits_of(scales), q[: len(part)].numpy())
+            self._packed[first:end] = torch._convert_weight_to_int4pack_for_cpu(q, 2)
+            self._scales[:, first : first + len(part)] = scales.transpose(0, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self._packed, self._scales, self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if 0 < len(rows) <= FEW_ROWS:
+            product = torch._weight_int4pack_mm_for_cpu(rows, self._packed, self._group, self._scales)
+            product = product[:, : self.out_features].contiguous()
+        else:
+            product = rows.new_empty(len(rows), self.out_features)
+            tile = max(LANES, _TILE // self.in_features // LANES * LANES)
+            for first in range(0, self.out_features, tile):
+                end = min(first + tile, self.out_features)
+                product[:, first:end] = (rows @ self._widened(first, end))[:, : end - first]
+        return _finished(product, self._bias, x)
+
+    def _widened(self, first: int, end: int) -> Tensor:
+        """[in, end - first, filled up to whole blocks]"""
+
+        blocks = -(-(end - first) // LANES)
+        packed = self._packed[first : first + blocks * LANES].view(blocks, self.in_features, LANES // 2)
+        weight = self._scratch.take(self.in_features, blocks * LANES, self._scales.dtype)
+        from_4_bits(packed.numpy(), self._group, _bits_of(self._scales), first, _bits_of(weight))
+        return weight
+
+
+@functools.cache
+def _packs_lanes() -> bool:
+    """Whether torch packs 4-bit weights as `from_4_bits` reads them: that depends on the processor's vectors."""
+
+    outputs = torch.arange(2 * LANES, dtype=torch.int32)
+    places = outputs % LANES
+    parts = []
+    for digit in (places % 16, places // 16):
+        q = digit[:, None].expand(-1, 2).contiguous()
+        parts.append(torch._convert_weight_to_int4pack_for_cpu(q, 2).view(2, 2, LANES // 2).int())
+    low = (parts[0] & 15) + 16 * (parts[1] & 15)
+    high = (parts[0] >> 4) + 16 * (parts[1] >> 4)
+    first = torch.arange(LANES // 2)
+    return bool((low == first).all() and (high == first + LANES // 2).all())
+
+
+def _finished(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """product [rows, out] → […, out] as x is shaped, with the bias"""
+    if bias is not None:
+        product = product + bias
+    return product.reshape(*x.shape[:-1], product.shape[-1])

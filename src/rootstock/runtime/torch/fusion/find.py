@@ -1,0 +1,369 @@
+"""Which modules of a model are the common parts of a decoder layer: found by structure, accepted by numbers.
+
+A module with the children of a gated MLP may compute anything. So the model is run once on a few tokens at near and
+far positions, what each candidate was given is written down, and the candidate and its fused form are both run on
+that, and on the same many times as large (which shows what clips) and as small (which shows what a layer adds, where
+the hidden states themselves are large). A form whose result differs by more than rounding is dropped: that module,
+and whatever contains it, stays as its file says. No architecture is named.
+
+The self-check of the load judges the model with its fused parts, as it judges everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels.api import Scores
+from rootstock.kernels.torch.gathered_attention import attend_dense
+from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fused, FusedStep, Fusion, Projection, is_fused
+from rootstock.runtime.torch.fusion.modules import (
+    FusedAttention,
+    FusedLayer,
+    FusedMLP,
+    FusedNorm,
+    Gate,
+    Heads,
+    Loops,
+    Norms,
+)
+from rootstock.runtime.torch.hooks import LayerUnsupported, mark
+from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
+from rootstock.runtime.torch.inspect.survey import Surveyed
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative root mean square
+_ACTIVATION_TOLERANCE = 1e-3  # relative to 1 + |x|: two forms of GELU differ by 2e-4, others by 1e-2
+_LARGER = 16.0  # what clips or saturates shows by then
+_SMALLER = 1 / 256  # what is added to hidden states is no longer lost in the rounding of their sum
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
+    """Puts the fused forms of all parts that have one in their place. `probe_packed` comes first; `undo_fusion`
+    undoes it. On a CPU, in float32 or bfloat16; else nothing is fused."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
+        return NOTHING_FUSED
+    return _Fuser(model, found, context_limit, dtypes.pop()).run()
+
+
+class _Fuser:
+    def __init__(self, model: nn.Module, found: Surveyed, context_limit: int, dtype: torch.dtype) -> None:
+        self._model = model
+        self._found = found
+        last = context_limit - 1
+        self._places = sorted({0, min(1, last), min(7, last), last // 2, last})
+        self._dtype = dtype
+        self._loops = Loops(dtype)
+        self._index_of = {module: index for index, module in found.attention.items()}
+        self._parts: dict[str, Fused] = {}
+        self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def run(self) -> Fusion:
+        named = dict(self._model.named_modules())
+        plain = [name for name, module in named.items() if "forward" not in vars(module)]
+        with torch.inference_mode():
+            self._write_down([named[name] for name in plain])
+            # From the inside out: a layer is made of its fused parts.
+            for kind in (self._norm, self._mlp, self._attention, self._layer):
+                for name in plain:
+                    module = named[name]
+                    if module in self._calls and not is_fused(module):
+                        self._try(name, module, kind)
+        return Fusion(self._parts, tuple(self._projections()))
+
+    def _projections(self) -> Iterator[Projection]:
+        """Those whose linear layers are nobody else's: of layers that share one, the second computes it by itself."""
+        taken: set[nn.Linear] = set()
+        for part in self._parts.values():
+            of_part: tuple[Projection, ...] = ()
+            if isinstance(part, FusedAttention):
+                of_part = part.inputs, part.output
+            elif isinstance(part, FusedMLP):
+                of_part = part.gate_up, part.down
+            for projection in of_part:
+                if taken.isdisjoint(projection.linears):
+                    taken.update(projection.linears)
+                    yield projection
+
+    def _write_down(self, modules: list[nn.Module]) -> None:
+        """What each module is given, in a forward of the whole model."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls.setdefault(module, (args, kwargs))
+
+        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+        positions = torch.tensor(self._places)
+        ids = torch.arange(len(positions)) * 7 % self._found.vocab_size
+        try:
+            cache = ProbeCache(torch.device("cpu"), len(positions))
+            with cache.watching(self._model):
+                last = torch.tensor([len(positions) - 1])
+                self._found.calling(self._model, ids, positions, cache, last)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _try(self, name: str, module: nn.Module, kind: Callable[[nn.Module], Iterator[Fused]]) -> None:
+        """The first form of this kind that computes what the module does takes its place."""
+        try:
+            for form in kind(module):
+                if self._agrees(module, form):
+                    module.forward = form
+                    self._parts[name] = form
+                    return
+        except LayerUnsupported:
+            return
+
+    def _agrees(self, module: nn.Module, form: Fused) -> bool:
+        args, kwargs = self._calls[module]
+        for times in (1.0, _LARGER, _SMALLER):
+            own = _Recorder(len(self._places))
+            ours = _Recorder(len(self._places), own.attended)
+            try:
+                expected = module.forward(*_scaled(args, times), **_given(kwargs, times, own))
+                if isinstance(form, FusedAttention):
+                    form.scores = own.scores[form.index]
+                got = form(*_scaled(args, times), **_given(kwargs, times, ours))
+            except Exception:  # of the module's own code, or a shape that does not fit: it is something else
+                return False
+            if type(expected) is not type(got) or not self._alike(_first(expected), _first(got)):
+                return False
+            if own.given.keys() != ours.given.keys():
+                return False
+            if not all(
+                all(map(self._alike, tensors, ours.given[index])) for index, tensors in own.given.items()
+            ):
+                return False
+        return True
+
+    def _alike(self, expected: Tensor, got: Tensor) -> bool:
+        if expected.shape != got.shape or expected.dtype != got.dtype:
+            return False
+        exact, difference = expected.double(), (expected.double() - got.double())
+        # Row by row: what is done to far positions only must not hide behind the near ones.
+        rows = exact.reshape(-1, exact.shape[-1])
+        error = difference.reshape(rows.shape).square().mean(-1).sqrt()
+        return bool((error <= _TOLERANCE[self._dtype] * rows.square().mean(-1).sqrt() + 1e-30).all())
+
+    # ---- forms
+
+    def _norm(self, module: nn.Module) -> Iterator[Fused]:
+        parameters = dict(module.named_parameters())
+        eps = next(
+            (getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None
+        )
+        if set(parameters) != {"weight"} or list(module.children()) or not isinstance(eps, float):
+            return
+        weight = parameters["weight"]
+        if weight.dim() != 1:
+            return
+        for shift in (0.0, 1.0):  # some keep the weight's difference from 1
+            yield FusedNorm(module.forward, (weight.float() + shift).contiguous(), eps, self._loops)
+
+    def _mlp(self, module: nn.Module) -> Iterator[Fused]:
+        linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        others = [child for child in module.children() if type(child) is not nn.Linear]
+        if len(others) > 1 or any(True for other in others for _ in other.parameters()):
+            return
+        if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
+            inputs = [linears["gate_proj"], linears["up_proj"]]
+        elif set(linears) == {"gate_up_proj", "down_proj"}:
+            inputs = [linears["gate_up_proj"]]
+        else:
+            return
+        down = linears["down_proj"]
+        gates: tuple[tuple[Gate, Activation], ...] = (
+            (self._loops.rows.silu_and_mul, nn.functional.silu),
+            (self._loops.rows.gelu_tanh_and_mul, partial(nn.functional.gelu, approximate="tanh")),
+        )
+        for gate, activation in gates:
+            if others and not _are_alike(others[0], activation):
+                continue
+            yield FusedMLP(
+                module.forward, Projection(inputs), Projection([down]), gate, down.in_features, self._loops
+            )
+
+    def _attention(self, module: nn.Module) -> Iterator[Fused]:
+        index = self._index_of.get(module)
+        if index is None:
+            return
+        children = dict(module.named_children())
+        linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
+        key = self._found.keys[index]  # [1, kv_heads, tokens, head_dim]
+        kv_heads, head_dim = key.shape[1], key.shape[3]
+        norms = {name: child for name, child in children.items() if name in ("q_norm", "k_norm")}
+        if set(linears) == {"q_proj", "k_proj", "v_proj", "o_proj"}:
+            inputs = [linears["q_proj"], linears["k_proj"], linears["v_proj"]]
+        elif set(linears) == {"qkv_proj", "o_proj"}:
+            inputs = [linears["qkv_proj"]]
+        else:
+            return
+        if self._found.values[index].shape != key.shape or any(
+            True
+            for name in children.keys() - linears.keys() - norms.keys()
+            for _ in children[name].parameters()
+        ):
+            return
+        width = sum(linear.out_features for linear in inputs)
+        q_heads, rest = divmod(width - 2 * kv_heads * head_dim, head_dim)
+        forms = {name: vars(norm).get("forward") for name, norm in norms.items()}
+        of_heads = {
+            name: form
+            for name, form in forms.items()
+            if isinstance(form, FusedNorm) and form.weight.shape == (head_dim,)
+        }
+        eps = {form.eps for form in of_heads.values()} or {0.0}
+        if rest or q_heads <= 0 or len(eps) != 1 or len(of_heads) != len(norms):
+            return
+        query_norm, key_norm = (
+            of_heads[name].weight if name in of_heads else None for name in ("q_norm", "k_norm")
+        )
+        for rotated in (True, False):
+            yield FusedAttention(
+                module.forward,
+                index,
+                Projection(inputs),
+                Projection([linears["o_proj"]]),
+                Heads(q_heads, kv_heads, head_dim),
+                query_norm,
+                key_norm,
+                next(iter(eps)),
+                rotated,
+                self._loops,
+            )
+
+    def _layer(self, module: nn.Module) -> Iterator[Fused]:
+        attention: list[FusedAttention] = []
+        norms: dict[str, FusedNorm] = {}
+        others: list[nn.Module | FusedMLP] = []
+        for name, child in module.named_children():
+            match vars(child).get("forward"):
+                case FusedAttention() as form:
+                    attention.append(form)
+                case FusedNorm() as form:
+                    norms[name] = form
+                case FusedMLP() as form:
+                    others.append(form)
+                case _:
+                    others.append(child)
+        if len(attention) != 1 or len(others) != 1:
+            return
+        for order in _ORDERS:
+            if set(order) == set(norms):
+                for gives_tuple in (False, True):
+                    yield FusedLayer(
+                        module.forward,
+                        attention[0],
+                        others[0],
+                        Norms(*(norms[name] for name in order)),
+                        gives_tuple,
+                        self._loops,
+                    )
+
+
+def _are_alike(one: Activation, other: Activation) -> bool:
+    """Whether two activations are the same but for what rounding to bfloat16 hides: the products of an MLP's hidden
+    states tell apart only what differs by more than rounding does, and a sigmoid for a gaussian can be less."""
+    x = torch.linspace(-8, 8, 1025)
+    try:
+        return bool(((one(x) - other(x)).abs() <= _ACTIVATION_TOLERANCE * (1 + x.abs())).all())
+    except Exception:  # of the module's own code
+        return False
+
+
+# How layers call their norms, in the order of `Norms`.
+_ORDERS = (
+    ("input_layernorm", "post_attention_layernorm"),
+    (
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+
+
+def _scaled(args: tuple[Any, ...], times: float) -> tuple[Any, ...]:
+    """The first of them is the hidden states, if it is a tensor of numbers."""
+    return tuple(
+        given * times if i == 0 and isinstance(given, Tensor) and given.is_floating_point() else given
+        for i, given in enumerate(args)
+    )
+
+
+def _given(kwargs: dict[str, Any], times: float, recorder: _Recorder) -> dict[str, Any]:
+    given = dict(kwargs)
+    if isinstance(given.get("hidden_states"), Tensor):
+        given["hidden_states"] = given["hidden_states"] * times
+    if "past_key_values" in given:
+        given["past_key_values"] = recorder
+    return given
+
+
+def _first(output: Any) -> Tensor:
+    first = output[0] if isinstance(output, tuple) else output
+    assert isinstance(first, Tensor), "a module that gives something else has no fused form"
+    return first
+
+
+class _Recorder(ProbeCache, FusedStep):
+    """A packed step of one sequence that starts, by either way: it writes down what reaches attention.
+
+    `attended`: results of another one, given out again: what a rounding of a key does to them is no difference
+    between two forms.
+    """
+
+    def __init__(self, tokens: int, attended: dict[int, Tensor] | None = None) -> None:
+        super().__init__(torch.device("cpu"), tokens)
+        self.running = []
+        self.given: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # query, key, value [heads, tokens, …]
+        self.scores: dict[int, Scores] = {}
+        self.attended: dict[int, Tensor] = {}  # [q_heads, tokens, value_dim]
+        self._replayed = attended
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        key, value = super().update(key_states, value_states, layer_idx)
+        mark(key, value, _Recorded(self, layer_idx))
+        return key, value
+
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
+    ) -> Tensor:
+        q, k, v = (rows.transpose(0, 1) for rows in (query, key, value))
+        return self.record(index, q, k, v, scores).transpose(0, 1)
+
+    def record(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query, key, value [heads, tokens, …] → [q_heads, tokens, value_dim]"""
+        self.given[index] = (query.clone(), key.clone(), value.clone())
+        self.scores[index] = scores
+        replayed = self._replayed
+        attended = attend_dense(query, key, value, 0, scores) if replayed is None else replayed[index]
+        self.attended[index] = attended
+        return attended
+
+
+class _Recorded:
+    def __init__(self, recorder: _Recorder, index: int) -> None:
+        self._recorder = recorder
+        self._index = index
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scores: Scores,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        out = self._recorder.record(self._index, query[0], key[0], value[0], scores)
+        return out.transpose(0, 1)[None].contiguous()

@@ -1,0 +1,212 @@
+"""The parts of a common decoder layer, each as few calls as it needs: what stands in such a module's `forward`.
+
+A decoder layer's file spends most of a small step outside its linear layers: some thirty operations of torch that
+start, read and write a few rows, and the modules around them. Here a norm, the gate of an MLP and the rotation of
+queries and keys are one pass each (kernels/cpu/row_loops.py), linear layers that read the same rows are one, K and
+V go to the pool, and attention reads them without a detour. The modules are found by structure and compared with the
+module itself (fusion/find.py). A call without a packed step's cache (the self-check's reference) and one with
+anything that is not known goes to the module's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu.row_loops import RowLoops
+from rootstock.runtime.torch.fusion.base import Fused, FusedStep, Projection
+from rootstock.runtime.torch.hooks import HARMLESS
+
+
+class Loops:
+    """The row-wise loops of a model's parts, and rows that live from one linear layer to the next.
+
+    Shared by all parts, which run in turn.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.rows = RowLoops(dtype)
+        self._memory: dict[tuple[str, int], Tensor] = {}
+
+    def scratch(self, name: str, rows: int, width: int) -> Tensor:
+        """[rows, width], valid until the next call with that name."""
+        memory = self._memory.get((name, width))
+        if memory is None or len(memory) < rows:
+            memory = self._memory[name, width] = torch.empty(rows, width, dtype=self.dtype)
+        return memory[:rows]
+
+
+@dataclass(eq=False)
+class FusedNorm(Fused):
+    """Root mean square normalisation over the last axis, any number of axes before it."""
+
+    weight: Tensor  # [width] float32
+    eps: float
+    loops: Loops
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or hidden.dtype != self.loops.dtype:
+            given: Tensor = self.own(hidden, *args, **kwargs)
+            return given
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        out = torch.empty_like(rows)
+        self.into(rows, out)
+        return out.view(hidden.shape)
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self.loops.rows.rms_norm(rows, self.weight, self.eps, out)
+
+
+Gate = Callable[
+    [Tensor, Tensor], None
+]  # gate and up side by side → their product, as `RowLoops.silu_and_mul`
+
+
+@dataclass(eq=False)
+class FusedMLP(Fused):
+    """down(activation(gate(x)) · up(x))"""
+
+    gate_up: Projection
+    down: Projection
+    gate: Gate
+    width: int  # of what the gate is for
+    loops: Loops
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or hidden.dtype != self.loops.dtype:
+            given: Tensor = self.own(hidden, *args, **kwargs)
+            return given
+        return self.rows(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """[rows, hidden] → so as well"""
+        gated = self.loops.scratch("gated", len(rows), self.width)
+        self.gate(self.gate_up(rows), gated)
+        return self.down(gated)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the rows of a layer's first projection divide."""
+
+    queries: int
+    kv: int
+    dim: int
+
+
+@dataclass(eq=False)
+class FusedAttention(Fused):
+    """Queries, keys and values from one linear layer, normalised and rotated in one pass, attended, projected."""
+
+    index: int  # the layer's
+    inputs: Projection
+    output: Projection
+    heads: Heads
+    query_norm: Tensor | None  # [head_dim] float32
+    key_norm: Tensor | None
+    eps: float
+    rotated: bool
+    loops: Loops
+    scores: Scores = field(default_factory=lambda: Scores(1.0))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = kwargs.get("past_key_values")
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        known = not args[1:] and isinstance(hidden, Tensor) and hidden.shape[0] == 1
+        if not (isinstance(step, FusedStep) and known and only_harmless(kwargs)):
+            return self.own(*args, **kwargs)
+        assert isinstance(hidden, Tensor)
+        return self.rows(hidden[0], self.rotation(kwargs), step)[None], None
+
+    def rotation(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines [tokens, rotary_dim], of what a layer was given."""
+        if not self.rotated:
+            return None
+        cos, sin = kwargs["position_embeddings"]
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
+        """[tokens, hidden] → so as well; rotation as it gives it"""
+        tokens, heads = len(rows), self.heads
+        projected = self.inputs(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
+        query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
+        key = self.loops.scratch("key", tokens, heads.kv * heads.dim)
+        query, key = query.view(tokens, heads.queries, heads.dim), key.view(tokens, heads.kv, heads.dim)
+        value = projected[:, heads.queries + heads.kv :]
+        pool = step.memory_of(self.index, projected.dtype)
+        self.loops.rows.rotate(
+            projected, self.query_norm, self.key_norm, self.eps, rotation, query, key, pool
+        )
+        attended = step.attend(self.index, query, key, value, self.scores, is_kept=pool is not None)
+        return self.output(attended.reshape(tokens, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Of a layer, in the order in which they come."""
+
+    before_attention: FusedNorm
+    before_mlp: FusedNorm
+    after_attention: FusedNorm | None = None
+    after_mlp: FusedNorm | None = None
+
+
+@dataclass(eq=False)
+class FusedLayer(Fused):
+    """x + attention(norm(x)), then x + MLP(norm(x)); with a norm of what is added, where a layer has those."""
+
+    attention: FusedAttention
+    mlp: nn.Module | FusedMLP
+    norms: Norms
+    gives_tuple: bool
+    loops: Loops
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        step = kwargs.get("past_key_values")
+        if (
+            args
+            or not isinstance(step, FusedStep)
+            or hidden_states.shape[0] != 1
+            or not only_harmless(kwargs)
+        ):
+            return self.own(hidden_states, *args, **kwargs)
+        rows = hidden_states[0].contiguous()
+        out = self.rows(rows, self.attention.rotation(kwargs), step)[None]
+        return (out,) if self.gives_tuple else out
+
+    def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
+        """[tokens, hidden] → so as well, in memory of its own: a model may keep what a layer gave it"""
+        norms, loops = self.norms, self.loops.rows
+        normed = self.loops.scratch("normed", *rows.shape)
+        norms.before_attention.into(rows, normed)
+        attended = self.attention.rows(normed, rotation, step)
+        if norms.after_attention is not None:
+            norms.after_attention.into(attended, attended)
+        total, norm = torch.empty_like(rows), norms.before_mlp
+        loops.add_rms_norm(rows, attended, norm.weight, norm.eps, total, normed)
+        more = self._mlp(normed)
+        if norms.after_mlp is not None:
+            norms.after_mlp.into(more, more)
+        loops.add(total, more, total)
+        return total
+
+    def _mlp(self, rows: Tensor) -> Tensor:
+        if isinstance(self.mlp, FusedMLP):
+            return self.mlp.rows(rows)
+        given = self.mlp(rows[None])
+        mixed: Tensor = given[0] if isinstance(given, tuple) else given
+        return mixed.reshape(rows.shape).contiguous()
+
+
+def only_harmless(kwargs: dict[str, Any]) -> bool:
+    """Whether nothing is given that could change what a layer computes."""
+    return all(given is None or name in _KNOWN for name, given in kwargs.items())
+
+
+_KNOWN = HARMLESS | {"hidden_states", "attention_mask", "past_key_values"}

@@ -1,0 +1,229 @@
+"""Our pool under a transformers model, by public hooks and without touching the model's code.
+
+    cache       `update` of the step's cache writes the new K and V to the pool, marks both tensors, returns them
+    mask        a model's own create_*_mask gives the pattern (mask_pattern.py); no mask tensor is ever built
+    attention   the marks on K and V lead to the step and the layer; the kernel reads the pool
+    expand_kv   latents (MLA) that carry our marks are not expanded; attention reads them with absorbed weights
+
+The marks make the hooks free of ambient state. They are also the proof that K and V reached attention unchanged:
+whatever a model does to them in between (splitting heads, repeating them) makes a tensor without a mark. That is
+refused rather than attended to wrongly, unless the module runs one sequence at a time (module_parts.py) and so has
+all of its K and V at hand. Both tensors are checked, since some models change only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+
+from rootstock.kernels.api import Scores
+from rootstock.kernels.torch.gathered_attention import attend_dense
+from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
+
+_MARK = "_rootstock"
+
+# What models pass to attention and what changes nothing in it, or is said by the mask as well.
+HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "training",
+    "use_cache",
+}
+
+
+class LayerUnsupported(Exception):
+    """A layer does what the hooks cannot serve. The loader turns it into ModelUnsupported."""
+
+    def __init__(self, reason: str, *, module: str | None = None, layer: int | None = None) -> None:
+        where = [] if layer is None else [f"layer {layer}"]
+        where += [] if module is None else [module]
+        super().__init__(f"{' '.join(where) or 'the model'} {reason}")
+
+
+class MarkedLayer(Protocol):
+    """What the mark on K and V leads to: one layer within one forward."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scores: Scores,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        """query [1, q_heads, tokens, head_dim], key and value [1, kv_heads, tokens, …] as `update` gave them
+        → [1, tokens, q_heads, value_dim]; `extra` is what else the model passed to attention."""
+        ...
+
+
+def mark(key: Tensor, value: Tensor, layer: MarkedLayer) -> None:
+    setattr(key, _MARK, layer)
+    setattr(value, _MARK, layer)
+
+
+def marked(key: Tensor, value: Tensor) -> MarkedLayer | None:
+    """The layer, if both are what it gave to the model."""
+    layer: MarkedLayer | None = getattr(key, _MARK, None)
+    return layer if getattr(value, _MARK, None) is layer else None
+
+
+class Unexpanded:
+    """In place of a module's `expand_kv`: latents that carry our marks stay as they are, all others are expanded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv  # type: ignore[assignment]
+
+    def __call__(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim]: no heads yet"""
+        if marked(latent, rotary) is None:
+            return self.expand(latent, rotary)
+        return latent, rotary
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("expand_kv"), Unexpanded)
+
+
+def expansion(module: nn.Module) -> Tensor:
+    """[q_heads, nope_dim + value_dim, rank] the weight that expands latents, by head: of each its part of the keys,
+    then its values. Raises LayerUnsupported for a module that expands them in another way."""
+    linear = getattr(module, "kv_b_proj", None)
+    nope_dim, value_dim = getattr(module, "qk_nope_head_dim", None), getattr(module, "v_head_dim", None)
+    if (
+        not isinstance(linear, nn.Linear)
+        or getattr(linear, "bias", None) is not None
+        or not nope_dim
+        or not value_dim
+    ):
+        raise LayerUnsupported("expands latents in a way of its own", module=type(module).__name__)
+    weight: Tensor = linear.weight.view(-1, nope_dim + value_dim, linear.in_features)
+    return weight
+
+
+class RunsAlone(Protocol):
+    """What stands in a module's `forward` if it is run one sequence at a time, on dense K and V and a real mask."""
+
+    alone: bool
+
+
+def runs_alone(module: nn.Module) -> bool:
+    return bool(getattr(vars(module).get("forward"), "alone", False))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; parameter names are its own. Dropout is 0 outside training."""
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    layer = marked(key, value)
+    if layer is not None:
+        return layer.attend(module, query, key, value, attention_mask, scores, extra), None
+    if runs_alone(module):
+        return _attend_alone(module, query, key, value, attention_mask, scores, extra), None
+    raise LayerUnsupported(
+        "changes K or V between the cache and attention",
+        module=type(module).__name__,
+        layer=getattr(module, "layer_idx", None),
+    )
+
+
+def _attend_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    scores: Scores,
+    extra: dict[str, Any],
+) -> Tensor:
+    """One sequence with all of its K and V, and with what exotic attention adds: a bias, or the keys it chose."""
+    chosen, bias = extra.get("indices"), extra.get("position_bias")
+    refuse_unknown(module, {name: extra[name] for name in extra if name not in ("indices", "position_bias")})
+    if not isinstance(mask, Tensor):
+        raise LayerUnsupported(
+            f"attends with {type(mask).__name__} as its mask", module=type(module).__name__
+        )
+    end = key.shape[2]
+    allowed = mask[0, :, :, :end]  # [1 or q_heads, new, end]
+    if allowed.dtype != torch.bool:  # what hides a position is added to its score
+        bias = allowed if bias is None else allowed + bias[0]
+        allowed = torch.ones(allowed.shape[-2:], dtype=torch.bool, device=key.device)
+    elif bias is not None:
+        bias = bias[0]
+    if chosen is not None:  # [1, new, chosen] positions of keys
+        kept = torch.zeros(allowed.shape[-2:], dtype=torch.bool, device=key.device)
+        allowed = allowed & kept.scatter(-1, chosen[0].long(), True)
+    allowed = allowed[0] if allowed.dim() == 3 and len(allowed) == 1 else allowed
+    out = attend_dense(query[0], key[0], value[0], end - query.shape[2], scores, allowed, bias)
+    return out.transpose(0, 1)[None].contiguous()
+
+
+def refuse_unknown(module: nn.Module, extra: dict[str, Any]) -> None:
+    unknown = sorted(name for name, given in extra.items() if given is not None and name not in HARMLESS)
+    if unknown:
+        raise LayerUnsupported(
+            f"passes {', '.join(unknown)} to attention, which this version does not know",
+            module=type(module).__name__,
+            layer=getattr(module, "layer_idx", None),
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """What a model sees as its cache for one forward: it owns nothing, and says no more than it is asked.
+
+    Positions are given to the model explicitly, so the model as a whole is told a length of 0. Who keeps what
+    (`update`, states, indexer keys) is up to the subclass; the rest is refused here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # transformers' word for "no limit"
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        layer = next((a for a in (*args, *kwargs.values()) if isinstance(a, int)), None)
+        raise LayerUnsupported("keeps something that this cache does not keep", layer=layer)
+
+    update = update_indexer = has_previous_state = _refuse
+    get_conv_state = update_conv_state = _refuse
+    get_recurrent_state = update_recurrent_state = _refuse
+    get_linear_cache = set_linear_cache = _refuse

@@ -1,0 +1,185 @@
+"""How each attention layer is served in a packed step, found by running the model once over the hooks.
+
+A module that does something of its own there is set apart, to be run one sequence at a time; so are, by groups, the
+recurrent mixers that the survey found. Nothing is treated as full attention because nobody said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.kernels.api import Scores
+from rootstock.kernels.spans import EVERYTHING
+from rootstock.kernels.torch.gathered_attention import attend_dense
+from rootstock.runtime.torch.hooks import (
+    LayerUnsupported,
+    Unexpanded,
+    expansion,
+    keeps_latents,
+    mark,
+    refuse_unknown,
+    runs_alone,
+)
+from rootstock.runtime.torch.inspect.config import layer_class
+from rootstock.runtime.torch.inspect.layout import Layout, Seen, lay_out
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
+from rootstock.runtime.torch.inspect.survey import (
+    PROBE_TOKENS,
+    SurveyCache,
+    Surveyed,
+    Watch,
+    forward_few,
+    say,
+)
+from rootstock.runtime.torch.lazy_rows import OutOfMemory
+from rootstock.runtime.torch.module_parts import Part, PartByPart, StepCache
+
+
+def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Layout:
+    """Finds how each layer is served in a packed step, and puts what it needs in place (`undo_parts` undoes it).
+    Raises LayerUnsupported if some layer cannot be packed."""
+    for module in model.modules():
+        if callable(getattr(module, "expand_kv", None)):
+            module.expand_kv = Unexpanded(module)  # type: ignore[assignment]
+    attention = set(found.attention.values())
+    for module in {mixer for mixers in found.mixers.values() for mixer in mixers}:
+        _run_by_parts(module, alone=module in attention)
+    while True:
+        cache = ProbeCache(device)
+        try:
+            with cache.watching(model):
+                forward_few(model, found.calling, cache, device)
+            seen = cache.seen()
+            break
+        except OutOfMemory:
+            raise
+        except Exception as error:  # of a hook, or of the model's code where it meets what the hooks gave it
+            culprit = next((m for m in reversed(cache.running) if m in attention), None)
+            if culprit is None or runs_alone(culprit):
+                if isinstance(error, LayerUnsupported):
+                    raise
+                raise LayerUnsupported(
+                    f"cannot be packed ({say(error)})", module=type(model).__name__
+                ) from error
+            # All that are like it, so that a deep model is not probed once for every layer.
+            likeness = _likeness(found, culprit)
+            for module in attention:
+                if type(module) is type(culprit) and _likeness(found, module) == likeness:
+                    _run_by_parts(module, alone=True)
+    for index, module in found.attention.items():
+        if runs_alone(module):
+            seen[index] = Seen("alone", EVERYTHING)
+        elif index not in seen:
+            raise LayerUnsupported(
+                "gives K and V to the cache and does not attend to them",
+                module=f"({layer_class(model, index)})",
+                layer=index,
+            )
+    return lay_out(found, seen, context_limit)
+
+
+def _run_by_parts(module: nn.Module, *, alone: bool) -> None:
+    vars(module).pop("forward", None)
+    module.forward = PartByPart(module, alone=alone)
+
+
+def _likeness(found: Surveyed, module: nn.Module) -> set[tuple[bool, tuple[int, ...]]]:
+    return {
+        (index in found.indexer, tuple(found.keys[index].shape))
+        for index, owner in found.attention.items()
+        if owner is module
+    }
+
+
+def undo_parts(model: nn.Module) -> None:
+    """Every module as its class says."""
+    for module in model.modules():
+        for name, kind in (("forward", PartByPart), ("expand_kv", Unexpanded)):
+            if isinstance(vars(module).get(name), kind):
+                delattr(module, name)
+
+
+class ProbeCache(Watch, StepCache):
+    """A packed step of one sequence that starts. Layers attend densely, and write down what they were asked."""
+
+    def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
+        super().__init__()
+        self._device = device
+        self._tokens = tokens
+        self._layers: dict[int, _ProbedLayer] = {}
+
+    def seen(self) -> dict[int, Seen]:
+        return {index: layer.seen for index, layer in self._layers.items() if layer.seen is not None}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self._layers[layer_idx] = _ProbedLayer(layer_idx, key_states, value_states)
+        mark(key_states, value_states, layer)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        return 0 if layer_idx is None else torch.zeros(self._tokens, dtype=torch.int64, device=self._device)
+
+    def sequences(self) -> Iterator[Part]:
+        part = SurveyCache(self._device, self._tokens)
+        part.running = self.running
+        yield Part(torch.arange(self._tokens, device=self._device)[None], part, 0)
+
+    def groups(self) -> Iterator[Part]:
+        return self.sequences()
+
+
+class _ProbedLayer:
+    def __init__(self, index: int, key: Tensor, value: Tensor) -> None:
+        self._index = index
+        self._key = key
+        self._value = value
+        self.seen: Seen | None = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scores: Scores,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        refuse_unknown(module, extra)
+        seen = self._how(module, query, key, mask, scores)
+        if self.seen is not None and self.seen.family != seen.family:
+            raise self._refusal(module, "is attended to with two different masks")
+        self.seen = seen
+        if seen.kind == "latent":
+            if seen.softcap:
+                raise self._refusal(module, "caps the scores of latents")
+            expansion(module)  # or a refusal
+            key, value = vars(module)["expand_kv"].expand(key, value)
+        return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None].contiguous()
+
+    def _how(self, module: nn.Module, query: Tensor, key: Tensor, mask: object, scores: Scores) -> Seen:
+        if not isinstance(mask, MaskPattern):
+            raise self._refusal(module, f"attends with a mask of its own ({type(mask).__name__})")
+        family = mask.rule(query.device)
+        if family is None:
+            name = getattr(mask.function, "__qualname__", mask.function)
+            raise self._refusal(
+                module, f"attends with the pattern {name!r} over {mask.local_size or 'all'} positions"
+            )
+        if query.dtype != key.dtype:
+            raise self._refusal(module, f"mixes {query.dtype} and {key.dtype} in attention")
+        softcap = scores.softcap is not None or (self.seen is not None and self.seen.softcap)
+        if keeps_latents(module):
+            return Seen("latent", family, softcap)
+        if query.shape[1] % key.shape[1]:
+            raise self._refusal(module, f"has {query.shape[1]} query and {key.shape[1]} key heads")
+        return Seen("plain", family, softcap)
+
+    def _refusal(self, module: nn.Module, reason: str) -> LayerUnsupported:
+        return LayerUnsupported(reason, module=f"({type(module).__name__})", layer=self._index)

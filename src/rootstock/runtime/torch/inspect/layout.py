@@ -1,0 +1,94 @@
+"""From layers to families: the memory that a model needs on one rung of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily, token_families
+from rootstock.kernels.spans import EVERYTHING
+from rootstock.runtime.torch.inspect.survey import Calling, Surveyed
+from rootstock.runtime.torch.kv_pool import Kind, LayerShape
+from rootstock.runtime.torch.state_pool import StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What every layer keeps, and how the model is called."""
+
+    calling: Calling
+    vocab_size: int
+    families: tuple[Family, ...]
+    layers: tuple[LayerShape, ...]  # that keep something per position, in the order in which they run
+    states: tuple[StateShape, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of everything that is kept."""
+        return {layer.kept_dtype for layer in self.layers} | {state.stored for state in self.states}
+
+    def with_stored_states(self, stored: torch.dtype) -> Layout:
+        """Recurrent states rounded to this dtype in their slots."""
+        states = tuple(state.stored_as(stored) for state in self.states)
+        families = tuple(
+            replace(family, bytes_per_state=sum(state.bytes_per_state for state in states))
+            if isinstance(family, RecurrentState)
+            else family
+            for family in self.families
+        )
+        return replace(self, families=families, states=states)
+
+    def with_rounded_rows(self) -> Layout:
+        """K and V in 8 bits: of all layers but those that keep latents, and without the indexers' keys."""
+        layers = tuple(replace(layer, is_rounded=layer.kind != "latent") for layer in self.layers)
+        rules = self.families[: max((layer.family + 1 for layer in layers), default=0)]
+        families = tuple(
+            replace(family, bytes_per_token=_bytes_per_token(layers, number))
+            for number, family in enumerate(token_families(rules))
+        )
+        return replace(self, families=(*families, *self.families[len(families) :]), layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How a layer attends."""
+
+    kind: Kind
+    family: TokenFamily  # its rule; counts mean nothing
+    softcap: bool = False
+
+
+def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layout:
+    """Families of all that was surveyed, in the order of the description: full attention, windows and chunks as they
+    come, states."""
+    rules = {index: _within(layer.family, context_limit) for index, layer in seen.items()}
+    order = sorted(dict.fromkeys(rules.values()), key=lambda rule: not isinstance(rule, FullAttention))
+    layers = tuple(
+        found.shape(index, seen[index].kind, order.index(rules[index]), softcap=seen[index].softcap)
+        for index in found.keys
+    )
+    families: list[Family] = []
+    for number, rule in enumerate(order):
+        its = [layer for layer in layers if layer.family == number]
+        families.append(replace(rule, layers=len(its), bytes_per_token=_bytes_per_token(layers, number)))
+    if found.states:
+        kept = len({shape.key.layer for shape in found.states})
+        families.append(RecurrentState(kept, sum(shape.bytes_per_state for shape in found.states)))
+    return Layout(found.calling, found.vocab_size, tuple(families), layers, tuple(found.states))
+
+
+def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
+    return sum(layer.bytes_per_token for layer in layers if layer.family == family)
+
+
+def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
+    """A window or chunk as long as all that the model reads hides nothing."""
+    return EVERYTHING if family.tail_start(context_limit - 1) == 0 else family
+
+
+def sequential_layout(found: Surveyed) -> Layout:
+    """For one sequence per forward: every layer keeps every position, and the model's own masks say what it sees."""
+    seen = {index: Seen("alone", EVERYTHING) for index in found.keys}
+    return lay_out(found, seen, context_limit=1)

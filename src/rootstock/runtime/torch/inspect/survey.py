@@ -1,0 +1,210 @@
+"""What a model keeps, found by letting it run as its file says: which module gives what to which layer of a cache.
+
+A layer that keeps what it remembers anywhere else is refused, with its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rootstock.runtime.torch.hooks import LayerUnsupported
+from rootstock.runtime.torch.inspect.config import NO_MEMORY, declared_kinds, layer_class, text_config
+from rootstock.runtime.torch.kv_pool import Kind, LayerShape
+from rootstock.runtime.torch.lazy_rows import OutOfMemory
+from rootstock.runtime.torch.state_pool import StateCache, StateShape, shapes_of
+
+PROBE_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How this model wants to be called."""
+
+    cache: str  # the parameter that takes the cache
+    use_cache: bool  # what makes it use the one that is given, and make none of its own
+    positions: bool  # whether it takes position ids
+    keeps_rows: bool  # whether it takes an index tensor of the rows to score
+
+    def __call__(
+        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
+    ) -> Tensor:
+        """ids and positions [tokens], rows [rows] of them → logits [rows, vocab]"""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        if self.keeps_rows:
+            given["logits_to_keep"] = rows
+        logits: Tensor = model(**given).logits[0]
+        return logits if self.keeps_rows else logits[rows]
+
+    def own(self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object) -> Any:
+        """As anybody would call it: with the cache that it made itself, None at first. → all it gives out"""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": True}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        return model(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What the model gives to a cache, layer by layer, in the order in which it runs them."""
+
+    calling: Calling
+    vocab_size: int  # width of the logits
+    keys: dict[int, Tensor]  # [1, kv_heads, tokens, key_dim], an example
+    values: dict[int, Tensor]  # [1, kv_heads, tokens, value_dim], an example
+    indexer: dict[int, Tensor]  # [1, tokens, indexer_dim], an example
+    states: list[StateShape]
+    attention: dict[int, nn.Module]  # the innermost module that gives K and V
+    mixers: dict[int, list[nn.Module]]  # the innermost modules that ask for states
+
+    def shape(self, index: int, kind: Kind, family: int, *, softcap: bool) -> LayerShape:
+        """What layer `index` keeps per position, served in this way."""
+        key, value, indexer = self.keys[index], self.values[index], self.indexer.get(index)
+        return LayerShape(
+            index,
+            type(self.attention[index]).__name__,
+            kind,
+            family,
+            kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            dtype=key.dtype,
+            softcap=softcap,
+            indexer_dim=0 if indexer is None else indexer.shape[-1],
+            indexer_dtype=torch.float32 if indexer is None else indexer.dtype,
+        )
+
+
+def survey(model: nn.Module, device: torch.device) -> Surveyed:
+    """One forward of a few tokens, as the model's file says. Raises LayerUnsupported if a layer keeps what it
+    remembers anywhere else than in the cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    name = f"{type(model).__name__} (of {layer_class(model, 0)})"
+    cache_name = next((given for given in ("past_key_values", "cache_params") if given in parameters), None)
+    if cache_name is None:
+        raise LayerUnsupported("takes no cache, so its memory cannot be kept", module=name)
+    for use_cache in (False, True):
+        calling = Calling(cache_name, use_cache, "position_ids" in parameters, "logits_to_keep" in parameters)
+        cache = SurveyCache(device)
+        try:
+            with cache.watching(model):
+                logits = forward_few(model, calling, cache, device)
+        except (LayerUnsupported, *OutOfMemory):
+            raise
+        except Exception as error:  # of the model's own code, when it meets a cache that it does not know
+            raise LayerUnsupported(f"cannot use a cache from outside ({say(error)})", module=name) from error
+        found = cache.found(calling, logits.shape[-1])
+        if found.keys or found.states:
+            break
+    for index, kind in enumerate(declared_kinds(text_config(model))):
+        if kind != NO_MEMORY and index not in found.attention and index not in found.mixers:
+            raise LayerUnsupported(
+                f"is declared as {kind}, but keeps its memory outside the cache",
+                module=f"({layer_class(model, index)})",
+                layer=index,
+            )
+    return found
+
+
+def forward_few(
+    model: nn.Module, calling: Calling, cache: object, device: torch.device, tokens: int = PROBE_TOKENS
+) -> Tensor:
+    """→ [tokens, vocab]"""
+    positions = torch.arange(tokens, device=device)
+    with torch.inference_mode():
+        return calling(model, (positions + 1) % text_config(model).vocab_size, positions, cache, positions)
+
+
+def say(error: Exception) -> str:
+    """In one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class Watch:
+    """Knows which modules are running."""
+
+    running: list[nn.Module]  # outermost first
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        self.running = []
+
+        def enter(module: nn.Module, inputs: object) -> None:
+            self.running.append(module)
+
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
+            self.running.pop()
+
+        hooks = [m.register_forward_pre_hook(enter) for m in model.modules()]
+        hooks += [m.register_forward_hook(leave) for m in model.modules()]
+        try:
+            yield  # if the model raises, `running` says where
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class SurveyCache(Watch, StateCache):
+    """Takes everything of one sequence that starts, and says nothing of it back."""
+
+    def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
+        super().__init__(None, torch.zeros(1, dtype=torch.int64, device=device), continues=False)
+        self._tokens = tokens
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._indexer: dict[int, Tensor] = {}
+        self._attention: dict[int, nn.Module] = {}
+        self._mixers: dict[int, list[nn.Module]] = {}
+
+    def found(self, calling: Calling, vocab_size: int) -> Surveyed:
+        states = [
+            shape for index, scratch in self.layers_touched.items() for shape in shapes_of(index, scratch)
+        ]
+        return Surveyed(
+            calling,
+            vocab_size,
+            self._keys,
+            self._values,
+            self._indexer,
+            states,
+            self._attention,
+            self._mixers,
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        shape, heads = tuple(key_states.shape), value_states.shape[1]
+        if layer_idx in self._keys:
+            raise self._refusal("gives K and V to the cache twice", layer_idx)
+        if len(shape) != 4 or shape[0] != 1 or shape[2] != self._tokens:
+            raise self._refusal(f"gives the cache K of shape {shape} for {self._tokens} tokens", layer_idx)
+        if heads != shape[1]:
+            raise self._refusal(f"has {shape[1]} heads of keys, and {heads} of values", layer_idx)
+        if key_states.dtype != value_states.dtype:
+            raise self._refusal(f"mixes {key_states.dtype} and {value_states.dtype} in K and V", layer_idx)
+        self._keys[layer_idx], self._values[layer_idx] = key_states, value_states
+        self._attention[layer_idx] = self.running[-1]
+        return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        self._indexer[layer_idx] = indexer_key_states
+        return indexer_key_states
+
+    def _refusal(self, reason: str, layer_idx: int) -> LayerUnsupported:
+        return LayerUnsupported(reason, module=f"({type(self.running[-1]).__name__})", layer=layer_idx)
+
+    def _touch(self, layer_idx: int) -> Any:
+        mixers = self._mixers.setdefault(layer_idx, [])
+        if self.running[-1] not in mixers:
+            mixers.append(self.running[-1])
+        return super()._touch(layer_idx)

@@ -1,0 +1,445 @@
+"""Linear layers of a loaded model, packed for the device that runs them, without touching the model's code.
+
+A plain `nn.Linear` gets a `forward` of its own that multiplies with packed weights; the weights that the file gave
+it go. In their place stands a tensor of the same shape and dtype that has no memory and reads as NaN: whoever would
+still read `linear.weight` gets neither a wrong answer nor a right one by chance. Everything else is left alone:
+subclasses of `nn.Linear`, modules with hooks or parametrizations, experts in raw parameters. A head that is tied to
+the embedding is packed, and the embedding keeps what it has.
+
+Some code reads a linear's weight directly (latents are attended with absorbed weights, some mixers multiply by hand).
+The model is run once before, and who reads what is watched: such a linear stays as it is. Afterwards the same is run
+again: what differs by more than rounding, or is not a number, was read in a way that nobody saw, and all is put back.
+
+Asked to, weights are rounded to fewer bits while they are packed (`--quantize`). What cannot be rounded stays what
+it was, packed or plain, and is told with the reason. The head, whose errors go straight into the logits, is not
+rounded to less than 8 bits.
+
+Linears that are called with the same input can be packed as one (`groups`): who knows the model calls the group, and
+the model's own code goes on calling the members, of which the first computes for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rootstock.errors import InvalidOption
+from rootstock.kernels.torch.linear import Linear, Plain, Prepacked, is_packed, prepare, stacked
+from rootstock.runtime.base import Logits
+from rootstock.runtime.torch.self_check import relative_error
+
+if TYPE_CHECKING:  # Numba is imported with it, which only rounding needs
+    from rootstock.kernels.torch.quantized_linear import Rounding, Scratch
+
+_SAMPLE_ROWS = 4
+
+# What may be asked of a weight whose numbers are gone.
+_SHAPE_ONLY = {
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "is_cpu", "is_cuda", "is_mps",
+    "is_xpu", "is_sparse", "is_quantized", "is_leaf", "grad", "names", "itemsize", "nbytes", "size", "dim", "numel",
+    "nelement", "element_size", "is_floating_point", "is_complex", "get_device", "__len__", "__hash__", "_is_view",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Packing:
+    """What became of a model's linear layers."""
+
+    groups: list[
+        Linear | None
+    ]  # of the groups that were asked for; None: its members could not be packed as one
+    packed: int = 0  # modules
+    kept: dict[str, str] = field(default_factory=dict)  # name of each linear that stays as it is → why
+    unrounded: dict[str, str] = field(
+        default_factory=dict
+    )  # name of each that should have fewer bits → why not
+    rounded: dict[str, float] = field(
+        default_factory=dict
+    )  # name of each that has → relative error of its products
+    difference: float = 0.0  # relative error of the logits by all of it
+
+
+Way = Literal["packed", "int8", "int4", ""]  # "": left as it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Linears that share one product: the members of a group, or one; all of them again where weights are shared."""
+
+    names: list[str]
+    modules: list[nn.Linear]
+    way: Way
+
+    @property
+    def weights(self) -> tuple[object, ...]:
+        """Names the numbers: equal for layers that share them."""
+        return self.way, *(
+            0 if tensor is None else tensor.data_ptr()
+            for module in self.modules
+            for tensor in (module.weight, module.bias)
+        )
+
+
+def pack_linears(
+    model: nn.Module,
+    groups: Sequence[Sequence[nn.Linear]],
+    exercise: Callable[[], dict[str, Logits]],
+    allowed: Callable[[], float],
+    progress: Callable[[float], None],
+    quantize: str = "none",
+) -> Packing:
+    """Packs module by module, and frees as it goes: the model's memory is never there twice.
+
+    `exercise` runs the model in all the ways in which it will be run: logits of each. `allowed` is the
+    `relative_error` that packing may cause in them; asked if they do change. What rounding to fewer bits causes is
+    told, not judged. Raises InvalidOption if the model cannot run with rounded weights.
+    """
+    packing = Packing([None] * len(groups))
+    linears = {module: name for name, module in model.named_modules() if type(module) is nn.Linear}
+    for linear in [linear for linear in linears if _is_changed(linear)]:
+        packing.kept[linears.pop(linear)] = "it has hooks or a forward of its own"
+    ways = _ways(model, linears, quantize, packing)
+    for linear in [linear for linear in linears if not ways[linear]]:
+        packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} is multiplied as it lies"
+    if linears:
+        before, read = _watched(linears, exercise)
+        for linear in read:
+            packing.kept[linears.pop(linear)] = "its weight is read by other code"
+        _pack(linears, ways, groups, packing, progress)
+        packing.difference = _difference(exercise(), before)
+        if packing.rounded:
+            if packing.difference == float("inf"):
+                raise InvalidOption(
+                    "--quantize", quantize, "none: this model computes no numbers with such weights"
+                )
+        elif not (packing.difference == 0.0 or packing.difference <= allowed()):
+            _restore(linears, packing, f"with packed weights the logits differ by {packing.difference:.2g}")
+    for number, group in enumerate(groups):
+        if packing.groups[number] is None:
+            packing.groups[number] = _side_by_side(group)
+    progress(1.0)
+    return packing
+
+
+def packed_of(module: nn.Module) -> Linear | None:
+    """What a linear multiplies with, if it is packed and for itself alone."""
+    forward = vars(module).get("forward")
+    return forward.linear if isinstance(forward, _Packed) else None
+
+
+def _ways(
+    model: nn.Module, linears: dict[nn.Linear, str], quantize: str, packing: Packing
+) -> dict[nn.Linear, Way]:
+    """How each linear is to be multiplied."""
+    ways: dict[nn.Linear, Way] = {linear: "packed" if is_packed(linear.weight) else "" for linear in linears}
+    if quantize == "none":
+        return ways
+    from rootstock.kernels.torch.quantized_linear import not_rounded
+
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    for linear, name in linears.items():
+        rounding: Rounding = "int8" if quantize == "int8" or linear is head else "int4"
+        if reason := not_rounded(linear.weight, rounding):
+            packing.unrounded[name] = reason
+        else:
+            ways[linear] = rounding
+    return ways
+
+
+# ------------------------------------------------------------------------------------------------- who reads
+
+
+def _is_changed(linear: nn.Linear) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = set(linear._parameters) - {"weight", "bias"}
+    return bool("forward" in vars(linear) or own or any(getattr(linear, name, None) for name in hooks))
+
+
+def _watched(
+    linears: dict[nn.Linear, str], exercise: Callable[[], dict[str, Logits]]
+) -> tuple[dict[str, Logits], list[nn.Linear]]:
+    """What the model computes, and the linears whose numbers are used outside of their own forward."""
+    own = {linear: linear.weight for linear in linears}
+    watch = _Watch(linears)
+    try:
+        with watch:
+            computed = exercise()
+    finally:
+        for linear, weight in own.items():
+            linear.weight = weight
+            del linear.forward
+    return computed, [linear for linear in linears if id(linear) in watch.read]
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every operation on a weight. Each linear gets a parameter of its own for that, on the same memory, so that
+    a tied head can be told from the embedding."""
+
+    def __init__(self, linears: dict[nn.Linear, str]) -> None:
+        super().__init__()
+        self.read: set[int] = set()  # ids of modules
+        self._inside: nn.Linear | None = None
+        self._owners: dict[int, nn.Linear] = {}
+        for linear in linears:
+            linear.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+            self._owners[id(linear.weight)] = linear
+            linear.forward = self._watching(linear)  # type: ignore[method-assign, assignment]
+
+    def _watching(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            self._inside = linear
+            try:
+                return nn.Linear.forward(linear, x)
+            finally:
+                self._inside = None
+
+        return forward
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for given in _flat((*args, *kwargs.values())):
+            owner = self._owners.get(id(given))
+            if owner is not None and owner is not self._inside and _asked(func) not in _SHAPE_ONLY:
+                self.read.add(id(owner))
+        return func(*args, **kwargs)
+
+
+def _flat(given: Sequence[Any]) -> Iterator[Any]:
+    for one in given:
+        if isinstance(one, (tuple, list)):
+            yield from _flat(one)
+        else:
+            yield one
+
+
+def _asked(func: Any) -> str:
+    """An attribute's name, or an operation's."""
+    name = str(getattr(func, "__name__", ""))
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
+
+
+# --------------------------------------------------------------------------------------------------- packing
+
+
+def _pack(
+    linears: dict[nn.Linear, str],
+    ways: dict[nn.Linear, Way],
+    groups: Sequence[Sequence[nn.Linear]],
+    packing: Packing,
+    progress: Callable[[float], None],
+) -> None:
+    jobs, numbers = _jobs(linears, ways, groups)
+    total = sum(job.modules[0].weight.numel() for job in jobs)
+    done = 0
+    scratch = None
+    if {"int8", "int4"} & set(ways.values()):
+        from rootstock.kernels.torch.quantized_linear import Scratch
+
+        scratch = Scratch()
+    same: dict[tuple[object, ...], list[_Job]] = {}
+    for job in jobs:
+        same.setdefault(job.weights, []).append(job)
+    for sharing in same.values():
+        job = sharing[0]
+        weight, bias = stacked(
+            [module.weight.detach() for module in job.modules], [module.bias for module in job.modules]
+        )
+        done += sum(each.modules[0].weight.numel() for each in sharing)
+        linear, wrong, error = _made(weight, bias, job.way, scratch)
+        del weight, bias
+        for each in sharing:
+            if wrong and job.way != "packed":
+                packing.unrounded |= dict.fromkeys(each.names, wrong)
+            if linear is None:
+                packing.kept |= dict.fromkeys(each.names, wrong)
+                continue
+            _replace(each, linear)
+            packing.packed += len(each.modules)
+            if error is not None:
+                packing.rounded |= dict.fromkeys(each.names, error)
+            if id(each) in numbers:
+                packing.groups[numbers[id(each)]] = linear
+        progress(done / total)
+
+
+def _jobs(
+    linears: dict[nn.Linear, str], ways: dict[nn.Linear, Way], groups: Sequence[Sequence[nn.Linear]]
+) -> tuple[list[_Job], dict[int, int]]:
+    """In the model's order, and id of a job → number of its group. A linear is in one group at most."""
+    members = Counter(member for group in groups for member in group)
+    assert all(count == 1 for count in members.values()), "a linear is in one group at most"
+    jobs, numbers, grouped = [], {}, set()
+    for number, group in enumerate(groups):
+        if all(
+            member in linears and _alike(member, group[0]) and ways[member] == ways[group[0]]
+            for member in group
+        ):
+            job = _Job([linears[member] for member in group], list(group), ways[group[0]])
+            jobs.append(job)
+            numbers[id(job)] = number
+            grouped |= set(group)
+    jobs += [
+        _Job([name], [linear], ways[linear]) for linear, name in linears.items() if linear not in grouped
+    ]
+    return jobs, numbers
+
+
+def _alike(one: nn.Linear, other: nn.Linear) -> bool:
+    return one.weight.dtype == other.weight.dtype and one.weight.shape[1] == other.weight.shape[1]
+
+
+def _made(
+    weight: Tensor, bias: Tensor | None, way: Way, scratch: Scratch | None
+) -> tuple[Linear | None, str, float | None]:
+    """What to multiply with, why it is not what was asked for, and the relative error of products with rounded
+    weights: all by a few random rows."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.dtype)
+    expected = nn.functional.linear(x, weight, bias).float()
+    size, rounding = _rms(expected), torch.finfo(weight.dtype).eps * _rms(expected)
+    wrong = ""
+    if scratch is not None and (way == "int8" or way == "int4"):
+        from rootstock.kernels.torch.quantized_linear import FEW_ROWS, rounded
+
+        linear = rounded(weight, bias, way, scratch)
+        few = linear(x).float()
+        # Many rows go through loops of ours, which know nothing of the order in which torch packs.
+        difference = _rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
+        if difference <= 4 * rounding:
+            return linear, "", _rms(few - expected) / size if size else 0.0
+        wrong = f"few and many rows differ by {difference:.2g}, allowed is {4 * rounding:.2g}"
+    if is_packed(weight):
+        linear = prepare(weight, bias)
+        difference = _rms(linear(x).float() - expected)
+        if difference <= rounding:
+            return linear, wrong, None
+        wrong = f"packed it is off by {difference:.2g}, allowed is {rounding:.2g}"
+    return None, wrong, None
+
+
+def _replace(job: _Job, linear: Linear) -> None:
+    forwards: list[Any]
+    if len(job.modules) == 1:
+        forwards = [_Packed(linear)]
+    else:
+        together = _Together(linear, [module.out_features for module in job.modules])
+        forwards = [_Member(together, number) for number in range(len(job.modules))]
+    for module, forward in zip(job.modules, forwards, strict=True):
+        gone = torch.full((), torch.nan, dtype=module.weight.dtype).expand(module.weight.shape)
+        module.weight = nn.Parameter(gone, requires_grad=False)
+        module.forward = forward  # type: ignore[method-assign]
+
+
+class _Packed:
+    """A linear's `forward`."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.linear(input)
+
+
+class _Together:
+    """One product for several linears that are called with the same tensor, one after the other."""
+
+    def __init__(self, linear: Linear, sizes: list[int]) -> None:
+        self.linear = linear
+        self.sizes = sizes
+        self._input: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """x […, in] → […, sizes[number]]. Whoever asks twice for one input gets it computed anew: it may have been
+        written to since."""
+        if self._input is not x or number not in self._parts:
+            self._input = x
+            self._parts = dict(enumerate(torch.split(self.linear(x), self.sizes, -1)))
+        part = self._parts.pop(number)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+class _Member:
+    """`forward` of one of several linears."""
+
+    def __init__(self, together: _Together, number: int) -> None:
+        self.together = together
+        self.number = number
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.together.part(self.number, input)
+
+
+def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
+    """Plain weights below each other in one tensor, of which each member keeps its part. None: they are not plain."""
+    first = group[0]
+    for member in group:
+        if type(member) is not nn.Linear or _is_changed(member) or not _alike(member, first):
+            return None
+    weight, bias = stacked([member.weight.detach() for member in group], [member.bias for member in group])
+    parts = torch.split(weight, [member.out_features for member in group])
+    for member, part in zip(group, parts, strict=True):
+        member.weight = nn.Parameter(part, requires_grad=False)
+    return Plain(weight, bias)
+
+
+# --------------------------------------------------------------------------------------------------- checking
+
+
+def _difference(after: dict[str, Logits], before: dict[str, Logits]) -> float:
+    """The largest `relative_error` of a kind of rows; infinite if something is no longer a number."""
+    assert after.keys() == before.keys()
+    largest = 0.0
+    for kind, expected in before.items():
+        if np.array_equal(after[kind], expected, equal_nan=True):
+            continue
+        if not np.isfinite(after[kind]).all():
+            return float("inf")
+        largest = max(largest, relative_error(after[kind], expected))
+    return largest
+
+
+def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
+    """Packed weights are unpacked again: slower, and right."""
+    restored: dict[int, Tensor] = {}
+    for linear, name in linears.items():
+        forward = vars(linear).get("forward")
+        if isinstance(forward, _Packed):
+            weight = _unpacked(forward.linear, restored)
+        elif isinstance(forward, _Member):
+            together = forward.together
+            weight = torch.split(_unpacked(together.linear, restored), together.sizes)[forward.number]
+        else:
+            continue
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        del linear.forward
+        packing.kept[name] = why
+    packing.groups = [None] * len(packing.groups)
+    packing.packed = 0
+
+
+def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:
+    assert isinstance(linear, Prepacked), "nothing else can be packed"
+    if id(linear) not in restored:
+        restored[id(linear)] = linear.unpacked()
+    return restored[id(linear)]
+
+
+def _rms(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
+
+
+def _name_of(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"

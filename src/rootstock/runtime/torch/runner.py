@@ -1,0 +1,381 @@
+"""A transformers model on the paged pool: the loader, and the runtime that the engine drives."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+import xxhash
+from numpy.typing import NDArray
+from torch import nn
+
+from rootstock.cache.families import token_families
+from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
+from rootstock.kernels.torch.sliced_attention import Tuning
+from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
+from rootstock.runtime.host_memory import refuse_host_tier
+from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
+from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
+from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
+from rootstock.runtime.torch.fallback import Served, climb
+from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
+from rootstock.runtime.torch.inspect.config import context_limit, refuse_unknown_kinds, text_config
+from rootstock.runtime.torch.inspect.layout import Layout
+from rootstock.runtime.torch.inspect.survey import survey
+from rootstock.runtime.torch.kv_pool import TorchPool, formats_of
+from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
+from rootstock.runtime.torch.memory_fit import Demands, refuse_longer_context, refuse_too_large, weight_bytes
+from rootstock.runtime.torch.packed_linears import Packing, pack_linears
+from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
+from rootstock.runtime.torch.state_pool import state_formats
+from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
+from rootstock.runtime.torch.weights import empty_model, fingerprint, read_config, read_weights
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a fingerprint ends in: K and V are those of the rounded weights. The number changes with how they are rounded.
+_ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
+# So does a fingerprint of weights whose time steps are limited in another way than by transformers.
+_TIME_STEPS = "/time_steps.1"
+_STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    config: ModelConfig,
+    progress: Progress | None = None,
+    demands: Demands | None = None,
+    *,
+    directory: Path | None = None,
+) -> TorchRuntime:
+    """A model from a directory or the Hub, ready for `allocate`: probed, and checked against itself.
+
+    `directory` is what `locate` has found, if it was called already. Raises InvalidOption or ModelError.
+    """
+    demands = demands or Demands()
+    report = progress or (lambda stage, done: None)
+    name, trusted = config.model, config.trust_remote_code
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = resolve_device(config.device)
+    if config.cuda_graphs and device.type != "cuda":
+        raise InvalidOption("--cuda-graphs", f"with --device {config.device}", "a CUDA device")
+    dtype = resolve_dtype(config.dtype, device)
+    _refuse_rounding(config.quantize, device, dtype)
+    if config.kv_dtype == "int8" and device.type != "cpu":
+        remedy = f"auto on {device.type}: K and V are rounded on CPUs only (--device cpu)"
+        raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
+    refuse_host_tier(demands.host_bytes, device.type)
+    directory = directory or locate(name, with_code=trusted, progress=report)
+    files = weight_files(name, directory)
+    declared = read_config(name, directory, trust_remote_code=trusted)
+    try:
+        empty = empty_model(name, declared, trust_remote_code=trusted)
+        refuse_unknown_kinds(empty)
+        refuse_longer_context(demands.context_limit, context_limit(text_config(empty))[0])
+        if config.memory_check:
+            needed = weight_bytes(stored_tensors(name, files), empty, dtype, config.quantize)
+            refuse_too_large(name, needed, _name_of(dtype), config.quantize, device, demands)
+        del empty
+        report("load", 0.0)
+        model = read_weights(name, directory, declared, dtype, trust_remote_code=trusted).to(device)
+        weights = fingerprint(directory, files, type(model).__name__, report)
+        model.eval().requires_grad_(False)
+        report("load", 1.0)
+        with own_attention(model):
+            found = survey(model, device)
+        if limit_time_steps(model, found):
+            weights += _TIME_STEPS
+    except LayerUnsupported as refusal:
+        raise ModelUnsupported(name, str(refusal)) from refusal
+    except OSError as error:
+        raise ModelWeightsMissing(name, f"{error.filename} cannot be read ({error.strerror})") from error
+    limit, regime = context_limit(text_config(model))
+    compiled = compiled_for(device, config.attention)
+    if compiled == "numba":
+        report("compile", 0.0)
+        compile_for({dtype})
+        report("compile", 1.0)
+
+    def describe(layout: Layout) -> ModelDescription:
+        return ModelDescription(
+            name=config.served_name or _public_name(name),
+            architecture=type(model).__name__,
+            vocab_size=layout.vocab_size,
+            context_limit=limit,
+            families=layout.families,
+            weights_fingerprint=weights + _ROUNDED[config.quantize],
+            dtype=_name_of(dtype),
+            kv_dtype=_names_of(layout.dtypes),
+            device=str(device),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            rope_regime=regime,
+            eos_token_ids=_eos_token_ids(model),
+            quantize=config.quantize,
+            layout=_layout_name(layout),
+        )
+
+    served = climb(
+        model,
+        found,
+        limit,
+        describe,
+        lambda served, tuning: TorchRuntime(model, served, tuning),
+        lambda done: report("check", done),
+        compiled,
+    )
+    report("pack", 0.0)
+    projections = served.fusion.projections
+    packing = pack_linears(
+        model,
+        [projection.linears for projection in projections],
+        lambda: trial_logits(served.description, lambda tuning: TorchRuntime(model, served, tuning)),
+        lambda: rounding(model, served.description),
+        lambda done: report("pack", done),
+        config.quantize,
+    )
+    for projection, linear in zip(projections, packing.groups, strict=True):
+        if linear is not None:
+            projection.use(linear)
+    _tell_what_was_not_rounded(packing, config.quantize)
+    stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
+    if served.compiled == "numba":
+        compile_for(stored.layout.dtypes)  # a layer may keep another than the model's
+    return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
+
+
+def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidOption."""
+    if quantize != "none" and device.type != "cpu":
+        remedy = f"none on {device.type}: weights are rounded for CPUs only (--device cpu)"
+        raise InvalidOption("--quantize", quantize, remedy)
+    if quantize != "none" and dtype not in (torch.bfloat16, torch.float32):
+        remedy = f"none with --dtype {_name_of(dtype)}: ask for bfloat16 or float32"
+        raise InvalidOption("--quantize", quantize, remedy)
+
+
+def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
+    if quantize == "none":
+        return
+    kept = packing.kept | packing.unrounded
+    if kept:
+        name, reason = next(iter(kept.items()))
+        total = len(kept.keys() | packing.rounded.keys())
+        _log.warning(
+            "%d of %d linear layers are not %s: %s, since %s", len(kept), total, quantize, name, reason
+        )
+
+
+def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
+    """The same model with pools that hold recurrent states, or K and V, rounded. It was checked with exact ones: what
+    rounding does is the choice of who asks for it, and no mistake of ours. Raises InvalidOption."""
+    layout = served.layout
+    if of_states is not None:
+        layout = layout.with_stored_states(of_states)
+    if rounds_rows:
+        layout = layout.with_rounded_rows()
+        kept = [layer for layer in layout.layers if not layer.is_rounded]
+        if len(kept) == len(layout.layers):
+            what = "latents" if kept else "no K and V"
+            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {what}")
+        if kept:
+            _log.warning(
+                "%d of %d layers are not kept in int8: %s keeps latents",
+                len(kept),
+                len(layout.layers),
+                kept[0].module,
+            )
+    if layout is served.layout:
+        return served
+    description = replace(
+        served.description,
+        families=layout.families,
+        kv_dtype=_names_of(layout.dtypes),
+        layout=_layout_name(layout),
+    )
+    return replace(served, layout=layout, description=description)
+
+
+def _layout_name(layout: Layout) -> str:
+    """What is kept, in which order and shapes, by whose code: transformers may come to keep something else under the
+    same shapes (keys before or after rotation, say), so its version counts."""
+    kept = repr((layout.families, layout.layers, layout.states, transformers.__version__))
+    return xxhash.xxh3_64_hexdigest(kept.encode())
+
+
+class TorchRuntime:
+    """One model and its pools. Made by `load_model`, owned by one thread."""
+
+    def __init__(
+        self, model: nn.Module, served: Served, tuning: Tuning | None = None, *, with_graphs: bool = False
+    ) -> None:
+        self._model = model
+        self._served = served
+        self._description = served.description
+        self._layout = served.layout
+        self._tuning = tuning
+        self._device = torch.device(served.description.device)
+        self._pool: TorchPool | None = None
+        self._with_graphs = with_graphs
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def description(self) -> ModelDescription:
+        return self._description
+
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        assert self._pool is None, "the pools are made once"
+        layout = self._layout
+        with torch.inference_mode():
+            self._pool = TorchPool(
+                layout.families,
+                layout.layers,
+                layout.states,
+                rows,
+                block_size,
+                self._device,
+                self._tuning,
+                self._served.compiled,
+            )
+            if self._with_graphs:
+                self._graphs = record_decodes(
+                    self._model,
+                    self._served,
+                    self._pool,
+                    min(rows),
+                    functools.partial(self._packed, self._pool, token_wise=False),
+                )
+
+    def apply(self, plan: Plan) -> None:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            self._pool.apply(plan)
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            return self._pool.read(part)
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            return self._pool.buffers(part)
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        assert self._pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            self._pool.place(part, buffers)
+
+    def formats(self, family: int) -> list[BufferFormat]:
+        if family < len(token_families(self._layout.families)):
+            return formats_of(self._layout.layers, family)
+        return state_formats(self._layout.states)
+
+    def forward(self, batch: Batch) -> Logits:
+        pool, rung = self._pool, self._description.rung
+        assert pool is not None, "allocate comes first"
+        with torch.inference_mode():
+            if rung == "one sequence per forward":
+                return self._one_by_one(pool, batch.segments)
+            if self._graphs is not None and self._graphs.fits(batch.segments):
+                return self._graphs.forward(batch.segments)
+            return self._packed(pool, batch.segments, token_wise=rung == "packed, token-wise mixers")
+
+    def _packed(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool) -> Logits:
+        cache = PackedCache(pool, segments, token_wise=token_wise)
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        rows = [
+            np.arange(end - segment.logits_to_keep, end) for segment, end in zip(segments, ends, strict=True)
+        ]
+        return self._call(
+            np.concatenate([segment.tokens for segment in segments]),
+            np.concatenate([np.arange(s.past, s.past + len(s.tokens)) for s in segments]),
+            cache,
+            np.concatenate(rows),
+        )
+
+    def _one_by_one(self, pool: TorchPool, segments: Sequence[Segment]) -> Logits:
+        scored = []
+        for segment in segments:
+            new, cache = len(segment.tokens), SequenceCache(pool, segment, context_slots(pool, segment))
+            positions = np.arange(segment.past, segment.past + new)
+            scored.append(
+                self._call(segment.tokens, positions, cache, np.arange(new - segment.logits_to_keep, new))
+            )
+            cache.keep()
+        return np.concatenate(scored)
+
+    def _call(
+        self, tokens: Tokens, positions: NDArray[np.int64], cache: HookedCache, rows: NDArray[np.int64]
+    ) -> Logits:
+        ids, places, kept = (
+            torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+            for numbers in (tokens, positions, rows)
+        )
+        logits = self._layout.calling(self._model, ids, places, cache, kept)
+        scored: Logits = logits.float().cpu().numpy()
+        return scored
+
+
+def resolve_device(asked: str) -> torch.device:
+    """The device for --device; "auto" is the fastest there is. Raises InvalidOption."""
+    if asked == "auto":
+        if torch.cuda.is_available():
+            asked = "cuda"
+        else:
+            asked = "mps" if torch.backends.mps.is_available() else "cpu"
+    if asked == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidOption("--device", asked, "auto or cpu: torch finds no CUDA device here")
+        return torch.device("cuda", torch.cuda.current_device())
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise InvalidOption("--device", asked, "auto or cpu: torch finds no Apple GPU here")
+    return torch.device(asked)
+
+
+def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """The dtype for --dtype; "auto" is the smallest that the device computes with natively."""
+    if asked != "auto":
+        return _DTYPES[asked]
+    match device.type:
+        case "cuda":
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            return torch.bfloat16 if native else torch.float16
+        case "mps":
+            return torch.float16
+        case _:
+            # Without such units bfloat16 is emulated, several times slower than float32.
+            native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+            return torch.bfloat16 if native else torch.float32
+
+
+def _public_name(model: str) -> str:
+    """What clients call a model: a directory's own name, and nothing of where it lies."""
+    directory = Path(model)
+    return directory.resolve().name if directory.is_dir() else model
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names_of(dtypes: set[torch.dtype]) -> str:
+    return "+".join(sorted(_name_of(dtype) for dtype in dtypes))
+
+
+def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """What ends an answer: generation_config.json's word, else config.json's."""
+    for source in (getattr(model, "generation_config", None), text_config(model)):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            ids: Iterable[int] = found if isinstance(found, (list, tuple)) else [found]
+            return tuple(int(i) for i in ids)
+    return ()

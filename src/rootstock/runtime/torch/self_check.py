@@ -1,0 +1,352 @@
+"""The self-check of every load: the model's own attention and ours must agree on a few dozen tokens.
+
+The reference is the model's own file: its eager attention over dense K and V, one sequence at a time, in one pass.
+Ours runs the same tokens as the engine would: prefill in one pass and in chunks, several sequences and kinds of rows
+in one step, decodes, a prefix of whole blocks taken over, and one that ends inside a block, each with the recurrent
+state that was kept there; blocks that a window or chunk has left behind are gone. Six forwards of a few dozen rows in
+pools of a few rows, before the real pools exist.
+
+Some models compute otherwise when they decode than when they prefill. Rows that differ from one pass may therefore
+equal what the model itself computes with its own cache: the prompt in one pass, then token by token, as `generate`
+does. Never chunk by chunk: there some models ignore what they stored.
+
+Both sides round in every layer, and how much of that reaches the logits depends on the model. So the model tells what
+rounding does to it: its own logits with and without one more rounding's worth of noise on the embedded tokens.
+
+- In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
+  or 8 times the model's own noise if that is up to 1e-2: with more, nobody could tell right from wrong. Of 97
+  architectures with random weights the right ones measured up to 2.1 times their noise, wrong ones 160 times and
+  more: a wrong mask, position or scale shows as 1e-1 and more.
+- In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert, so the figure is the
+  median over rows of the relative root mean square error, for each kind of row. Right models measured 0.7 to 1.1
+  times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rootstock.cache.families import RecurrentState, token_families
+from rootstock.cache.plan import (
+    NO_BLOCK,
+    NO_SLOT,
+    BlockCopy,
+    BlockId,
+    BlockIds,
+    Plan,
+    SlotId,
+    StateCopy,
+    Tokens,
+)
+from rootstock.kernels.torch.sliced_attention import Tuning
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
+from rootstock.runtime.torch.fusion.base import unfused
+from rootstock.runtime.torch.inspect.survey import Calling
+
+BLOCK_SIZE = 4
+_LONG, _SHORT = 45, 22  # tokens of the two sequences
+_FLOAT32_TOLERANCE, _FLOAT32_MOST = 1e-3, 1e-2
+_NOISE_SAMPLES = 3
+_SEQUENCES = 5
+
+
+class Disagreement(Exception):
+    """Some kind of row is off by more than is allowed."""
+
+    def __init__(self, figure: float, allowed: float, what: str) -> None:
+        super().__init__(f"{what} is {figure:.3g}, at most {allowed:.3g} is allowed")
+        self.figure = figure
+        self.allowed = allowed
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    figures: dict[str, float]  # of each kind of row
+    remark: str  # what is worth knowing of a model that passed, or ""
+
+
+def self_check(
+    model: nn.Module,
+    calling: Calling,
+    description: ModelDescription,
+    make_runtime: Callable[[Tuning], Runtime],
+    progress: Callable[[float], None],
+) -> Verdict:
+    """Raises Disagreement if the figure of some kind of row is over what is allowed."""
+    tokens = _tokens(description)
+    exact = description.dtype == "float32"
+    measure, said = (
+        (largest_difference, "largest difference of a logit") if exact else (relative_error, "relative error")
+    )
+    with own_attention(model):
+        expected = {name: dense_logits(model, sequence[None])[0] for name, sequence in tokens.items()}
+        progress(0.3)
+        allowed = _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
+    progress(0.5)
+    trial = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"])
+    figures, remarks = {}, []
+    for kind, rows in trial.run().items():
+        ours = np.concatenate([row.logits for row in rows])
+        own = np.concatenate([expected[row.sequence][row.positions] for row in rows])
+        figures[kind] = measure(ours, own)
+        if figures[kind] <= allowed:
+            continue
+        # It is off, or not a number. What else could be said for it?
+        with own_attention(model):
+            decoded = np.concatenate([_decoded(model, calling, tokens[row.sequence], row) for row in rows])
+            allowed = max(allowed, _allowed_by_noise(model, tokens["long"], description.dtype))
+        if measure(ours, decoded) < figures[kind]:
+            figures[kind] = measure(ours, decoded)
+            remarks.append(f"{kind} by the model itself differs from one pass by {measure(decoded, own):.2g}")
+        if not figures[kind] <= allowed:
+            raise Disagreement(figures[kind], allowed, f"the {said} of {kind}")
+    progress(1.0)
+    return Verdict(figures, "; ".join(remarks))
+
+
+def trial_logits(
+    description: ModelDescription, make_runtime: Callable[[Tuning], Runtime]
+) -> dict[str, Logits]:
+    """The same schedule again, without a judgement: the logits of each kind of row, [rows, vocab]."""
+    tokens = _tokens(description)
+    rows = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"]).run()
+    return {kind: np.concatenate([scored.logits for scored in its]) for kind, its in rows.items()}
+
+
+def rounding(model: nn.Module, description: ModelDescription) -> float:
+    """What the self-check allows of a model in this dtype if it goes by the model's own noise."""
+    with own_attention(model):
+        return _allowed_by_noise(model, _tokens(description)["long"], description.dtype)
+
+
+def _tokens(description: ModelDescription) -> dict[str, Tokens]:
+    random = np.random.default_rng(0)
+    return {
+        name: random.integers(0, description.vocab_size, min(length, description.context_limit), np.int32)
+        for name, length in (("long", _LONG), ("short", _SHORT))
+    }
+
+
+def _decoded(model: nn.Module, calling: Calling, tokens: Tokens, rows: _Scored) -> Logits:
+    """The same rows by the model with a cache of its own: what was prefilled in one pass, then token by token."""
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    end = rows.positions.stop
+    prompt = min(rows.prefilled, end)
+    cache, logits = None, []
+    with torch.inference_mode():
+        for first, last in [(0, prompt), *((position, position + 1) for position in range(prompt, end))]:
+            positions = torch.arange(first, last, device=device)
+            output = calling.own(model, ids[first:last], positions, cache)
+            cache = getattr(output, calling.cache)
+            logits.append(output.logits[0].float().cpu().numpy())
+    scored: Logits = np.concatenate(logits)[rows.positions]
+    return scored
+
+
+def _small_slices(description: ModelDescription) -> Tuning:
+    """Slices of about 8 positions, so that all that a kernel does occurs within so few tokens."""
+    layer_bytes = [family.bytes_per_token // family.layers for family in token_families(description.families)]
+    eight = max(1, 8 * max(layer_bytes, default=0) // 2)  # K is half of it
+    return Tuning(eight, 2 * eight, many_rows=8, share_from=2 * BLOCK_SIZE, split_positions=8)
+
+
+def largest_difference(ours: Logits, own: Logits) -> float:
+    """[rows, vocab] twice → in standard deviations of `own`."""
+    return float(np.abs(ours - own).max() / own.std())
+
+
+def relative_error(ours: Logits, own: Logits) -> float:
+    """[rows, vocab] twice → the median row's root mean square difference, relative to the spread of its logits."""
+    spread = np.sqrt(np.mean((own - own.mean(-1, keepdims=True)) ** 2, -1))  # [rows]
+    return float(np.median(np.sqrt(np.mean((ours - own) ** 2, -1)) / spread))
+
+
+def _allowed_by_noise(model: nn.Module, tokens: Tokens, dtype: str) -> float:
+    if dtype == "float32":
+        allowed = 8 * noise(model, tokens, dtype, largest_difference)
+        return allowed if allowed <= _FLOAT32_MOST else _FLOAT32_TOLERANCE
+    # Logits that have nothing to do with each other differ by 1.4: a noise like that would allow everything.
+    return min(1.0, 2 * noise(model, tokens, dtype, relative_error))
+
+
+def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Callable[[Logits, Logits], float]) -> float:
+    """What one more rounding of the embedded tokens changes in the model's own logits."""
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    random = torch.Generator().manual_seed(0)
+
+    def shake(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
+        """embedded [samples, tokens, hidden]; the first sample stays as it is."""
+        move = eps * (torch.rand(embedded.shape, generator=random) - 0.5).to(embedded.device)
+        move[0] = 0
+        return (embedded.float() * (1 + move)).to(embedded.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
+    try:
+        still, *shaken = dense_logits(model, np.stack([tokens] * (1 + _NOISE_SAMPLES)))
+    finally:
+        hook.remove()
+    # The logits themselves are rounded, so two sides can differ by that much even if nothing else does.
+    return max(float(eps), measure(np.concatenate(shaken), np.concatenate([still] * _NOISE_SAMPLES)))
+
+
+@contextlib.contextmanager
+def own_attention(model: nn.Module) -> Iterator[None]:
+    """The model as its file says: transformers calls "eager" what a modelling file itself defines."""
+    config: Any = model.config
+    before = str(config._attn_implementation)
+    use_attention(model, "eager")
+    try:
+        with unfused(model):
+            yield
+    finally:
+        use_attention(model, before)
+
+
+def use_attention(model: nn.Module, implementation: str) -> None:
+    """Models with one way of attending ignore it."""
+    if model._can_set_attn_implementation():  # type: ignore[operator]
+        model.set_attn_implementation(implementation)  # type: ignore[operator]
+
+
+def dense_logits(model: nn.Module, tokens: Tokens) -> NDArray[np.float32]:
+    """tokens [sequences, tokens] → [sequences, tokens, vocab], each sequence in one pass without a cache."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        logits: NDArray[np.float32] = model(input_ids=ids, use_cache=False).logits.float().cpu().numpy()
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    sequence: str
+    positions: slice
+    prefilled: int  # how many positions were computed in chunks, before the first decode
+    logits: Logits
+
+
+class _Sequence:
+    def __init__(
+        self, name: str, tokens: Tokens, tables: list[BlockIds], state: SlotId, past: int = 0
+    ) -> None:
+        self.name = name
+        self.tokens = tokens
+        self.tables = tables  # of each token family
+        self.state = state
+        self.past = past
+        self.prefilled = past
+
+
+class _Trial:
+    """The schedule, on a runtime of its own. Scored rows are kept by what they show."""
+
+    def __init__(self, runtime: Runtime, long: Tokens, short: Tokens) -> None:
+        self._runtime = runtime
+        self._rows: dict[str, list[_Scored]] = {}
+        self._kept: dict[int, SlotId] = {}  # states of the long sequence, by position
+        families = runtime.description.families
+        self._families = token_families(families)
+        self._stateful = len(self._families) < len(families)
+        self._size = -(-_LONG // BLOCK_SIZE)  # blocks of a table
+        self._slots = iter(range(_SEQUENCES + 2))
+        runtime.allocate(
+            [_SEQUENCES + 2 if isinstance(f, RecurrentState) else _SEQUENCES * self._size for f in families],
+            BLOCK_SIZE,
+        )
+        self._made = 0
+        self._long = self._sequence("long", long, np.random.default_rng(1).permutation(self._size))
+        self._short = self._sequence("short", short, np.arange(self._size))
+
+    def run(self) -> dict[str, list[_Scored]]:
+        long, short = self._long, self._short
+        first, second = 4 * BLOCK_SIZE, 7 * BLOCK_SIZE + 2  # where others will resume
+        self._step((long, first, "a first chunk"), (short, 19, "a first chunk"))
+        self._keep_state()
+        self._step((long, second, "a later chunk"), (short, 20, "a decode"))
+        self._keep_state()
+        again = self._sequence("short", short.tokens, np.arange(self._size))
+        if self._stateful:  # whoever starts in a slot must not see what another left there
+            self._runtime.apply(Plan(states=(StateCopy(long.state, again.state),)))
+        self._step((long, 33, "a later chunk"), (again, 7, "a first chunk"))
+        whole = self._fork(first)
+        inside = self._fork(second)
+        self._step(
+            (whole, 38, "a chunk after a shared prefix"),
+            (inside, 40, "a chunk after a copied part of a block"),
+            (long, 34, "a decode"),
+            (short, 21, "a decode"),
+        )
+        self._step(*((s, s.past + 1, "a decode") for s in (long, short, whole, inside)))
+        self._step(*((s, s.past + 1, "a decode") for s in (inside, long, whole)))
+        return self._rows
+
+    def _sequence(self, name: str, tokens: Tokens, order: NDArray[np.int64], past: int = 0) -> _Sequence:
+        """Blocks of its own in every family, in another place in each."""
+        tables = [
+            (order + (self._made + number) % _SEQUENCES * self._size).astype(np.int32)
+            for number in range(len(self._families))
+        ]
+        self._made += 1
+        return _Sequence(name, tokens, tables, self._slot(), past)
+
+    def _slot(self) -> SlotId:
+        return SlotId(next(self._slots)) if self._stateful else NO_SLOT
+
+    def _keep_state(self) -> None:
+        """Of the long sequence, as it is now."""
+        if self._stateful:
+            kept = self._kept[self._long.past] = self._slot()
+            self._runtime.apply(Plan(states=(StateCopy(self._long.state, kept),)))
+
+    def _fork(self, past: int) -> _Sequence:
+        """Takes over the long sequence's first positions; a block that they fill in part is copied."""
+        past = min(past, self._long.past)
+        if past == len(self._long.tokens):  # nothing is left to compute: start from the beginning
+            past = 0
+        fork = self._sequence("long", self._long.tokens, np.arange(self._size), past)
+        copies = []
+        for number, family in enumerate(self._families):
+            theirs, table = self._long.tables[number], fork.tables[number]
+            kept, (shared, partly) = family.tail_start(past) // BLOCK_SIZE, divmod(past, BLOCK_SIZE)
+            table[kept:shared] = theirs[kept:shared]
+            if partly and kept <= shared:
+                source = BlockId(int(theirs[shared]))
+                copies.append(BlockCopy(source, BlockId(int(table[shared])), partly, number))
+        states = (StateCopy(self._kept[past], fork.state),) if past and self._stateful else ()
+        self._runtime.apply(Plan(tuple(copies), states))
+        return fork
+
+    def _step(self, *wanted: tuple[_Sequence, int, str]) -> None:
+        """One forward that computes each sequence up to a position, or to its end if that comes first."""
+        work = [(s, min(until, len(s.tokens)), kind) for s, until, kind in wanted]
+        work = [(s, until, kind) for s, until, kind in work if until > s.past]
+        if not work:
+            return
+        logits = self._runtime.forward(Batch([self._segment(s, until) for s, until, _ in work]))
+        row = 0
+        for sequence, until, kind in work:
+            new = until - sequence.past
+            if kind != "a decode":
+                sequence.prefilled = until
+            positions = slice(sequence.past, until)
+            scored = _Scored(sequence.name, positions, sequence.prefilled, logits[row : row + new])
+            self._rows.setdefault(kind, []).append(scored)
+            sequence.past, row = until, row + new
+
+    def _segment(self, sequence: _Sequence, until: int) -> Segment:
+        """Without the blocks that no row will see again."""
+        tables = [table.copy() for table in sequence.tables]
+        for family, table in zip(self._families, tables, strict=True):
+            table[: family.tail_start(sequence.past) // BLOCK_SIZE] = NO_BLOCK
+        tokens = sequence.tokens[sequence.past : until]
+        return Segment(tokens, sequence.past, tuple(tables), until - sequence.past, sequence.state)

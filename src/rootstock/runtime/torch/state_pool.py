@@ -1,0 +1,184 @@
+"""Recurrent states: slots of fixed size in the pool, and what a mixer sees of them during one call.
+
+A state is known by its layer, its kind and its index within the layer, and has a row in each slot. Mixers change
+what they are handed in place, sometimes without telling: they get copies, which are stored once the call is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from rootstock.cache.plan import BlockIds, StateCopy
+from rootstock.runtime.base import BufferFormat
+from rootstock.runtime.torch.lazy_rows import LazyRows
+from rootstock.runtime.torch.module_parts import PartCache
+
+_MOST_STATES = 8  # of one kind in one layer
+
+_CONV, _RECURRENT = "conv_states", "recurrent_states"  # transformers' own names
+
+
+class StateKey(NamedTuple):
+    layer: int
+    kind: str  # _CONV or _RECURRENT
+    place: int  # within the layer
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One state of one layer, as a probe of the model saw it."""
+
+    key: StateKey
+    shape: tuple[int, ...]  # of one sequence
+    dtype: torch.dtype  # the mixer's
+    stored: torch.dtype  # the pool's
+    conv_kernel: int | None = None  # positions that a convolution looks at
+
+    @property
+    def bytes_per_state(self) -> int:
+        return self.stored.itemsize * torch.Size(self.shape).numel()
+
+    def stored_as(self, dtype: torch.dtype) -> StateShape:
+        """Rounded in the pool, if it is a recurrent state; what a convolution looks at is in the model's dtype."""
+        narrower = self.key.kind == _RECURRENT and dtype.itemsize < self.dtype.itemsize
+        return replace(self, stored=dtype) if narrower else self
+
+
+class StatePool:
+    """`slots` rows of every state, [slots, …]. Memory is taken when a slot is first written, on a CPU."""
+
+    def __init__(self, shapes: Sequence[StateShape], slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self.of_layer: dict[int, list[StateShape]] = {}
+        self._memory: dict[StateKey, LazyRows] = {}
+        for shape in shapes:
+            self.of_layer.setdefault(shape.key.layer, []).append(shape)
+            self._memory[shape.key] = LazyRows((slots, *shape.shape), shape.stored, device)
+
+    @property
+    def memories(self) -> list[LazyRows]:
+        """In the order in which a state's bytes are given out: by layer, kind and place."""
+        return [self._memory[key] for key in sorted(self._memory)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.tensor.nbytes for memory in self._memory.values())
+
+    def read(self, shape: StateShape, slots: Tensor) -> Tensor:
+        """[sequences, …] a copy in the mixer's dtype"""
+        return self._memory[shape.key].tensor.index_select(0, slots).to(shape.dtype)
+
+    def write(self, shape: StateShape, slots: Tensor, states: Tensor) -> None:
+        memory = self._memory[shape.key].tensor
+        memory.index_copy_(0, slots, states.to(memory.dtype))
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """One after the other."""
+        for copy in copies:
+            for memory in self._memory.values():
+                memory.tensor[copy.target].copy_(memory.tensor[copy.source])
+
+    def give_back(self, slots: BlockIds) -> None:
+        for memory in self._memory.values():
+            memory.give_back(slots)
+
+
+class StateCache(PartCache):
+    """The states of some sequences during one call. `continues`: they have computed something before.
+
+    transformers' own layer of states is the scratch memory, so that a mixer meets what it was written for.
+    """
+
+    def __init__(self, pool: StatePool | None, slots: Tensor, *, continues: bool) -> None:
+        """slots [sequences] int64. Without a pool, states of any layer and shape are taken, and can be asked for."""
+        super().__init__()
+        self._pool = pool
+        self._state_slots = slots
+        self._continues = continues
+        self.layers_touched: dict[int, LinearAttentionLayer] = {}
+
+    def keep(self) -> None:
+        if self._pool is None:
+            return
+        for index, scratch in self.layers_touched.items():
+            for shape in self._pool.of_layer.get(index, ()):
+                state = getattr(scratch, shape.key.kind)[shape.key.place]
+                if state is not None:  # a layer's states may belong to several modules
+                    self._pool.write(shape, self._state_slots, state)
+        self.layers_touched.clear()
+
+    def _touch(self, layer_idx: int) -> LinearAttentionLayer:
+        scratch = self.layers_touched.get(layer_idx)
+        if scratch is None:
+            scratch = self.layers_touched[layer_idx] = LinearAttentionLayer(number_of_states=_MOST_STATES)
+            if self._pool is not None:
+                for shape in self._pool.of_layer.get(layer_idx, ()):
+                    self._fill(scratch, shape)
+        return scratch
+
+    def _fill(self, scratch: LinearAttentionLayer, shape: StateShape) -> None:
+        assert self._pool is not None
+        _, kind, index = shape.key
+        if kind == _CONV:
+            scratch.conv_kernel_size[index] = shape.conv_kernel
+        if self._continues:
+            getattr(scratch, kind)[index] = self._pool.read(shape, self._state_slots)
+            getattr(scratch, f"is_{kind}_initialized")[index] = True
+            scratch.has_previous_state[index] = True
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._continues
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._touch(layer_idx).conv_states[state_idx] if self._continues else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._touch(layer_idx).recurrent_states[state_idx] if self._continues else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        updated: Tensor = self._touch(layer_idx).update_conv_state(conv_states, state_idx, **options)
+        return updated
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        updated: Tensor = self._touch(layer_idx).update_recurrent_state(
+            recurrent_states, state_idx, **options
+        )
+        return updated
+
+    # Linear attention that keeps its state beside the cache's layers, under names of its own.
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)
+
+
+def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
+    """Of the buffers of a state, in the order in which a pool of these shapes gives them out."""
+    return [
+        BufferFormat(str(shape.stored).removeprefix("torch."), shape.shape[-1])
+        for shape in sorted(shapes, key=lambda shape: shape.key)
+    ]
+
+
+def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:
+    """The states that a call left in a layer's scratch memory."""
+    shapes = []
+    for kind in (_CONV, _RECURRENT):
+        for index, state in getattr(scratch, kind).items():
+            if state is not None:
+                kernel = scratch.conv_kernel_size[index] if kind == _CONV else None
+                key = StateKey(layer_idx, kind, index)
+                shapes.append(StateShape(key, tuple(state.shape[1:]), state.dtype, state.dtype, kernel))
+    return shapes

@@ -1,0 +1,234 @@
+"""The caches that a model sees while it computes: of a packed step, and of one sequence on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rootstock.cache.families import FullAttention
+from rootstock.kernels.api import Scores, StepAttention
+from rootstock.kernels.quantized_rows import select_rows
+from rootstock.kernels.spans import Span, slots_of
+from rootstock.kernels.torch.latent_attention import LatentStepAttention
+from rootstock.runtime.base import Segment
+from rootstock.runtime.torch.attention_backends import Kernel
+from rootstock.runtime.torch.fusion.base import FusedStep
+from rootstock.runtime.torch.hooks import expansion, mark
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
+from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
+from rootstock.runtime.torch.module_parts import Part
+from rootstock.runtime.torch.state_pool import StateCache
+
+
+class PackedCache(FusedStep):
+    """One packed step over the pool: new K and V go to their slots, and lead attention back to here."""
+
+    def __init__(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool = False) -> None:
+        """`token_wise`: mixers that continue a state are given one new token at a time."""
+        super().__init__()
+        self._pool = pool
+        self._segments = segments
+        self._token_wise = token_wise
+        self._spans = [_spans(segments, family) for family in range(max(1, len(pool.families)))]
+        self._slots = [
+            self._tensor(
+                np.concatenate(
+                    [slots_of(s.blocks, s.past, s.end, pool.block_size) for s in self._spans[family]]
+                )
+            )
+            for family in range(len(pool.families))
+        ]
+        self._attention: dict[tuple[Kernel, int], StepAttention | LatentStepAttention] = {}
+        self._offsets: Tensor | None = None
+        self._groups: list[tuple[Tensor, Tensor, bool]] | None = None
+        self._alone: list[tuple[Tensor, Segment, Tensor]] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states and value_states [1, kv_heads, tokens, …]"""
+        memory = self._pool.layers[layer_idx]
+        key, value = (states[0].transpose(0, 1) for states in (key_states, value_states))
+        key, value = memory.write(self._slots[memory.family], key, value)
+        layer = _PagedLayer(memory, self._prepared(memory), key, value)
+        mark(key_states, value_states, layer)
+        return key_states, value_states
+
+    def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        memory = self._pool.layers[index]
+        keys, values = memory.keys, memory.values
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
+            return None
+        if keys.dtype != dtype or values.dtype != dtype:
+            return None
+        return keys, values, self._slots[memory.family]
+
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
+    ) -> Tensor:
+        memory = self._pool.layers[index]
+        if not is_kept:
+            key, value = memory.write(self._slots[memory.family], key, value)
+        attention: Any = self._prepared(memory)  # not of latents, which nobody fuses
+        attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
+        return attended
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """0 for the model as a whole, whose positions are given. A layer that asks for its own adds it to the row
+        numbers 0, 1, 2, … to get positions: what makes that right is an offset for each row, [tokens]."""
+        if layer_idx is None:
+            return 0
+        if self._offsets is None:
+            spans = self._spans[0]
+            self._offsets = self._tensor(
+                np.concatenate([np.full(s.new, s.past - s.row, np.int64) for s in spans])
+            )
+        return self._offsets
+
+    def groups(self) -> Iterator[Part]:
+        states = self._pool.states
+        assert states is not None, "a mixer in a model without states"
+        if self._groups is None:
+            self._groups = self._grouped()
+        for rows, slots, continues in self._groups:
+            yield Part(rows, StateCache(states, slots, continues=continues), -1)
+
+    def _grouped(self) -> list[tuple[Tensor, Tensor, bool]]:
+        """For each call of a mixer: its rows [sequences, new], their slots [sequences], whether they have a state."""
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for number, span in enumerate(self._spans[0]):
+            alike.setdefault((span.new, span.past > 0), []).append(number)
+        calls = []
+        for (new, continues), numbers in alike.items():
+            first = np.array([self._spans[0][number].row for number in numbers])
+            rows = self._tensor(first[:, None] + np.arange(new))
+            slots = self._tensor(np.array([self._segments[number].state for number in numbers]))
+            one_by_one = continues and self._token_wise
+            calls += [
+                (some, slots, continues) for some in (torch.split(rows, 1, 1) if one_by_one else (rows,))
+            ]
+        return calls
+
+    def sequences(self) -> Iterator[Part]:
+        if self._alone is None:
+            self._alone = [
+                (
+                    self._tensor(np.arange(span.row, span.row + span.new))[None],
+                    segment,
+                    context_slots(self._pool, segment),
+                )
+                for span, segment in zip(self._spans[0], self._segments, strict=True)
+            ]
+        for rows, segment, slots in self._alone:
+            yield Part(rows, SequenceCache(self._pool, segment, slots), segment.past)
+
+    def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
+        """Made by the first layer that needs it, for all that are like it."""
+        alike = memory.kernel, memory.family
+        prepared = self._attention.get(alike)
+        if prepared is None:
+            kernel = getattr(self._pool.kernels, memory.kernel)
+            prepared = kernel.prepare(self._spans[memory.family], self._pool.families[memory.family])
+            self._attention[alike] = prepared
+        return prepared
+
+    def _tensor(self, numbers: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64, copy=False)).to(self._pool.device)
+
+
+def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
+    spans, row = [], 0
+    for segment in segments:
+        new = len(segment.tokens)
+        assert new > 0, "a segment without tokens"
+        blocks = segment.tables[family] if segment.tables else np.empty(0, np.int32)
+        spans.append(Span(row, new, segment.past, blocks))
+        row += new
+    return spans
+
+
+class _PagedLayer:
+    __slots__ = ("attention", "key", "memory", "value")
+
+    def __init__(
+        self, memory: LayerMemory, attention: StepAttention | LatentStepAttention, key: Tensor, value: Tensor
+    ) -> None:
+        self.memory = memory
+        self.attention = attention
+        self.key = key  # [tokens, kv_heads, key_dim], as the pool holds it
+        self.value = value
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scores: Scores,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        assert isinstance(mask, MaskPattern), f"{type(module).__name__} has a mask that the probe did not see"
+        memory = self.memory
+        rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
+        # Latents are attended with the weight that would have expanded them.
+        up = {"up": expansion(module)} if memory.kernel == "latent" else {}
+        attention: Any = self.attention  # latents are never rounded
+        out: Tensor = attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
+        return out.unsqueeze(0)
+
+
+def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
+    """[past + new] int64 slots of a sequence's positions in the layers that give out all K and V; none, if no layer
+    keeps any."""
+    slots = np.empty(0, np.int64)
+    if pool.families and isinstance(pool.families[0], FullAttention):
+        slots = slots_of(segment.tables[0], 0, segment.past + len(segment.tokens), pool.block_size)
+    return torch.from_numpy(slots).to(pool.device)
+
+
+class SequenceCache(StateCache):
+    """One sequence: gives out all of its K and V, and its states. For one module, or for the whole model.
+
+    What it gives carries no marks, so that nobody takes it for a packed step's.
+    """
+
+    def __init__(self, pool: TorchPool, segment: Segment, slots: Tensor) -> None:
+        """slots [end] int64 of all positions, as `context_slots` gives them"""
+        state = torch.tensor([segment.state], device=pool.device)
+        super().__init__(pool.states, state, continues=segment.past > 0)
+        self._past = segment.past
+        self._pages = pool
+        self._slots = slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states and value_states [1, kv_heads, new, …] → [1, kv_heads, end, …]"""
+        memory = self._pages.layers[layer_idx]
+        memory.write(self._slots[self._past :], *(t[0].transpose(0, 1) for t in (key_states, value_states)))
+        keys, values = (
+            select_rows(rows, self._slots).transpose(0, 1)[None] for rows in (memory.keys, memory.values)
+        )
+        return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """[1, new, indexer_dim] → [1, end, indexer_dim]"""
+        memory = self._pages.layers[layer_idx].indexer
+        assert memory is not None, f"layer {layer_idx} has an indexer that the probe did not see"
+        memory.index_copy_(0, self._slots[self._past :], indexer_key_states[0])
+        return memory.index_select(0, self._slots)[None]
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return self._past
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._past + query_length, 0

@@ -1,0 +1,238 @@
+"""One HTTP request of OpenAI's API → what the engine is asked and how it is answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rootstock.cache.checkpoints import Boundary
+from rootstock.cache.plan import Tokens
+from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
+from rootstock.server.access import salt_of
+from rootstock.server.boundaries import boundaries_of
+from rootstock.server.chat import Conversation, chat_tokens, escaped, placed_chat
+from rootstock.server.limits import MAX_LOGPROBS
+from rootstock.server.openai.responses import ChatFormat, CompletionFormat, Echo, WireFormat
+from rootstock.server.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ExplainRequest,
+    GenerationFields,
+    Json,
+    TemplateFields,
+    prompts_of,
+)
+from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.server.sampling_defaults import SamplingDefaults
+
+# Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
+# only those see who ask for it.
+MAX_TOKENS_HEADER = "X-Max-Tokens"
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    format: WireFormat
+    requests: tuple[Request, ...]  # prompt by prompt, its choices side by side
+    choices_per_prompt: int
+    stream: bool
+    include_usage: bool
+    lowered_max_tokens: int | None = None  # the least, where the context has less room than was asked for
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
+
+    def refuse_too_many_logprobs(self, context_limit: int) -> None:
+        """Bounds the answer: each choice of a prompt has all log-probabilities of its own and of the prompt.
+
+        Raises TooManyLogprobs.
+        """
+        top = self.requests[0].sampling.top_logprobs
+        if top is None:
+            return
+        first_choices = self.requests[:: self.choices_per_prompt]
+        scored = sum(len(one.tokens) for one in first_choices if one.prompt_logprobs is not None)
+        answers = [_most_tokens(one, context_limit) for one in first_choices]
+        count = self.choices_per_prompt * (scored + sum(answers)) * (1 + top)
+        if count > MAX_LOGPROBS:
+            raise TooManyLogprobs(
+                prompts=len(first_choices),
+                choices=self.choices_per_prompt,
+                prompt_tokens=scored,
+                max_tokens=max(answers),
+                top=top,
+                count=count,
+                limit=MAX_LOGPROBS,
+            )
+
+
+def _most_tokens(request: Request, context_limit: int) -> int:
+    """Of an answer."""
+    room = max(0, context_limit - len(request.tokens))
+    return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    vocab_size: int
+    tokenizer: PromptTokenizer
+    defaults: SamplingDefaults
+    context_limit: int  # tokens of a prompt and its answer
+    most_requests: int  # that run and wait in the engine at once
+    parse_special_tokens: bool = False  # in the text of messages, as control tokens
+    wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def codec(self) -> ModelTokenizer:
+        return self.tokenizer.codec
+
+    def refuse_other(self, asked: str | None) -> None:
+        if asked is not None and asked != self.name:
+            raise ModelNotFound(asked, self.name)
+
+    def chat_call(self, body: ChatCompletionRequest, tenant: str) -> Call:
+        """Renders and tokenises: not for an event loop. Raises RequestError."""
+        self.refuse_other(body.model)
+        body.refuse_unsupported()
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(self.vocab_size, self.defaults, top_logprobs)
+        salt = salt_of(tenant, body.cache_salt)
+        stop = body.stopping(max_tokens, self.vocab_size)
+        tokens, boundaries = self._chat_prompt(self._conversation(body, body.messages), salt)
+        id = f"chatcmpl-{uuid.uuid4().hex}"
+        return self._call(
+            body,
+            ChatFormat(self._head(id, "chat.completion"), self.codec),
+            _requests(
+                id,
+                [tokens],
+                body.choices_per_prompt,
+                sampling,
+                stop,
+                salt=salt,
+                boundaries=boundaries,
+            ),
+        )
+
+    def completion_call(self, body: CompletionRequest, tenant: str) -> Call:
+        """Tokenises: not for an event loop. Raises RequestError."""
+        self.refuse_other(body.model)
+        body.refuse_unsupported()
+        max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        sampling = body.sampling(self.vocab_size, self.defaults, body.logprobs)
+        stop = body.stopping(max_tokens, self.vocab_size)
+        prompts = prompts_of(body.prompt, self.tokenizer)
+        asked = len(prompts) * body.choices_per_prompt
+        if asked > self.most_requests:
+            allowed = f"such that prompts × n is at most {self.most_requests:,}, not {asked:,}"
+            raise InvalidParameter("n", body.choices_per_prompt, allowed)
+        id = f"cmpl-{uuid.uuid4().hex}"
+        n = body.choices_per_prompt
+        echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
+        return self._call(
+            body,
+            CompletionFormat(self._head(id, "text_completion"), self.codec, echo),
+            _requests(
+                id,
+                [prompt.tokens for prompt in prompts],
+                n,
+                sampling,
+                stop,
+                salt=salt_of(tenant, body.cache_salt),
+                prompt_logprobs=body.logprobs if body.echo else None,
+            ),
+        )
+
+    def explained_tokens(self, body: ExplainRequest, salt: str) -> Tokens:
+        """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        self.refuse_other(body.model)
+        if (body.messages is None) == (body.prompt is None):
+            raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
+        if body.messages is not None:
+            return chat_tokens(self._conversation(body, body.messages), self.tokenizer, salt)
+        prompts = prompts_of(body.prompt, self.tokenizer)
+        if len(prompts) != 1:
+            raise InvalidParameter("prompt", body.prompt, "one prompt")
+        if len(prompts[0].tokens) == 0:
+            raise EmptyPrompt
+        return prompts[0].tokens
+
+    def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
+        conversation = body.conversation(messages, self.codec)
+        return escaped(conversation, self.tokenizer, parse=self.parse_special_tokens)
+
+    def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
+        if not self.wants_boundaries:
+            return chat_tokens(conversation, self.tokenizer, salt), ()
+        placed = placed_chat(conversation, self.tokenizer)
+        return placed.tokens, boundaries_of(self.codec, conversation, placed)
+
+    def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:
+        lowered = None
+        if not body.strict_max_tokens:
+            fitted = tuple(self._fitted(request) for request in requests)
+            lengths = [
+                new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
+            ]
+            requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
+        return Call(
+            format,
+            requests,
+            body.choices_per_prompt,
+            stream=bool(body.stream),
+            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            lowered_max_tokens=lowered,
+        )
+
+    def _fitted(self, request: Request) -> Request:
+        """With a `max_tokens` that the context has room for. The engine refuses a prompt that leaves none."""
+        room = self.context_limit - len(request.tokens)
+        asked = request.stop.max_tokens
+        if asked is None or asked <= room or room < 1:
+            return request
+        return replace(request, stop=replace(request.stop, max_tokens=room))
+
+    def _head(self, id: str, object: str) -> Json:
+        return {"id": id, "object": object, "created": int(time.time()), "model": self.name}
+
+
+def _requests(
+    id: str,
+    prompts: Sequence[Tokens],
+    choices: int,
+    sampling: SamplingParams,
+    stop: StopParams,
+    *,
+    salt: str,
+    prompt_logprobs: int | None = None,
+    boundaries: tuple[Boundary, ...] = (),
+) -> tuple[Request, ...]:
+    return tuple(
+        Request(
+            RequestId(f"{id}-{prompt * choices + choice}"),
+            tokens,
+            _reseeded(sampling, choice),
+            stop,
+            salt,
+            prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
+            boundaries,
+        )
+        for prompt, tokens in enumerate(prompts)
+        for choice in range(choices)
+    )
+
+
+def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choices of one prompt with one seed would all be the same."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    return replace(sampling, seed=sampling.seed + choice)

@@ -1,0 +1,390 @@
+"""OpenAI's wire format, inwards: what its requests may hold, and what that means to the engine.
+
+Fields that OpenAI does not have (top_k, min_p, cache_salt, …) are named as other OpenAI-compatible servers name
+them. A known field that cannot be obeyed and would change the answer is refused (`known_fields`). Fields that are not
+known are ignored, as those servers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.request import SamplingParams, StopParams
+from rootstock.engine.tokenizer import ModelTokenizer, Tool
+from rootstock.errors import EmptyPrompt, InvalidParameter, Unsupported
+from rootstock.server.chat import (
+    Conversation,
+    chosen_tools,
+    conversation_of,
+    refuse_surrogates,
+    text_tokens,
+)
+from rootstock.server.limits import (
+    MAX_CHOICES,
+    MAX_DOCUMENTS_CHARS,
+    MAX_LABEL_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MAX_TEMPLATE_CHARS,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+    refuse_deep,
+    refuse_large,
+    refuse_more_than,
+)
+from rootstock.server.openai.unsupported_fields import refuse_unsupported_fields
+from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.server.roles import refuse_dropped_roles
+from rootstock.server.sampling_defaults import SamplingDefaults
+
+# Templates have one of the two.
+_REASONING_SWITCHES = ("enable_thinking", "thinking")
+
+Json = dict[str, Any]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+# Many wrong values would be an error each, and take minutes: so `fail_fast`, and no check of keys, which may be no
+# text (half of a surrogate pair).
+JsonObject = dict[Any, Any]
+Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+ToolList = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class Wire(BaseModel):
+    # extra="allow" keeps the fields that are not declared, for `refuse_unsupported`.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class TemplateFields(Wire):
+    """What a chat template is given beside the messages."""
+
+    tools: ToolList | None = None
+    tool_choice: str | JsonObject | None = None
+    functions: Annotated[ToolList | None, Field(description="OpenAI's older name of 'tools'")] = None
+    function_call: Annotated[str | JsonObject | None, Field(description="of 'tool_choice'")] = None
+    chat_template_kwargs: JsonObject | None = None
+    documents: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
+    enable_thinking: bool | None = None
+    thinking: Annotated[
+        bool | JsonObject | None,
+        Field(description="true, false, or an object with a 'type': enabled, disabled, adaptive"),
+    ] = None
+    reasoning_effort: Label | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def conversation(self, messages: Sequence[Json], codec: ModelTokenizer) -> Conversation:
+        """Raises InvalidParameter, MissingParameter, Unsupported and ChatTemplateMissing."""
+        conversation = conversation_of(messages, self._chosen_tools(), self._options(codec.template_names))
+        refuse_dropped_roles(codec, conversation.messages)
+        return conversation
+
+    def _chosen_tools(self) -> Sequence[Tool]:
+        if self.functions is None and self.function_call is None:
+            tools = chosen_tools(self.tools, self.tool_choice)
+        elif self.tools is not None or self.tool_choice is not None:
+            older = "functions" if self.functions is not None else "function_call"
+            raise InvalidParameter(
+                older, getattr(self, older), "left out where 'tools' or 'tool_choice' is sent"
+            )
+        else:
+            functions = [{"type": "function", "function": function} for function in self.functions or ()]
+            tools = chosen_tools(functions, self.function_call, ("functions", "function_call"))
+        return tools
+
+    def _options(self, names: TemplateNames) -> Json:
+        """Template variables. Raises InvalidParameter and Unsupported."""
+        options = {"add_generation_prompt": self.add_generation_prompt, **self._template_kwargs(names)}
+        for field, name, value in self._reasoning(names):
+            if options.setdefault(name, value) != value:
+                raise InvalidParameter(
+                    field, getattr(self, field), f"in agreement with {name}={options[name]!r}"
+                )
+        if self.documents is not None:
+            if "documents" not in names.variables:
+                raise Unsupported(
+                    "documents", "The model's chat template does not read it. Send it in a message."
+                )
+            refuse_large(self.documents, "documents", MAX_DOCUMENTS_CHARS)
+            refuse_deep(self.documents, "documents")
+            options["documents"] = self.documents
+        if self.continue_final_message:
+            if options["add_generation_prompt"]:
+                raise InvalidParameter("add_generation_prompt", True, "false with 'continue_final_message'")
+            options["continue_final_message"] = True
+        return options
+
+    def _template_kwargs(self, names: TemplateNames) -> Json:
+        kwargs = self.chat_template_kwargs or {}
+        refuse_large(kwargs, "chat_template_kwargs", MAX_TEMPLATE_CHARS)
+        refuse_deep(kwargs, "chat_template_kwargs")
+        for name, value in kwargs.items():
+            path = f"chat_template_kwargs.{name[:MAX_LABEL_CHARS]}"
+            if name == "chat_template":
+                raise Unsupported(path, "Serve with --chat-template FILE.")
+            if name == "add_generation_prompt":
+                if not isinstance(value, bool):
+                    raise InvalidParameter(path, value, "true or false")
+            elif name in TemplateFields.model_fields and name not in names.variables:
+                raise Unsupported(path, "Send it as a field of the request itself.")
+            elif name not in names.variables:
+                known = ", ".join(sorted(names.variables - {"add_generation_prompt"}))
+                raise Unsupported(
+                    path, f"The model's chat template reads {known or 'no variable of a client'}."
+                )
+        return kwargs
+
+    def _reasoning(self, names: TemplateNames) -> Iterator[tuple[str, str, Any]]:
+        """The fields about reasoning that were sent, each with the template's variable and its value."""
+        switch = next((name for name in _REASONING_SWITCHES if name in names.variables), None)
+        asked: dict[str, bool | None] = {
+            "enable_thinking": self.enable_thinking,
+            "thinking": _thinking(self.thinking),
+        }
+        if "reasoning_effort" in names.variables:
+            if self.reasoning_effort is not None:
+                yield "reasoning_effort", "reasoning_effort", self.reasoning_effort
+        elif self.reasoning_effort is not None:
+            if self.reasoning_effort != "none" or switch is None:
+                remedy = "Leave it out" if switch is None else "Send 'none', or 'enable_thinking'"
+                raise Unsupported(
+                    "reasoning_effort", f"The model's chat template knows no efforts. {remedy}."
+                )
+            asked["reasoning_effort"] = False
+        for field, value in asked.items():
+            if value is None:
+                continue
+            if switch is None:
+                raise Unsupported(
+                    field, "The model's chat template has no switch for reasoning. Leave it out."
+                )
+            yield field, switch, value
+
+
+class GenerationFields(Wire):
+    """What both routes share."""
+
+    model: Label | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63, description="0 and -1: off")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            JsonObject, Field(max_length=MAX_LOGIT_BIASES, description="token ids to biases from -100 to 100")
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    strict_max_tokens: Annotated[
+        bool | None, Field(description="refuse 'max_tokens' beyond the context rather than to lower it")
+    ] = None
+    ignore_eos: bool | None = None
+    response_format: JsonObject | None = None
+    user: Label | None = None
+    prompt_cache_key: Annotated[Label | None, Field(description="a hint, never part of what is cached")] = (
+        None
+    )
+    cache_salt: Annotated[str | None, Field(description="prefixes are shared only within one salt")] = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    def sampling(
+        self, vocab_size: int, defaults: SamplingDefaults, top_logprobs: int | None
+    ) -> SamplingParams:
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        return SamplingParams(
+            temperature=given(self.temperature, defaults.temperature),
+            top_p=given(self.top_p, defaults.top_p),
+            top_k=max(0, given(self.top_k, defaults.top_k)),
+            min_p=given(self.min_p, defaults.min_p),
+            repetition_penalty=given(self.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=given(self.presence_penalty, 0.0),
+            frequency_penalty=given(self.frequency_penalty, 0.0),
+            logit_bias=_biases(self.logit_bias or {}, vocab_size),
+            seed=self.seed,
+            top_logprobs=top_logprobs,
+        )
+
+    def refuse_unsupported(self) -> None:
+        refuse_unsupported_fields(self.model_extra or {})
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise Unsupported("response_format", "Only {'type': 'text'} is.")
+
+    def stopping(self, max_tokens: int | None, vocab_size: int) -> StopParams:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for text in stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InvalidParameter("stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
+            refuse_surrogates(text, "stop")
+        for i, token in enumerate(self.stop_token_ids or ()):
+            if not 0 <= token < vocab_size:
+                raise InvalidParameter(
+                    f"stop_token_ids[{i}]", token, f"a token id from 0 to {vocab_size - 1}"
+                )
+        min_tokens = self.min_tokens or 0
+        if max_tokens is not None and min_tokens > max_tokens:
+            raise InvalidParameter("min_tokens", min_tokens, f"at most max_tokens, which is {max_tokens}")
+        return StopParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_strings=tuple(stop),
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatCompletionRequest(GenerationFields, TemplateFields):
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_completion_tokens: Count | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.add_special_tokens:
+            raise Unsupported("add_special_tokens", "A chat template writes them itself.")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise Unsupported("modalities", "Only ['text'] is.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("logprobs", self.logprobs, "true with 'top_logprobs'")
+
+
+class CompletionRequest(GenerationFields):
+    # Any: pydantic would try four alternatives, element by element, and answer with all that is wrong in each.
+    prompt: Annotated[Any, Field(description="text, token ids, or a list of either")]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Count | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and (name == "messages" or name in TemplateFields.model_fields):
+                raise Unsupported(name, "A completion has no chat template. Use /v1/chat/completions.")
+        if self.add_special_tokens is False:
+            raise Unsupported("add_special_tokens", "Send the prompt as token ids to have none added.")
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
+            raise Unsupported("best_of", "Ask for n choices, and choose.")
+        if self.suffix:
+            raise Unsupported("suffix", "Put the marks of the model's own infilling format into 'prompt'.")
+
+
+class ExplainRequest(TemplateFields):
+    """Either `messages`, as in a chat, or `prompt`, as in a completion."""
+
+    model: Label | None = None
+    messages: Messages | None = None
+    prompt: Any = None
+    cache_salt: str | None = None
+
+
+class ClearRequest(Wire):
+    """Whose prefixes go."""
+
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: Tokens
+    text: str | None  # None: given as tokens
+
+
+def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
+    """Text, token ids, or a list of either. Tokenises: not for an event loop."""
+    if isinstance(prompt, str) or _are_ids(prompt):
+        return [_prompt_of(prompt, tokenizer)]
+    if not isinstance(prompt, list):
+        raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
+    if not prompt:
+        raise EmptyPrompt()
+    if type(prompt[0]) is not int:
+        refuse_more_than(MAX_PROMPTS, prompt, "prompt")
+    ids = type(prompt[0]) is int
+    for i, each in enumerate(prompt):
+        if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
+            allowed = "a token id" if ids else "a string or a list of token ids"
+            raise InvalidParameter(f"prompt[{i}]", each, allowed)
+    return [_prompt_of(each, tokenizer) for each in prompt]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _prompt_of(prompt: str | list[int], tokenizer: PromptTokenizer) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(text_tokens(tokenizer, prompt), prompt)
+    least, largest = min(prompt), max(prompt)
+    if not 0 <= least <= largest < 2**31:
+        wrong = least if least < 0 else largest
+        raise InvalidParameter("prompt", wrong, "token ids of the model's vocabulary")
+    return Prompt(np.array(prompt, dtype=np.int32), None)
+
+
+def _biases(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, float]:
+    biases = {}
+    for key, bias in logit_bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= vocab_size:
+            allowed = f"a mapping of token ids from 0 to {vocab_size - 1} to biases"
+            raise InvalidParameter("logit_bias", key, allowed)
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:  # also NaN
+            raise InvalidParameter(f"logit_bias.{key}", bias, "a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _thinking(asked: bool | Json | None) -> bool | None:
+    """Whether the model is to reason; None leaves it to the template. Raises InvalidParameter and Unsupported."""
+    if not isinstance(asked, dict):
+        return asked
+    if asked.get("budget_tokens") is not None:
+        raise Unsupported("thinking.budget_tokens", "How long the model reasons cannot be limited yet.")
+    match asked.get("type"):
+        case "enabled":
+            return True
+        case "disabled":
+            return False
+        case "adaptive":
+            return None
+        case other:
+            raise InvalidParameter("thinking.type", other, "'enabled', 'disabled' or 'adaptive'")

@@ -1,0 +1,70 @@
+"""Where two texts part, in characters and in tokens, without tokenising the second one whole.
+
+Tokenizers merge across any place in a text, so equal text before a place does not mean equal tokens. But what a
+token is depends on the text near it: a window around the place where two texts part is tokenised in both, and the
+window's tokens in the first text are compared with those that the whole text has there. Where they disagree (a
+tokenizer that treats a text's beginning in its own way), the second text is tokenised whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rootstock.cache.plan import Tokens
+from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
+
+_WINDOW_TOKENS = 64  # before the place
+_WINDOW_CHARS = 64  # after it
+_CERTAIN_TOKENS = 16  # that must agree before the place
+_STEP_CHARS = 4096
+
+
+def common_tokens(codec: ModelTokenizer, placed: PlacedTokens, other: str) -> int:
+    """How many of the first tokens of `placed` are also the first tokens of `other`."""
+    chars = common_chars(placed.text, other)
+    if chars == len(placed.text) == len(other):
+        return len(placed.tokens)
+    near = _common_tokens_near(codec, placed, other, chars)
+    return shared(placed.tokens, codec.encode_chat(other)) if near is None else near
+
+
+def _common_tokens_near(codec: ModelTokenizer, placed: PlacedTokens, other: str, chars: int) -> int | None:
+    at = placed.token_at(min(chars, len(placed.text) - 1))
+    if at is None:
+        return None
+    first = max(0, at - _WINDOW_TOKENS)
+    start = placed.char_at(first)
+    if start is None:
+        return None
+    own = codec.encode_chat(placed.text[start : chars + _WINDOW_CHARS])
+    count = shared(own, codec.encode_chat(other[start : chars + _WINDOW_CHARS]))
+    certain = count if first == 0 else min(count, _CERTAIN_TOKENS)
+    if certain == 0 and first > 0:
+        return None
+    for extra in (0, 1, -1):  # a window's first tokens may be one more or less than the text's there
+        end = first + count - extra
+        if end >= certain and np.array_equal(
+            placed.tokens[end - certain : end], own[count - certain : count]
+        ):
+            return end
+    return None
+
+
+def shared(one: Tokens, other: Tokens) -> int:
+    """The length of the common prefix."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def common_chars(one: str, other: str) -> int:
+    """The length of the common prefix, at memory speed."""
+    low, high = 0, min(len(one), len(other))
+    step = _STEP_CHARS
+    while low < high:  # equal before `low`; far steps first, so that long texts are compared but once
+        middle = low + min(step, high - low)
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high, step = middle - 1, max(1, (middle - low) // 2)
+    return low

@@ -1,0 +1,298 @@
+"""The oracle runtime: its answers are a function of everything its block tables and states lead to.
+
+For each position a pool keeps the token, the position, and a hash chained over all tokens before it. The next token
+is derived from *all* that each family may see, read back through its block table: everything for full attention, the
+last window, the positions since the start of a chunk. A recurrent state is the position and the chained hash. So a
+block or state that is wrong, stale, misplaced, released too early or not yet copied changes the output, and
+`expected_logits`, which knows only the tokens, tells what the output must be. Pools start full of garbage, so reading
+what was never written shows as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.families import (
+    ChunkedAttention,
+    Family,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+    TokenFamily,
+    token_families,
+)
+from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, HostBytes, Plan, RowPart, RowsReturned, Tokens
+from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
+
+Hashes = NDArray[np.uint64]
+
+_SEED = np.uint64(0x9E3779B97F4A7C15)
+_BYTES_PER_TOKEN = 4 + 4 + 8  # token, position, hash
+_BYTES_PER_STATE = 8 + 8  # position, hash
+
+FULL = FullAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN)
+STATE = RecurrentState(layers=1, bytes_per_state=_BYTES_PER_STATE)
+
+
+def window(positions: int) -> SlidingWindow:
+    return SlidingWindow(layers=1, bytes_per_token=_BYTES_PER_TOKEN, window=positions)
+
+
+def chunked(positions: int) -> ChunkedAttention:
+    return ChunkedAttention(layers=1, bytes_per_token=_BYTES_PER_TOKEN, chunk=positions)
+
+
+def _mix(x: Hashes) -> Hashes:
+    """splitmix64's finalizer (Steele, Lea and Flood 2014), element by element; wraps on purpose."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
+    """hash[i] = hash[i-1] · odd constant + mix(token[i], position[i]), modulo 2^64."""
+    leaves = _mix(
+        tokens.astype(np.uint64) << np.uint64(32) | np.arange(past, past + len(tokens), dtype=np.uint64)
+    )
+    out = np.empty(len(tokens), np.uint64)
+    value, factor, mask = parent, 0xD1342543DE82EF95, 2**64 - 1
+    for i, leaf in enumerate(leaves.tolist()):
+        value = (value * factor + leaf) & mask
+        out[i] = value
+    return out
+
+
+def _sums(tokens: Tokens, positions: NDArray[np.int32], hashes: Hashes, first: int) -> Hashes:
+    """[1 + n] running sums over items that depend on token, stored position, stored hash and true position."""
+    place = np.arange(first, first + len(tokens), dtype=np.uint64)
+    items = _mix(hashes + _mix(tokens.astype(np.uint64) * _SEED + positions.astype(np.uint64)) + _mix(place))
+    return np.concatenate((np.zeros(1, np.uint64), np.cumsum(items, dtype=np.uint64)))
+
+
+class _Pool:
+    """One token family's rows, [blocks, block_size] of each of the three things."""
+
+    def __init__(self, family: TokenFamily, blocks: int, block_size: int) -> None:
+        garbage = np.random.default_rng(blocks)
+        shape = (blocks, block_size)
+        self.family = family
+        self.block_size = block_size
+        self.tokens = garbage.integers(0, 1 << 30, shape, np.int32)
+        self.positions = garbage.integers(0, 1 << 30, shape, np.int32)
+        self.hashes = garbage.integers(0, 1 << 62, shape, np.uint64)
+
+    def copy(self, copy: BlockCopy) -> None:
+        for rows in (self.tokens, self.positions, self.hashes):
+            rows[copy.target, : copy.tokens] = rows[copy.source, : copy.tokens]
+
+    def bytes_of(self, block: int, tokens: int) -> list[HostBytes]:
+        """Views of what the block's first positions hold."""
+        rows = (self.tokens, self.positions, self.hashes)
+        return [of_kind[block, :tokens].view(np.uint8) for of_kind in rows]
+
+    def write(self, blocks: BlockIds, tokens: Tokens, past: int, hashes: Hashes) -> None:
+        positions = np.arange(past, past + len(tokens))
+        rows = self._at(blocks, positions)
+        self.tokens[rows] = tokens
+        self.positions[rows] = positions
+        self.hashes[rows] = hashes
+
+    def digests(self, blocks: BlockIds, end: int, rows: int) -> Hashes:
+        """[rows] of the last positions before `end`: each depends on all that the family sees from there."""
+        queries = np.arange(end - rows, end)
+        first = self.family.tail_start(end - rows)
+        at = self._at(blocks, np.arange(first, end))
+        return _seen(self.family, self.tokens[at], self.positions[at], self.hashes[at], first, queries)
+
+    def _at(self, blocks: BlockIds, positions: NDArray[np.int64]) -> tuple[BlockIds, NDArray[np.int64]]:
+        ids = blocks[positions // self.block_size]
+        assert (ids != NO_BLOCK).all(), f"{self.family.name} reads a block that was released"
+        return ids, positions % self.block_size
+
+
+def _seen(
+    family: TokenFamily,
+    tokens: Tokens,
+    positions: NDArray[np.int32],
+    hashes: Hashes,
+    first: int,
+    queries: NDArray[np.int64],
+) -> Hashes:
+    """[queries] digests; the other arrays are of positions `first` on."""
+    sums = _sums(tokens, positions, hashes, first)
+    # A query at q sees what a resumption at q needs, and itself.
+    starts = np.array([family.tail_start(int(q)) for q in queries])
+    return _mix(sums[queries + 1 - first] - sums[starts - first])
+
+
+class FakeRuntime:
+    """`fault` is called with every batch before it runs, and may raise: an injected failure of a step."""
+
+    def __init__(
+        self,
+        vocab_size: int = 97,
+        context_limit: int = 1 << 20,
+        *,
+        families: Sequence[Family] = (FULL,),
+        weights: str = "fake",
+        eos_token_ids: tuple[int, ...] = (),
+        fault: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self.description = ModelDescription(
+            name="fake",
+            architecture="FakeForCausalLM",
+            vocab_size=vocab_size,
+            context_limit=context_limit,
+            families=tuple(families),
+            weights_fingerprint=weights,
+            dtype="float32",
+            kv_dtype="float32",
+            device="cpu",
+            parameters=0,
+            eos_token_ids=eos_token_ids,
+        )
+        self.fault = fault
+        self.forwards = 0
+        self.computed_tokens = 0
+        self.returned_rows = 0
+        self._has_states = any(isinstance(family, RecurrentState) for family in families)
+
+    def allocate(self, rows: Sequence[int], block_size: int) -> None:
+        families = self.description.families
+        blocks = [
+            n for n, family in zip(rows, families, strict=True) if not isinstance(family, RecurrentState)
+        ]
+        slots = sum(n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState))
+        self._pools = [
+            _Pool(family, n, block_size) for family, n in zip(token_families(families), blocks, strict=True)
+        ]
+        garbage = np.random.default_rng(slots)
+        self._states = garbage.integers(0, 1 << 62, (slots, 2), np.uint64)  # position and hash
+
+    def apply(self, plan: Plan) -> None:
+        for returned in plan.returned:
+            self.returned_rows += len(returned.rows)
+            self._spoil(returned)
+        for copy in plan.copies:
+            self._pools[copy.family].copy(copy)
+        for state in plan.states:
+            self._states[state.target] = self._states[state.source]
+
+    def read(self, part: RowPart) -> list[HostBytes]:
+        return [buffer.copy() for buffer in self.buffers(part)]
+
+    def buffers(self, part: RowPart) -> list[HostBytes]:
+        family = self.description.families[part.family]
+        if isinstance(family, RecurrentState):
+            return [self._states[part.row].view(np.uint8)]
+        return self._pool_of(family).bytes_of(part.row, part.tokens)
+
+    def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
+        pass  # they were the row's own memory
+
+    def formats(self, family: int) -> list[BufferFormat]:
+        return []  # hashes are not numbers that could be rounded
+
+    def _pool_of(self, family: TokenFamily) -> _Pool:
+        return self._pools[token_families(self.description.families).index(family)]
+
+    def _spoil(self, returned: RowsReturned) -> None:
+        """Rows without memory hold garbage: whoever still reads them shows it."""
+        family = self.description.families[returned.family]
+        if isinstance(family, RecurrentState):
+            self._states[returned.rows] = 12345
+        else:
+            pool = self._pool_of(family)
+            pool.hashes[returned.rows] = 12345
+            pool.tokens[returned.rows] = 12345
+
+    def forward(self, batch: Batch) -> Logits:
+        if self.fault is not None:
+            self.fault(batch)
+        self.forwards += 1
+        self.computed_tokens += batch.new_tokens
+        states = [self._write(segment) for segment in batch.segments]
+        rows = [
+            self._read(segment, hashes)
+            for segment, hashes in zip(batch.segments, states, strict=True)
+            if segment.logits_to_keep
+        ]
+        return np.concatenate(rows) if rows else np.empty((0, self.description.vocab_size), np.float32)
+
+    def expected_logits(self, tokens: Tokens) -> Logits:
+        """[vocab] what follows these tokens, by the tokens alone."""
+        hashes = _chain(int(_SEED), tokens, 0)
+        positions = np.arange(len(tokens), dtype=np.int32)
+        last = positions[-1:].astype(np.int64)
+        seen = [
+            _seen(family, tokens, positions, hashes, 0, last)
+            for family in token_families(self.description.families)
+        ]
+        if self._has_states:
+            seen.append(self._of_state(len(tokens), hashes[-1:]))
+        row: NDArray[np.float32] = self._logits(_together(seen))[0]
+        return row
+
+    def _write(self, segment: Segment) -> Hashes:
+        """Writes what each family keeps; returns the states that follow the stored one, one for each token."""
+        past = segment.past
+        for pool, blocks in zip(self._pools, segment.tables, strict=True):
+            # The family's own past is what its chain goes on from, where it still has it.
+            size = pool.block_size
+            parent = int(_SEED)
+            if past and pool.family.tail_start(past) < past:
+                parent = int(pool.hashes[blocks[(past - 1) // size], (past - 1) % size])
+            elif past:
+                parent = self._hash_before(segment)
+            pool.write(blocks, segment.tokens, past, _chain(parent, segment.tokens, past))
+        if not self._has_states:
+            return np.empty(0, np.uint64)
+        parent = int(_SEED)
+        if past:
+            stored_past, stored = (int(x) for x in self._states[segment.state])
+            parent = stored if stored_past == past else stored ^ 0x5BD1E995  # misplaced: it shows
+        states = _chain(parent, segment.tokens, past)
+        self._states[segment.state] = past + len(segment.tokens), states[-1]
+        return states
+
+    def _hash_before(self, segment: Segment) -> int:
+        """A family that keeps nothing from before `past` takes the chain's value from one that does."""
+        for pool, blocks in zip(self._pools, segment.tables, strict=True):
+            if pool.family.tail_start(segment.past) < segment.past:
+                at = segment.past - 1
+                return int(pool.hashes[blocks[at // pool.block_size], at % pool.block_size])
+        if self._has_states:
+            return int(self._states[segment.state][1])
+        raise AssertionError("no family of this fake remembers the position before: give it one that does")
+
+    def _read(self, segment: Segment, states: Hashes) -> Logits:
+        end, rows = segment.past + len(segment.tokens), segment.logits_to_keep
+        seen = [
+            pool.digests(blocks, end, rows) for pool, blocks in zip(self._pools, segment.tables, strict=True)
+        ]
+        if self._has_states:
+            seen.append(self._of_state(end, states[-rows:]))
+        return self._logits(_together(seen))
+
+    @staticmethod
+    def _of_state(end: int, hashes: Hashes) -> Hashes:
+        """[hashes] of the last positions before `end`."""
+        positions: Hashes = np.arange(end - len(hashes), end, dtype=np.uint64)
+        return _mix(hashes + positions)
+
+    def _logits(self, digests: Hashes) -> NDArray[np.float32]:
+        """[digests, vocab] pseudo-random in [0, 8), so that both greedy and sampled outputs tell digests apart."""
+        vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
+        bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
+        return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)
+
+
+def _together(seen: Sequence[Hashes]) -> Hashes:
+    """One digest of all families', which depends on which is which."""
+    digest = seen[0]
+    for of_family in seen[1:]:
+        digest = _mix(digest * _SEED + of_family)
+    return digest

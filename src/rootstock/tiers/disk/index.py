@@ -1,0 +1,496 @@
+"""Which records there are: an SQLite database in WAL mode. A record exists once its row is committed.
+
+The one connection locks the database for its process, which keeps SQLite from making a shared-memory file beside it.
+The WAL never grows beyond `wal_bytes`: before a transaction that could take it there it is written back and cut, and
+larger transactions are for the caller to divide (`rows_at_once`).
+
+A store must not write more pages of the index than its records have bytes. The database is therefore one table in the
+order of insertion and has no secondary index: new rows share the last page, and the rows of a segment lie together.
+Lookup by key, the order of use and the content of each segment are kept in memory (`Known`, some 300 bytes a record);
+they are read from the table once, when it is opened.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from rootstock.cache.record_identity import RecordKey
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.record import FORMAT, Place
+
+INDEX_NAME = f"v{FORMAT}-index.sqlite"
+WAL_NAME = INDEX_NAME + "-wal"
+# SQLite makes these itself: the last one while the database is created.
+INDEX_NAMES = {INDEX_NAME, WAL_NAME, INDEX_NAME + "-journal"}
+
+T = TypeVar("T")
+
+_PAGE_BYTES = 1024  # of a new database: a commit of one row writes few bytes
+_WAL_HEADER_BYTES = 32
+_FRAME_HEADER_BYTES = 24
+_ROW_BYTES = 96  # of a row beside its identity, at most
+_PAGES_PER_ROW = 4  # a leaf that changes, and those that it is merged with or divided into
+_PAGES_PER_TRANSACTION = 16  # inner nodes and the free list
+_USE_STEP_S = 1e-6  # between uses whose times are assigned, to keep their order
+# What SQLite says when the disk or the process is to blame, and not what the database holds.
+_CIRCUMSTANCES = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}
+_TYPES = [bytes, int, int, bytes, int, int, int, int, float, int]
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+  key BLOB NOT NULL,
+  first INTEGER NOT NULL,
+  last INTEGER NOT NULL,
+  identity BLOB NOT NULL,
+  segment INTEGER NOT NULL,
+  offset INTEGER NOT NULL,
+  bytes INTEGER NOT NULL,
+  header_bytes INTEGER NOT NULL,
+  last_use REAL NOT NULL,
+  uses INTEGER NOT NULL,
+  CHECK (typeof(key) = 'blob' AND typeof(identity) = 'blob' AND typeof(last_use) = 'real'
+         AND typeof(first) = 'integer' AND typeof(last) = 'integer' AND typeof(segment) = 'integer'
+         AND typeof(offset) = 'integer' AND typeof(bytes) = 'integer' AND typeof(header_bytes) = 'integer'
+         AND typeof(uses) = 'integer')
+);
+DROP INDEX IF EXISTS by_key;
+DROP INDEX IF EXISTS by_use;
+DROP INDEX IF EXISTS by_segment;
+"""  # versions before 0.2 had these three indices
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    key: RecordKey
+    first: int
+    last: int
+    identity: bytes  # encoded
+    place: Place
+    last_use_s: float
+    uses: int
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """The part of a row that is kept in memory."""
+
+    key: RecordKey
+    rowid: int
+    segment: int
+    stored_bytes: int
+    last: int
+    last_use_s: float
+    is_used: bool = False  # since its bytes were written
+    unwritten_uses: int = 0
+
+    @property
+    def recency(self) -> tuple[float, int]:
+        """Least first to go. Of records used at the same time those that end last go first: they continue others."""
+        return self.last_use_s, -self.last
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    known: dict[RecordKey, Known]
+    live_bytes: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """A row that goes, or that leads elsewhere from now on."""
+
+    known: Known
+    place: Place | None = None
+    identity_bytes: int = 0
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether the database itself is unreadable, and will be at the next start."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF not in _CIRCUMSTANCES
+
+
+class Index:
+    """Thread-safe through `lock`, which a caller may hold over several calls. Every method raises sqlite3.Error."""
+
+    def __init__(self, files: Files, folder: Path, connection: sqlite3.Connection, wal_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self._wal = folder / WAL_NAME
+        self._db = connection
+        self.wal_limit_bytes = wal_bytes
+        self.written_bytes = 0
+        page_bytes: int = connection.execute("PRAGMA page_size").fetchone()[0]
+        self._page_bytes = page_bytes
+        self._frame_bytes = self._page_bytes + _FRAME_HEADER_BYTES
+        self._known: dict[RecordKey, Known] = {}
+        self._segments: dict[int, _Segment] = {}
+        self._with_unwritten_uses: set[RecordKey] = set()
+        self._next_rowid = 1
+        self._versions = 0  # that segments had: a version never comes back
+
+    @staticmethod
+    def open(files: Files, folder: Path, wal_bytes: int) -> Index:
+        """Raises sqlite3.Error if the database can't be read; nothing is open then."""
+        db = files.connect(folder / INDEX_NAME)
+        try:
+            db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")  # a commit is durable when it returns
+            db.execute("PRAGMA wal_autocheckpoint=0")
+            db.execute("PRAGMA cache_spill=OFF")  # a transaction writes a page once
+            db.execute("PRAGMA temp_store=MEMORY")
+            db.execute("PRAGMA secure_delete=OFF")  # rows that go are not overwritten
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                db.execute(statement)
+            # The types too, which the schema checks: what is wrong must show now, when one can begin anew.
+            (health,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+            if health != "ok":
+                raise sqlite3.DatabaseError(health)
+            index = Index(files, folder, db, wal_bytes)
+            index._read_known()
+            index.write_back()
+        except ValueError as error:  # a message of SQLite's that quotes what is damaged, and is no text
+            db.close()
+            raise sqlite3.DatabaseError("the schema is not as it was written") from error
+        except sqlite3.Error:
+            db.close()
+            raise
+        return index
+
+    def _read_known(self) -> None:
+        query = "SELECT key, rowid, segment, bytes, last, last_use FROM records ORDER BY rowid"
+        for key, rowid, segment, stored_bytes, last, last_use_s in self._db.execute(query):
+            if key in self._known:
+                raise sqlite3.DatabaseError("two rows have one key")
+            self._add(Known(key, rowid, segment, stored_bytes, last, last_use_s))
+            self._next_rowid = rowid + 1
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self._known
+
+    def find(self, key: RecordKey) -> Row | None:
+        with self.lock:
+            known = self._known.get(key)
+            return None if known is None else self._read(known)
+
+    def _read(self, known: Known) -> Row:
+        found = self._db.execute("SELECT * FROM records WHERE rowid = ?", (known.rowid,)).fetchone()
+        if found is None or found[0] != known.key:
+            raise sqlite3.DatabaseError("a row is not where it was written")
+        return _row(found)
+
+    def keys(self) -> list[RecordKey]:
+        """By first position: whatever a record continues comes before it."""
+        with self.lock:
+            return [key for (key,) in self._db.execute("SELECT key FROM records ORDER BY first, last")]
+
+    def known_keys(self) -> list[RecordKey]:
+        """Returns all keys, in no order: loads wait for no query."""
+        with self.lock:
+            return list(self._known)
+
+    def rows(self, keys: Iterable[RecordKey]) -> Iterator[Row]:
+        for key in keys:
+            if (row := self.find(key)) is not None:
+                yield row
+
+    def of_segment(self, segment: int) -> list[Row]:
+        """In the order in which they lie there."""
+        with self.lock:
+            rows = [self._read(known) for known in self.known_in(segment)]
+        return sorted(rows, key=lambda row: row.place.offset)
+
+    def known_in(self, segment: int) -> list[Known]:
+        with self.lock:
+            of_segment = self._segments.get(segment)
+            return [] if of_segment is None else list(of_segment.known.values())
+
+    def version_of(self, segment: int) -> int:
+        """Changes with the records of a segment and with their uses, as far as `note_uses` was told of them."""
+        of_segment = self._segments.get(segment)
+        return -1 if of_segment is None else of_segment.version
+
+    def live_bytes(self) -> dict[int, int]:
+        """Of each segment that has records."""
+        with self.lock:
+            return {number: of_segment.live_bytes for number, of_segment in self._segments.items()}
+
+    def ends(self) -> dict[int, int]:
+        """Where the last record of each segment ends."""
+        with self.lock:
+            return dict(self._db.execute("SELECT segment, MAX(offset + bytes) FROM records GROUP BY segment"))
+
+    def beyond(self, segment: int, length: int) -> list[RecordKey]:
+        """Records of the segment that end after `length`."""
+        with self.lock:
+            query = "SELECT key FROM records WHERE segment = ? AND offset + bytes > ?"
+            return [key for (key,) in self._db.execute(query, (segment, length))]
+
+    # -- writing: each call is a transaction ---------------------------------------------------------------------
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows without identities a transaction may touch."""
+        return max(1, (self.wal_limit_bytes // self._frame_bytes - _PAGES_PER_TRANSACTION) // _PAGES_PER_ROW)
+
+    def fits(self, identities_bytes: Sequence[int]) -> bool:
+        """Whether rows with identities of these lengths may be inserted at once."""
+        return self._insertion_bytes(len(identities_bytes), sum(identities_bytes)) <= self.wal_limit_bytes
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        first = self._next_rowid
+        growth_bytes = self._insertion_bytes(len(rows), sum(len(row.identity) for row in rows))
+        with self._transaction(growth_bytes):
+            self._db.executemany(
+                "INSERT INTO records (rowid, key, first, last, identity, segment, offset, bytes, header_bytes, "
+                "last_use, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        rowid,
+                        row.key,
+                        row.first,
+                        row.last,
+                        row.identity,
+                        row.place.segment,
+                        row.place.offset,
+                        row.place.stored_bytes,
+                        row.place.header_bytes,
+                        row.last_use_s,
+                        row.uses,
+                    )
+                    for rowid, row in enumerate(rows, first)
+                ],
+            )
+        with self.lock:
+            self._next_rowid = first + len(rows)
+            for rowid, row in enumerate(rows, first):
+                place = row.place
+                self._add(Known(row.key, rowid, place.segment, place.stored_bytes, row.last, row.last_use_s))
+
+    def delete(self, keys: Sequence[RecordKey]) -> None:
+        self.replace(keys, ())
+
+    def delete_at(self, key: RecordKey, place: Place) -> bool:
+        """Only if it still lies there: it may have been moved, or stored again."""
+        with self.lock:
+            row = self.find(key)
+            if row is None or (row.place.segment, row.place.offset) != (place.segment, place.offset):
+                return False
+            self.delete([key])
+            return True
+
+    def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
+        """Deletes rows, and lets others, given as they were, lead elsewhere from now on; one that changed since stays
+        as it is. Moved rows are written anew, beside those of their new segment.
+
+        Both are done at once and in the order of the table, in which the rows of a segment share pages: each page is
+        written once. Only what does not fit into the WAL is several transactions.
+        """
+        with self.lock:
+            changes = [_Change(known) for key in lost if (known := self._known.get(key)) is not None]
+            for row, place in moves:
+                known = self._known.get(row.key)
+                if known is not None and self._read(known).place == row.place:
+                    changes.append(_Change(known, place, len(row.identity)))
+            changes.sort(key=lambda change: change.known.rowid)
+            part: list[_Change] = []
+            growth_bytes, rowid = self._change_bytes(0), -1
+            for change in changes:
+                is_beside = change.known.rowid == rowid + 1
+                rowid = change.known.rowid
+                pages = 1 if is_beside else _PAGES_PER_ROW
+                if change.place is not None:
+                    pages += self._pages_of_new_rows(1, change.identity_bytes)
+                if part and growth_bytes + pages * self._frame_bytes > self.wal_limit_bytes:
+                    self._apply(part, growth_bytes)
+                    part, growth_bytes = [], self._change_bytes(0)
+                part.append(change)
+                growth_bytes += pages * self._frame_bytes
+            if part:
+                self._apply(part, growth_bytes)
+
+    def _apply(self, changes: Sequence[_Change], growth_bytes: int) -> None:
+        moved: dict[RecordKey, Known] = {}
+        with self._transaction(growth_bytes):
+            for change in changes:
+                known, place = change.known, change.place
+                if place is None:
+                    self._db.execute("DELETE FROM records WHERE rowid = ?", (known.rowid,))
+                    continue
+                rowid = self._next_rowid + len(moved)
+                moved[known.key] = replace(known, rowid=rowid, segment=place.segment, is_used=False)
+                self._db.execute(
+                    "UPDATE records SET rowid = ?, segment = ?, offset = ? WHERE rowid = ?",
+                    (rowid, place.segment, place.offset, known.rowid),
+                )
+        self._next_rowid += len(moved)
+        for change in changes:
+            self._forget(change.known)
+            if change.place is not None:
+                self._add(moved[change.known.key])
+
+    # -- uses ----------------------------------------------------------------------------------------------------
+
+    @property
+    def use_bytes(self) -> int:
+        """Upper bound of the bytes that `write_uses` writes now: a page of each row, in the WAL and written back."""
+        return len(self._with_unwritten_uses) * (self._frame_bytes + self._page_bytes)
+
+    def note_uses(self, uses: Iterable[tuple[RecordKey, float, int]]) -> None:
+        """Records, when they were last used, and how often since the last time. Kept in memory."""
+        with self.lock:
+            for key, last_use_s, count in uses:
+                known = self._known.get(key)
+                if known is not None:
+                    known.last_use_s = max(known.last_use_s, last_use_s)
+                    known.unwritten_uses += count
+                    known.is_used = True
+                    self._with_unwritten_uses.add(key)
+                    self._changed(self._segments[known.segment])
+
+    def write_uses(self) -> None:
+        """Writes the uses that were noted."""
+        with self.lock:
+            noted = sorted(self._with_unwritten_uses, key=lambda key: self._known[key].rowid)
+            for part in self._divided(noted):
+                changed = [self._known[key] for key in part]
+                with self._transaction(self._change_bytes(len(changed))):
+                    self._db.executemany(
+                        "UPDATE records SET last_use = ?, uses = uses + ? WHERE rowid = ?",
+                        [(float(known.last_use_s), known.unwritten_uses, known.rowid) for known in changed],
+                    )
+                for known in changed:
+                    known.unwritten_uses = 0
+                self._with_unwritten_uses.difference_update(part)
+
+    def bound_uses(self, now_s: float) -> float:
+        """Gives records that were used later than now, because the clock was set back since, times just after now, in
+        the same order. Otherwise they would outlive all that is used from now on. Returns the time to go on from."""
+        with self.lock:
+            late = [known for known in self._known.values() if not known.last_use_s <= now_s]
+            late.sort(key=lambda known: known.recency)
+            for steps, known in enumerate(late, 1):
+                known.last_use_s = now_s + steps * _USE_STEP_S
+                self._with_unwritten_uses.add(known.key)
+                self._changed(self._segments[known.segment])
+        return now_s + len(late) * _USE_STEP_S
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _add(self, known: Known) -> None:
+        of_segment = self._segments.setdefault(known.segment, _Segment({}))
+        of_segment.known[known.key] = known
+        of_segment.live_bytes += known.stored_bytes
+        self._changed(of_segment)
+        self._known[known.key] = known
+        if known.unwritten_uses:
+            self._with_unwritten_uses.add(known.key)
+
+    def _changed(self, of_segment: _Segment) -> None:
+        self._versions += 1
+        of_segment.version = self._versions
+
+    def _forget(self, known: Known) -> None:
+        of_segment = self._segments[known.segment]
+        del of_segment.known[known.key]
+        of_segment.live_bytes -= known.stored_bytes
+        self._changed(of_segment)
+        if not of_segment.known:
+            del self._segments[known.segment]
+        del self._known[known.key]
+        self._with_unwritten_uses.discard(known.key)
+
+    def write_back(self) -> None:
+        """From the WAL into the database; the WAL is empty then."""
+        with self.lock:
+            self.written_bytes += self._pages_in_wal() * self._page_bytes
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def close(self) -> None:
+        with self.lock, suppress(sqlite3.Error):
+            self._db.close()
+
+    @contextmanager
+    def _transaction(self, growth_bytes: int) -> Iterator[None]:
+        """`growth_bytes`: the most that it adds to the WAL."""
+        with self.lock:
+            before_bytes = self._wal_bytes()
+            if before_bytes + growth_bytes > self.wal_limit_bytes:
+                self.write_back()
+                before_bytes = 0
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):  # SQLite has rolled back itself after some errors
+                    self._db.execute("ROLLBACK")
+                raise
+            self.written_bytes += max(0, self._wal_bytes() - before_bytes)
+
+    def _divided(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        step = self.rows_at_once
+        for start in range(0, len(items), step):
+            yield items[start : start + step]
+
+    def _insertion_bytes(self, rows: int, identities_bytes: int) -> int:
+        """The most that an insertion at the end of the table adds to the WAL."""
+        return (_PAGES_PER_TRANSACTION + self._pages_of_new_rows(rows, identities_bytes)) * self._frame_bytes
+
+    def _pages_of_new_rows(self, rows: int, identities_bytes: int) -> int:
+        return rows + 2 * (rows * _ROW_BYTES + identities_bytes) // self._page_bytes
+
+    def _change_bytes(self, rows: int) -> int:
+        """The most that changes or deletions of rows anywhere add to the WAL."""
+        return (_PAGES_PER_TRANSACTION + rows * _PAGES_PER_ROW) * self._frame_bytes
+
+    def _wal_bytes(self) -> int:
+        try:
+            return self._wal.stat().st_size
+        except OSError:
+            return 0
+
+    def _pages_in_wal(self) -> int:
+        """Distinct pages of the database: each is written back once."""
+        try:
+            content = np.frombuffer(self._wal.read_bytes(), np.uint8)[_WAL_HEADER_BYTES:]
+        except OSError:
+            return 0
+        frames = len(content) // self._frame_bytes
+        headers = content[: frames * self._frame_bytes].reshape(frames, self._frame_bytes)[:, :4]
+        return len(np.unique(np.ascontiguousarray(headers).view(">u4")))
+
+
+def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int]) -> Row:
+    if [type(column) for column in row] != _TYPES:
+        raise sqlite3.DatabaseError("a row is not as it was written")
+    key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses = row
+    return Row(
+        RecordKey(key),
+        first,
+        last,
+        identity,
+        Place(segment, offset, stored_bytes, header_bytes),
+        last_use_s,
+        uses,
+    )

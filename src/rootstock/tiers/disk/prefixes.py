@@ -1,0 +1,277 @@
+"""The records of a tier as people know them: prefixes of tokens, chained from what each record continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import common_prefix
+from rootstock.cache.record_identity import Kind
+from rootstock.errors import InvalidOption
+from rootstock.tiers.base import Entry
+
+
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """Exactly these tokens of exactly this namespace: records of several families may end here."""
+
+    own: bytes  # `Identity.own`
+    content: NamespaceContent
+    position: int
+    start: int = 0  # of the last record that ends here
+    parent: PrefixNode | None = None
+    begins: bool = False  # the path leads back to position 0
+    followed: bool = False  # something continues it
+    leaves: int = 0  # at or below it
+    records: int = 0
+    stored_bytes: int = 0
+    last_use_s: float = 0.0
+    uses: int = 0
+    families: int = 0  # bits, by their order in the namespace
+
+    def path(self) -> Iterator[PrefixNode]:
+        """From here up."""
+        node: PrefixNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True, eq=False)
+class NamespaceContent:
+    """What is stored of one model, in one dtype, for one tenant."""
+
+    namespace: bytes
+    families: list[str] = field(default_factory=list)
+    states: set[str] = field(default_factory=set)  # which of the families keep states
+    dtypes: set[str] = field(default_factory=set)
+    records: int = 0
+    stored_bytes: int = 0
+
+    def bits(self, kind: Kind) -> int:
+        """Of `PrefixNode.families`: states, or windows and chunks."""
+        return sum(
+            1 << bit
+            for bit, name in enumerate(self.families)
+            if name != "full" and (name in self.states) == (kind is Kind.STATE)
+        )
+
+    @property
+    def needs_chains(self) -> bool:
+        """Full attention needs everything before a position; windows and states alone do not."""
+        return "full" in self.families
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What is shown of the path to a leaf."""
+
+    leaf: PrefixNode
+    families: list[str]
+    checkpoints: int  # positions with a state, or with a window's tail
+    own_bytes: int
+    shared_bytes: int  # with other prefixes
+    last_use_s: float  # of what is its own
+    uses: int
+    text: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.leaf.own.hex()
+
+    @property
+    def namespace(self) -> str:
+        return self.leaf.content.namespace.hex()
+
+    @property
+    def tokens(self) -> int:
+        return self.leaf.position
+
+
+class Prefixes:
+    """The records of a directory as trees of tokens. Keeps a few hundred bytes for each place where records end, and
+    none of the tokens."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[bytes, PrefixNode] = {}
+        self.namespaces: dict[bytes, NamespaceContent] = {}
+        self.orphans = 0  # records
+        self.orphan_bytes = 0
+        self.oldest_use_s = float("inf")
+        self.newest_use_s = 0.0
+        # Of the records that begin at one position: what they continue, their tokens, where they end.
+        self._start = 0
+        self._siblings: dict[bytes, dict[bytes, PrefixNode]] = {}
+
+    @staticmethod
+    def of(entries: Iterable[Entry]) -> Prefixes:
+        """`entries` by first position, as a tier gives them."""
+        prefixes = Prefixes()
+        for entry in entries:
+            prefixes._add(entry)
+        prefixes._connect()
+        prefixes._count_leaves()
+        return prefixes
+
+    @property
+    def records(self) -> int:
+        return sum(content.records for content in self.namespaces.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(content.stored_bytes for content in self.namespaces.values())
+
+    def leaves(self) -> list[PrefixNode]:
+        """Of what can be resumed, those used last first."""
+        found = [node for node in self.nodes.values() if not node.followed and not is_orphan(node)]
+        return sorted(found, key=lambda node: (-node.last_use_s, -node.position, node.own))
+
+    def described(self, leaf: PrefixNode) -> Prefix:
+        families = checkpoints = own_bytes = shared_bytes = 0
+        last_use_s, uses = leaf.last_use_s, leaf.uses
+        names = leaf.content.families
+        states = leaf.content.bits(Kind.STATE)
+        tails = leaf.content.bits(Kind.BLOCKS)
+        after: PrefixNode | None = None
+        for node in leaf.path():
+            families |= node.families
+            if states:
+                checkpoints += bool(node.families & states)
+            elif node.families & tails:
+                # A tail ends where its blocks end, or within a block that others have filled.
+                ends = after is None or not after.families & tails or after.start < node.position
+                checkpoints += ends
+            after = node
+            if node.leaves == 1:
+                own_bytes += node.stored_bytes
+                last_use_s, uses = max(last_use_s, node.last_use_s), max(uses, node.uses)
+            else:
+                shared_bytes += node.stored_bytes
+        present = [name for bit, name in enumerate(names) if families >> bit & 1]
+        return Prefix(leaf, present, checkpoints, own_bytes, shared_bytes, last_use_s, uses)
+
+    def find(self, beginning: str) -> PrefixNode:
+        found = [node for node in self.nodes.values() if node.own.hex().startswith(beginning.lower())]
+        if len(found) != 1:
+            allowed = "the key of a prefix that is there, as `rootstock cache ls` shows it"
+            raise InvalidOption("--key", beginning, f"longer: {len(found)} begin so" if found else allowed)
+        return found[0]
+
+    def below(self, own: set[bytes]) -> set[bytes]:
+        """These and all that continue them."""
+        found = set(own)
+        for node in self._by_position():
+            if node.parent is not None and node.parent.own in found:
+                found.add(node.own)
+        return found
+
+    def use_with_what_follows(self) -> None:
+        """Whoever used a record used what it continues."""
+        for node in reversed(self._by_position()):
+            if node.parent is not None:
+                node.parent.last_use_s = max(node.parent.last_use_s, node.last_use_s)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _add(self, entry: Entry) -> None:
+        identity = entry.identity
+        if identity.start != self._start:
+            self._connect()
+            self._start = identity.start
+        content = self.namespaces.get(identity.namespace)
+        if content is None:
+            content = self.namespaces[identity.namespace] = NamespaceContent(identity.namespace)
+        if identity.family not in content.families:
+            content.families.append(identity.family)
+        if identity.kind is Kind.STATE:
+            content.states.add(identity.family)
+        content.dtypes.add(identity.dtype)
+        content.records += 1
+        content.stored_bytes += entry.stored_bytes
+        self.oldest_use_s = min(self.oldest_use_s, entry.last_use_s)
+        self.newest_use_s = max(self.newest_use_s, entry.last_use_s)
+
+        node = self.nodes.get(identity.own)
+        if node is None:
+            node = self.nodes[identity.own] = PrefixNode(identity.own, content, identity.end)
+        node.start = identity.start
+        node.records += 1
+        node.stored_bytes += entry.stored_bytes
+        node.last_use_s = max(node.last_use_s, entry.last_use_s)
+        node.uses = max(node.uses, entry.uses)
+        node.families |= 1 << content.families.index(identity.family)
+        if len(identity.tokens):
+            self._siblings.setdefault(identity.parent, {})[identity.tokens.tobytes()] = node
+
+    def _connect(self) -> None:
+        """Those that begin at one position: each continues the node that ends there, or the longest of them that it
+        begins with, such as a block that was kept before it was full."""
+        for parent, siblings in self._siblings.items():
+            above = self.nodes.get(parent)
+            nested: list[tuple[bytes, PrefixNode]] = []
+            for tokens, node in sorted(siblings.items()):
+                while nested and not tokens.startswith(nested[-1][0]):
+                    nested.pop()
+                found = nested[-1][1] if nested else above
+                if found is not None and (node.parent is None or found.position > node.parent.position):
+                    node.parent = found
+                node.begins |= self._start == 0 or (found is not None and found.begins)
+                nested.append((tokens, node))
+        self._siblings.clear()
+
+    def _count_leaves(self) -> None:
+        for node in reversed(self._by_position()):
+            node.leaves = node.leaves or 1
+            if node.parent is not None:
+                node.parent.followed = True
+                node.parent.leaves += node.leaves
+            if is_orphan(node):
+                self.orphans += node.records
+                self.orphan_bytes += node.stored_bytes
+
+    def _by_position(self) -> list[PrefixNode]:
+        """Each after what it continues."""
+        return sorted(self.nodes.values(), key=lambda node: node.position)
+
+
+def is_orphan(node: PrefixNode) -> bool:
+    return node.content.needs_chains and not node.begins
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    tokens: int
+    reached: int  # of these
+    path: set[bytes]  # where records end on the way: `Identity.own`
+    at_end: set[bytes]  # where records end that reach the prompt's end
+
+
+def along(entries: Iterable[Entry], prompt: Tokens) -> StoredPrompt:
+    """What is stored on the way to the end of `prompt`, in whichever namespaces."""
+    digests: dict[tuple[bytes, int], bytes] = {}
+
+    def digest(namespace: bytes, position: int) -> bytes:
+        """As `prefix_digest` has it."""
+        if (namespace, position) not in digests:
+            h = xxhash.xxh3_128(namespace)
+            h.update(prompt[:position].astype("<i4").tobytes())
+            digests[namespace, position] = h.digest()
+        return digests[namespace, position]
+
+    reached = 0
+    path: set[bytes] = set()
+    at_end: set[bytes] = set()
+    for entry in entries:
+        identity = entry.identity
+        if identity.start >= len(prompt) or identity.parent != digest(identity.namespace, identity.start):
+            continue
+        agreed = common_prefix(identity.tokens, prompt[identity.start :])
+        reached = max(reached, identity.start + agreed)
+        if identity.start + agreed == len(prompt):
+            at_end.add(identity.own)
+        elif agreed == len(identity.tokens):
+            path.add(identity.own)
+    return StoredPrompt(len(prompt), reached, path, at_end)

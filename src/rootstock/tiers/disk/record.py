@@ -1,0 +1,241 @@
+"""A record as bytes: prefix | header | payload.
+
+    prefix    magic, header bytes, payload bytes, checksum
+    header    bytes of the identity, the identity, how many buffers, the bytes of each
+    payload   the buffers
+
+The checksum is xxh3-128 over everything but the magic and itself, so that a payload can't be had under an identity
+that is not its own. The identity ends in a checksum of its own, because the index keeps a copy of it.
+All numbers are little-endian. A change of any of this is a new `FORMAT`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from rootstock.cache.record_identity import Identity, Kind
+from rootstock.tiers.base import Miss, MissKind, Record
+from rootstock.tiers.disk.files import Files, read_all
+
+FORMAT = 1
+_MAGIC = b"RtStkRec"
+_PREFIX = struct.Struct("<8sIQ16s")
+_SIZES = struct.Struct("<IQ")
+_IDENTITY = struct.Struct("<16s16s16sBIQIHH")
+_CHUNK_BYTES = 1 << 20
+_SMALL_HEADER_BYTES = 1 << 16  # read with its prefix, in one call
+
+PREFIX_BYTES = _PREFIX.size
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies."""
+
+    segment: int
+    offset: int
+    stored_bytes: int
+    header_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.stored_bytes - PREFIX_BYTES - self.header_bytes
+
+
+def encode_identity(identity: Identity) -> bytes:
+    family, dtype = identity.family.encode(), identity.dtype.encode()
+    raw = b"".join(
+        (
+            _IDENTITY.pack(
+                identity.namespace,
+                identity.parent,
+                identity.own,
+                identity.kind,
+                identity.layers,
+                identity.start,
+                len(identity.tokens),
+                len(family),
+                len(dtype),
+            ),
+            family,
+            dtype,
+            identity.tokens.astype("<i4", copy=False).tobytes(),
+        )
+    )
+    return raw + xxhash.xxh3_64(raw).digest()
+
+
+def decode_identity(raw: bytes | memoryview) -> Identity | None:
+    """None if these bytes are not an identity, or not as they were written."""
+    body, check = raw[:-8], raw[-8:]
+    if len(body) < _IDENTITY.size or xxhash.xxh3_64(body).digest() != check:
+        return None
+    namespace, parent, own, kind, layers, start, tokens, family, dtype = _IDENTITY.unpack_from(body)
+    names = bytes(body[_IDENTITY.size : _IDENTITY.size + family + dtype])
+    run = np.frombuffer(body, "<i4", count=tokens, offset=_IDENTITY.size + family + dtype)
+    return Identity(
+        namespace,
+        names[:family].decode(),
+        layers,
+        names[family:].decode(),
+        Kind(kind),
+        start,
+        run.astype(np.int32),
+        parent,
+        own,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A record ready to be written: `views` in order, none of them joined."""
+
+    identity: Identity
+    identity_raw: bytes
+    header_bytes: int
+    views: list[memoryview]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(view.nbytes for view in self.views)
+
+
+def encode(record: Record) -> Encoded:
+    payload = record.views()
+    identity = encode_identity(record.identity)
+    header = b"".join(
+        (
+            struct.pack("<I", len(identity)),
+            identity,
+            struct.pack(f"<I{len(payload)}Q", len(payload), *(view.nbytes for view in payload)),
+        )
+    )
+    payload_bytes = sum(view.nbytes for view in payload)
+    h = xxhash.xxh3_128(_SIZES.pack(len(header), payload_bytes))
+    h.update(header)
+    for view in payload:
+        h.update(view)
+    prefix = _PREFIX.pack(_MAGIC, len(header), payload_bytes, h.digest())
+    return Encoded(record.identity, identity, len(header), [memoryview(prefix + header), *payload])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """Prefix and header, of which nothing is certain before the payload was read."""
+
+    identity: Identity
+    buffer_bytes: tuple[int, ...]
+    checksum: bytes
+    header: memoryview
+
+
+def read_head(files: Files, fd: int, place: Place) -> Head | Miss:
+    """Raises OSError."""
+    if 0 <= place.header_bytes <= _SMALL_HEADER_BYTES:
+        front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
+        if read_all(files, fd, [front], place.offset):
+            return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
+    # What the row says of the header may be wrong: memory is taken only where two places agree on it.
+    prefix = memoryview(bytearray(PREFIX_BYTES))
+    if not read_all(files, fd, [prefix], place.offset):
+        return Miss(MissKind.MISSING_BYTES, "the file ends before the record")
+    if (other := _checked_prefix(prefix, place)) is not None:
+        return other
+    front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
+    if not read_all(files, fd, [front], place.offset):
+        return Miss(MissKind.MISSING_BYTES, "the file ends within the header")
+    return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
+
+
+def _checked_prefix(prefix: memoryview, place: Place) -> Miss | None:
+    magic, header_bytes, payload_bytes, _ = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or (header_bytes, payload_bytes) != (place.header_bytes, place.payload_bytes):
+        return Miss(MissKind.CHECKSUM, "no such record begins here")
+    return None
+
+
+def _head(front: memoryview, place: Place) -> Head | Miss:
+    """Of prefix and header, the first of which is as the row says."""
+    *_, checksum = _PREFIX.unpack(front[:PREFIX_BYTES])
+    header, header_bytes = front[PREFIX_BYTES:], place.header_bytes
+    damaged = Miss(MissKind.CHECKSUM, "the header is not as it was written")
+    if header_bytes < 8:
+        return damaged
+    (identity_bytes,) = struct.unpack_from("<I", header)
+    if header_bytes < identity_bytes + 8:
+        return damaged
+    identity = decode_identity(header[4 : 4 + identity_bytes])
+    (count,) = struct.unpack_from("<I", header, 4 + identity_bytes)
+    if identity is None or header_bytes != 8 + identity_bytes + 8 * count:
+        return damaged
+    buffer_bytes = struct.unpack_from(f"<{count}Q", header, 8 + identity_bytes)
+    if sum(buffer_bytes) != place.payload_bytes:
+        return damaged
+    return Head(identity, buffer_bytes, checksum, header)
+
+
+def read_payload(files: Files, fd: int, place: Place, head: Head, views: Sequence[memoryview]) -> Miss | None:
+    """Fills `views`, which hold as many bytes as the payload has, and verifies. Raises OSError."""
+    if not read_all(files, fd, views, place.offset + PREFIX_BYTES + place.header_bytes):
+        return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
+    h = _begin(head, place)
+    for view in views:
+        h.update(view)
+    return (
+        None
+        if h.digest() == head.checksum
+        else Miss(MissKind.CHECKSUM, "the payload is not as it was written")
+    )
+
+
+def verify(files: Files, fd: int, place: Place) -> Head | Miss:
+    """Reads a whole record in pieces and keeps nothing of its payload. Raises OSError."""
+    head = read_head(files, fd, place)
+    if isinstance(head, Miss):
+        return head
+    h = _begin(head, place)
+    chunk = memoryview(bytearray(min(_CHUNK_BYTES, place.payload_bytes)))
+    offset = place.offset + PREFIX_BYTES + place.header_bytes
+    end = place.offset + place.stored_bytes
+    while offset < end:
+        part = chunk[: end - offset]
+        if not read_all(files, fd, [part], offset):
+            return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
+        h.update(part)
+        offset += part.nbytes
+    return (
+        head
+        if h.digest() == head.checksum
+        else Miss(MissKind.CHECKSUM, "the payload is not as it was written")
+    )
+
+
+def _begin(head: Head, place: Place) -> xxhash.xxh3_128:
+    h = xxhash.xxh3_128(_SIZES.pack(place.header_bytes, place.payload_bytes))
+    h.update(head.header)
+    return h
+
+
+def difference(asked: Identity, found: Identity) -> MissKind | None:
+    """In what `found` is something else than what was asked for; None if it is the same memory."""
+    if asked.namespace != found.namespace:
+        return MissKind.OTHER_NAMESPACE
+    if (asked.family, asked.layers, asked.kind) != (found.family, found.layers, found.kind):
+        return MissKind.OTHER_LAYERS
+    if asked.dtype != found.dtype:
+        return MissKind.OTHER_DTYPE
+    if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
+        return MissKind.OTHER_POSITION
+    # A state may have been stored with another start: then what both carry is compared.
+    both = min(len(asked.tokens), len(found.tokens))
+    asked_tokens, found_tokens = (run.tokens[len(run.tokens) - both :] for run in (asked, found))
+    same_tokens = asked_tokens.tobytes() == found_tokens.tobytes()  # a tenth of array_equal's time
+    same_parent = asked.start != found.start or asked.parent == found.parent
+    if asked.own != found.own or not same_parent or not same_tokens:
+        return MissKind.OTHER_TOKENS
+    return None

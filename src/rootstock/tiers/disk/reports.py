@@ -1,0 +1,57 @@
+"""What the disk tier tells of itself: counts since it was opened, and the results of checks and archives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.tiers.base import Miss, MissKind, Refusal, StoreOutcome
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Since the directory was opened."""
+
+    stored_records: int = 0
+    stored_bytes: int = 0  # of records, with their headers
+    refused: Counter[Refusal] = field(default_factory=Counter)
+    loaded_records: int = 0
+    loaded_bytes: int = 0
+    misses: Counter[MissKind] = field(default_factory=Counter)
+    quarantined_records: int = 0
+    indexes_lost: int = 0  # the index could not be read at start: the directory began anew
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    key: RecordKey
+    miss: Miss
+    identity: Identity | None = field(compare=False)  # None: the index can't tell
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a check of every record found. Nothing was changed."""
+
+    records: int
+    stored_bytes: int
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    records: int
+    archive_bytes: int
+    failures: tuple[Failure, ...]  # asked for, but missing or damaged: not in the archive
+
+
+@dataclass(frozen=True, slots=True)
+class NotExported:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    outcomes: tuple[StoreOutcome, ...]  # of the whole records, in the archive's order
+    damaged: tuple[Miss, ...]

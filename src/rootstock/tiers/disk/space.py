@@ -1,0 +1,268 @@
+"""What the directory takes, and how room is made in it.
+
+Every byte under the directory counts: segments with the dead bytes in them, the index and its WAL, files of older
+formats and whatever else lies there. It is measured (file lengths, as `ls -l` has them), not booked. Of the cap a
+part stays free at all times, so that making room never needs room that is not there: an eighth of a segment for the
+copies of records that are kept, and twice the limit of the WAL, for itself and for what the database grows by when it
+is written back.
+
+Records are evicted by the segment, as a file system of log structure or a flash cache does it, because a record that
+is evicted alone frees no room until its neighbours are copied. The segment that goes is the one of which the most
+recently used record that would be lost was used longest ago. Records of it that were used since they were written are
+copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each segment
+that goes frees at least seven times the bytes that it makes us write: all copies together are at most a seventh of
+what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rootstock.cache.record_identity import RecordKey
+from rootstock.config import LEAST_DISK_BUDGET_BYTES
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.index import INDEX_NAMES, WAL_NAME, Index
+from rootstock.tiers.disk.lock import LOCK_NAME
+from rootstock.tiers.disk.segments import Segments, segment_number
+
+SEGMENTS = 16  # in a budget, at least: what one eviction gives up is no more than this part
+_LEAST_WAL_BYTES = 128 * 1024
+_KEPT_PART = 8  # of a segment that goes, up to one in so many bytes is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How a cap is divided."""
+
+    cap_bytes: int
+    segment_bytes: int
+    wal_bytes: int
+
+    @staticmethod
+    def of(cap_bytes: int, segment_bytes: int) -> Budget:
+        wal_bytes = min(8 * 2**20, max(_LEAST_WAL_BYTES, cap_bytes // 32))
+        return Budget(cap_bytes, min(segment_bytes, cap_bytes // SEGMENTS), wal_bytes)
+
+    @property
+    def usable_bytes(self) -> int:
+        """For everything but the WAL."""
+        return self.cap_bytes - self.segment_bytes // _KEPT_PART - 2 * self.wal_bytes
+
+
+def least_cap_bytes(largest_record_bytes: int) -> int:
+    """Of a tier for records up to this size: each must find room in a segment, and the index and its WAL as well."""
+    return max(LEAST_DISK_BUDGET_BYTES, SEGMENTS * largest_record_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of the directory, in bytes, as measured."""
+
+    segments: dict[int, int]  # by number
+    live_bytes: int  # of the segments: records that can be loaded
+    index_bytes: int
+    wal_bytes: int
+    foreign: dict[Path, int]  # other formats, temporary files, strangers
+    lock_bytes: int
+
+    @property
+    def segment_bytes(self) -> int:
+        return sum(self.segments.values())
+
+    @property
+    def dead_bytes(self) -> int:
+        return max(0, self.segment_bytes - self.live_bytes)
+
+    @property
+    def foreign_bytes(self) -> int:
+        return sum(self.foreign.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return self.charged_bytes + self.wal_bytes
+
+    @property
+    def charged_bytes(self) -> int:
+        """Without the WAL, for which room is kept anyway."""
+        return self.segment_bytes + self.index_bytes + self.foreign_bytes + self.lock_bytes
+
+
+def measure(files: Files, folder: Path, live_bytes: int) -> Usage:
+    """Raises OSError."""
+    segments: dict[int, int] = {}
+    foreign: dict[Path, int] = {}
+    index_bytes = wal_bytes = lock_bytes = 0
+    for path, file_bytes in files.sizes(folder):
+        inside = path.parent == folder
+        number = segment_number(path) if inside else None
+        if number is not None:
+            segments[number] = file_bytes
+        elif inside and path.name == LOCK_NAME:
+            lock_bytes = file_bytes
+        elif inside and path.name == WAL_NAME:
+            wal_bytes = file_bytes
+        elif inside and path.name in INDEX_NAMES:
+            index_bytes += file_bytes
+        else:
+            foreign[path] = file_bytes
+    return Usage(segments, live_bytes, index_bytes, wal_bytes, foreign, lock_bytes)
+
+
+@dataclass(slots=True)
+class DiskSpaceCounts:
+    evicted_records: int = 0
+    evicted_bytes: int = 0
+    removed_segments: int = 0
+    compacted_segments: int = 0
+    removed_foreign_files: int = 0
+    removed_foreign_bytes: int = 0
+
+
+def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: DiskSpaceCounts) -> bool:
+    """Removes foreign files worth `short_bytes`, or all of them. One that can't be removed stays, and counts."""
+    removed = False
+    for path, file_bytes in usage.foreign.items():
+        if short_bytes <= 0:
+            break
+        with suppress(OSError):
+            files.remove(path)
+            short_bytes -= file_bytes
+            counts.removed_foreign_files += 1
+            counts.removed_foreign_bytes += file_bytes
+            removed = True
+    return removed
+
+
+@dataclass(frozen=True, slots=True)
+class _Eviction:
+    """The cost and the gain of giving up a segment."""
+
+    version: int  # of the segment's content
+    length: int
+    kept_bytes: int
+    lost: tuple[RecordKey, ...]  # least recently used first
+    lost_bytes: int
+    recency: tuple[float, int]  # of the most recently used record that is lost
+
+
+class DiskSpace:
+    """Makes room, worst first: foreign files, dead segments, and then the segment that is missed least.
+
+    Every method is for the thread that stores, and raises OSError and sqlite3.Error.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        folder: Path,
+        index: Index,
+        segments: Segments,
+        budget: Budget,
+        rewrite: Callable[[int, Sequence[RecordKey]], None],
+        note_uses: Callable[[], None],  # so that the index knows which records were used last
+        evicted: Callable[[Sequence[RecordKey]], None],
+    ) -> None:
+        self._files = files
+        self._folder = folder
+        self._index = index
+        self._segments = segments
+        self.budget = budget
+        self._rewrite = (
+            rewrite  # gives up these records of a segment, and copies the others elsewhere, durably
+        )
+        self._note_uses = note_uses
+        self._evicted = evicted  # told as soon as the rows are gone
+        self._evictions: dict[int, _Eviction] = {}  # by segment; those that still hold are not computed again
+        self.counts = DiskSpaceCounts()
+
+    def usage(self) -> Usage:
+        return measure(self._files, self._folder, sum(self._index.live_bytes().values()))
+
+    def make(self, needed_bytes: int) -> bool:
+        """Whether `needed_bytes` can be appended now without going over the cap."""
+        if needed_bytes > self.budget.usable_bytes:
+            return False
+        while True:
+            usage = measure(self._files, self._folder, live_bytes=0)
+            short_bytes = usage.charged_bytes + needed_bytes - self.budget.usable_bytes
+            if short_bytes <= 0:
+                return True
+            freed = (
+                remove_foreign(self._files, usage, short_bytes, self.counts)
+                or self.remove_dead(usage)
+                or self._evict(usage)
+            )
+            if not freed:
+                return False
+
+    def remove_dead(self, usage: Usage) -> bool:
+        """Removes every segment that no record lies in."""
+        live = self._index.live_bytes()
+        dead = [number for number in usage.segments if number not in live]
+        if self._segments.open_number in dead:
+            self._segments.close()
+        for number in dead:
+            self._files.remove(self._segments.path(number))
+            self.counts.removed_segments += 1
+        return bool(dead)
+
+    def _evict(self, usage: Usage) -> bool:
+        """Gives up a segment, but for what of it is kept."""
+        self._note_uses()
+        self._evictions = {
+            number: self._eviction(number, usage.segments.get(number, 0))
+            for number in self._index.live_bytes()
+        }
+        if not self._evictions:
+            return False
+        number = min(self._evictions, key=lambda number: self._evictions[number].recency)
+        eviction = self._evictions[number]
+        lost, lost_bytes = eviction.lost, eviction.lost_bytes
+        has_room = (
+            usage.charged_bytes + eviction.kept_bytes + 2 * self.budget.wal_bytes <= self.budget.cap_bytes
+        )
+        if not has_room:
+            known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+            lost, lost_bytes = tuple(known.key for known in known), sum(known.stored_bytes for known in known)
+        if self._segments.open_number == number:
+            self._segments.seal()
+        if eviction.kept_bytes and has_room:
+            self._rewrite(number, lost)
+            self.counts.compacted_segments += 1
+        else:
+            self._index.delete(lost)
+            self.counts.removed_segments += 1
+        self.counts.evicted_records += len(lost)
+        self.counts.evicted_bytes += lost_bytes
+        self._evicted(lost)
+        if number in usage.segments:
+            self._files.remove(self._segments.path(number))
+        return True
+
+    def _eviction(self, number: int, length: int) -> _Eviction:
+        version = self._index.version_of(number)
+        before = self._evictions.get(number)
+        if before is not None and (before.version, before.length) == (version, length):
+            return before
+        known = sorted(self._index.known_in(number), key=lambda known: known.recency)
+        limit_bytes = min(length, self.budget.segment_bytes) // _KEPT_PART
+        is_mostly_dead = sum(each.stored_bytes for each in known) <= limit_bytes
+        kept_bytes = 0
+        lost = []
+        for each in reversed(known):
+            if (each.is_used or is_mostly_dead) and kept_bytes + each.stored_bytes <= limit_bytes:
+                kept_bytes += each.stored_bytes
+            else:
+                lost.append(each)
+        lost.reverse()
+        return _Eviction(
+            version,
+            length,
+            kept_bytes,
+            tuple(each.key for each in lost),
+            sum(each.stored_bytes for each in lost),
+            lost[-1].recency if lost else (float("-inf"), 0),
+        )

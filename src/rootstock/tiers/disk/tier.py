@@ -1,0 +1,784 @@
+"""The disk tier: append-only segment files and an index of what lies in them.
+
+A store is visible once its bytes are synced and its row is committed, in this order, so that a crash at any instant
+loses what was not acknowledged and nothing else. A load believes nothing: header, identity, length and checksum are
+compared, and whatever differs is a miss, is counted under its kind, and is struck from the index.
+
+No method raises for what the disk does. A failed store turns the tier to `LoadsOnly` for a minute, a failed index to
+`Off`; each says so once, as a warning, and in `state`.
+
+Intervals are measured by a monotonic clock. The wall clock is read once, at `open`: times of use are that time plus
+what the monotonic clock has counted since, so that a wall clock that is set does not change the order of use.
+
+Two locks, always taken in this order: `_storing` for whoever appends, evicts or compacts, and the index's own, which
+is never held while bytes are written. A load holds the second one only to find its row and open its file: from then
+on the bytes stay readable, even if the record is evicted or moved meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.config import LEAST_DISK_BUDGET_BYTES
+from rootstock.tiers.base import (
+    AlreadyStored,
+    Buffer,
+    Entry,
+    Gone,
+    Loaded,
+    LoadResult,
+    LoadsOnly,
+    Miss,
+    MissKind,
+    NotStored,
+    Off,
+    Ready,
+    Record,
+    Refusal,
+    Stored,
+    StoreOutcome,
+    TierState,
+    as_bytes,
+)
+from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
+from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.index import INDEX_NAMES, Index, Row, is_damage
+from rootstock.tiers.disk.lock import LOCK_NAME, DirectoryLock, lock_directory
+from rootstock.tiers.disk.record import (
+    Encoded,
+    Head,
+    Place,
+    decode_identity,
+    difference,
+    encode,
+    read_head,
+    read_payload,
+    verify,
+)
+from rootstock.tiers.disk.reports import (
+    DiskCounts,
+    Exported,
+    Failure,
+    Imported,
+    NotExported,
+    Verified,
+)
+from rootstock.tiers.disk.segments import Segments, segment_number
+from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+
+_log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 * 2**20
+RETRY_S = 60.0
+# Uses are written after so long, if that adds no more than an eighth to what was stored meanwhile, and at the latest.
+_FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
+_FLUSH_PART = 8
+_IMPORT_BYTES = 16 * 2**20  # read into memory at once
+_FAULTS = (OSError, sqlite3.Error)
+_NO_CAP_BYTES = 2**62
+Progress = Callable[[int], None]
+"""Called again and again with the bytes of records that were dealt with since the last time."""
+# Errors of a read that say nothing about the record.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
+
+
+def _ignore(_done_bytes: int) -> None:
+    pass
+
+
+class DiskTier:
+    """One directory, owned by this process from `open` to `close`. Thread-safe."""
+
+    def __init__(
+        self,
+        files: Files,
+        folder: Path,
+        lock: DirectoryLock,
+        index: Index,
+        segments: Segments,
+        budget: Budget,
+        clock: Callable[[], float],
+        epoch_s: float,
+        gone: Gone | None,
+    ) -> None:
+        """`epoch_s`, added to `clock`, is the time since the epoch."""
+        self._files = files
+        self._folder = folder
+        self._lock = lock
+        self._index = index
+        self._segments = segments
+        self._clock = clock
+        self._epoch_s = epoch_s
+        self._gone = gone
+        self._storing = threading.RLock()
+        self._counting = threading.Lock()
+        self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the index was told
+        self._flushed_at_s = clock()
+        self._flushed_at_bytes = 0  # of `counts.stored_bytes`
+        self._state: TierState = Ready()
+        self._evicted: set[RecordKey] = set()  # by the store that is under way
+        self._room = DiskSpace(
+            files, folder, index, segments, budget, self._rewrite, self._note_uses, self._forget_evicted
+        )
+        self.counts = DiskCounts()
+
+    @staticmethod
+    def open(
+        folder: Path,
+        cap_bytes: int,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        gone: Gone | None = None,
+        files: Files | None = None,
+    ) -> DiskTier | Off:
+        """`cap_bytes` holds for everything under `folder`, which is made if it is not there. `Off` says why not, and
+        what to do."""
+        if cap_bytes < LEAST_DISK_BUDGET_BYTES:
+            return Off(
+                f"--disk-budget is {cap_bytes:,} bytes, but must be at least {LEAST_DISK_BUDGET_BYTES:,}."
+            )
+        files = files or Files()
+        budget = Budget.of(cap_bytes, segment_bytes)
+        try:
+            lock = lock_directory(files, folder)
+        except OSError as error:
+            return Off(f"{folder} can't be used: {error}. Give --disk-dir a directory that can be written.")
+        if isinstance(lock, Off):
+            return lock
+        lost = 0
+        counts = DiskSpaceCounts()
+        try:
+            # Before the index is made: it must not be what takes the directory over its cap.
+            usage = measure(files, folder, 0)
+            remove_foreign(files, usage, usage.charged_bytes - budget.usable_bytes, counts)
+            try:
+                index = Index.open(files, folder, budget.wal_bytes)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                _log.warning("The index of %s can't be read (%s): the disk tier begins anew.", folder, error)
+                lost = 1
+                for name in INDEX_NAMES:
+                    with suppress(FileNotFoundError):
+                        files.remove(folder / name)
+                index = Index.open(files, folder, budget.wal_bytes)
+            epoch_s = index.bound_uses(wall_clock()) - clock()
+            files.sync_folder(folder)
+            next_number = _next_number(files, folder, index)
+        except _FAULTS as error:
+            lock.release()
+            return Off(f"{folder} can't be used: {error}.")
+        segments = Segments(files, folder, budget.segment_bytes, next_number)
+        tier = DiskTier(files, folder, lock, index, segments, budget, clock, epoch_s, gone)
+        tier.counts.indexes_lost = lost
+        tier._room.counts = counts
+        tier._tidy()
+        return tier
+
+    @staticmethod
+    def open_as_found(folder: Path, *, files: Files | None = None) -> DiskTier | Off:
+        """For looking at what a server has left, damage included: there is no cap, nothing is removed or put in
+        order, and nothing is made but an index if there is none. `Off` says why not, and what to do."""
+        files = files or Files()
+        budget = Budget.of(_NO_CAP_BYTES, SEGMENT_BYTES)
+        index: Index | None = None
+        try:
+            if not folder.is_dir():
+                return Off(f"{folder} is not a directory. Give the server's --disk-dir.")
+            if not (folder / LOCK_NAME).is_file():
+                return Off(
+                    f"{folder} is not a directory of the disk tier, which would have a file {LOCK_NAME}. Give the "
+                    "server's --disk-dir."
+                )
+            lock = lock_directory(files, folder)
+            if isinstance(lock, Off):
+                holder = (folder / LOCK_NAME).read_text(errors="replace").strip() or "unknown"
+                return Off(
+                    f"{folder} is in use by a server or another command (pid {holder}), and only one process at a "
+                    "time can have it. Stop that one first."
+                )
+        except OSError as error:
+            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+        try:
+            index = Index.open(files, folder, budget.wal_bytes)
+            next_number = _next_number(files, folder, index)
+        except _FAULTS as error:
+            if index is not None:
+                index.close()
+            lock.release()
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                return Off(
+                    f"The index of {folder} can't be read ({error}), and without it no record can be found. A server "
+                    "that starts there begins anew."
+                )
+            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+        segments = Segments(files, folder, budget.segment_bytes, next_number)
+        epoch_s = time.time() - time.monotonic()
+        return DiskTier(files, folder, lock, index, segments, budget, time.monotonic, epoch_s, None)
+
+    # -- storing -------------------------------------------------------------------------------------------------
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        """One outcome for each record. What is `Stored` is durable; records are synced and committed in groups."""
+        encoded = [encode(record) for record in records]
+        outcomes: list[StoreOutcome] = []
+        with self._storing:
+            self._evicted.clear()
+            first = self._first_to_stay(encoded)
+            group: list[Encoded] = []
+            for number, record in enumerate(encoded):
+                if group and not self._fits([*group, record]):
+                    outcomes += self._store_group(group)
+                    group = []
+                if number < first and record.identity.key not in self._index:
+                    outcomes += [*self._store_group(group), _EVICTED_AT_ONCE]
+                    group = []
+                else:
+                    group.append(record)
+            outcomes += self._store_group(group)
+            outcomes = [
+                self._as_it_ended(record.identity.key, outcome)
+                for record, outcome in zip(encoded, outcomes, strict=True)
+            ]
+            self._flush_uses_if_due()
+        with self._counting:
+            self.counts.refused.update(outcome.why for outcome in outcomes if isinstance(outcome, NotStored))
+        return outcomes
+
+    def _first_to_stay(self, records: Sequence[Encoded]) -> int:
+        """From where on they fit into the budget together. Those before would be evicted by those after them."""
+        usable_bytes = self._room.budget.usable_bytes
+        room_bytes = usable_bytes - usable_bytes // 8  # some of it is for the index
+        first = len(records)
+        for record in reversed(records):
+            if record.stored_bytes <= usable_bytes:  # else it is refused, and takes nothing
+                room_bytes -= record.stored_bytes
+            if room_bytes < 0 and first < len(records):
+                break
+            first -= 1
+        return first
+
+    def _as_it_ended(self, key: RecordKey, outcome: StoreOutcome) -> StoreOutcome:
+        """Its outcome now: a later group of the same store may have evicted the record."""
+        if isinstance(outcome, NotStored) or key not in self._evicted or key in self._index:
+            return outcome
+        return _EVICTED_AT_ONCE
+
+    def _fits(self, group: Sequence[Encoded]) -> bool:
+        """Whether these may be one transaction, and need no more room at once than a segment has."""
+        stored_bytes = sum(record.stored_bytes for record in group)
+        return stored_bytes <= self._room.budget.segment_bytes and self._index.fits(
+            [len(record.identity_raw) for record in group]
+        )
+
+    def _store_group(self, group: Sequence[Encoded]) -> list[StoreOutcome]:
+        if not group:
+            return []
+        if (refusal := self._refusal()) is not None:
+            return [refusal] * len(group)
+        try:
+            return self._append_and_commit(group)
+        except _FAULTS as error:
+            self._segments.abandon()
+            self._fault(error)
+            return [NotStored(Refusal.FAILED, str(error))] * len(group)
+
+    def _append_and_commit(self, group: Sequence[Encoded]) -> list[StoreOutcome]:
+        keys = [record.identity.key for record in group]
+        new: dict[RecordKey, Encoded] = {}
+        for key, record in zip(keys, group, strict=True):
+            if key not in self._index:
+                new.setdefault(key, record)
+        self.touch(set(keys) - set(new))  # first, so that they are not what makes room
+        refusal = self._make_room(list(new.values()))
+        if new and refusal is None:
+            self._write(new)
+        outcomes: list[StoreOutcome] = []
+        for key in keys:
+            if refusal is None and (written := new.pop(key, None)) is not None:
+                outcomes.append(Stored(written.stored_bytes))
+            elif key in self._index:
+                outcomes.append(AlreadyStored())
+            else:
+                outcomes.append(refusal or _EVICTED_AT_ONCE)
+        return outcomes
+
+    def _make_room(self, records: Sequence[Encoded]) -> NotStored | None:
+        needed_bytes = sum(record.stored_bytes for record in records)
+        if not self._index.fits([len(record.identity_raw) for record in records]):
+            return NotStored(Refusal.TOO_LARGE, "its tokens alone are too much for one transaction")
+        if needed_bytes > self._room.budget.usable_bytes:
+            return NotStored(Refusal.TOO_LARGE, f"{needed_bytes:,} bytes do not fit under the cap")
+        if records and not self._room.make(needed_bytes):
+            return NotStored(Refusal.NO_ROOM, "nothing more can be freed under the cap")
+        return None
+
+    def _write(self, records: dict[RecordKey, Encoded]) -> None:
+        now_s = self._use_time_s()
+        rows = []
+        for key, record in records.items():
+            place = self._segments.append(record)
+            identity = record.identity
+            rows.append(Row(key, identity.start, identity.end, record.identity_raw, place, now_s, 0))
+        self._segments.sync()
+        self._index.insert(rows)
+        self._segments.keep()
+        with self._counting:
+            self.counts.stored_records += len(rows)
+            self.counts.stored_bytes += sum(row.place.stored_bytes for row in rows)
+        if isinstance(self._state, LoadsOnly):
+            self._state = Ready()
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """Reads into the caller's writable buffers, which together have as many bytes as the payload, or into new
+        ones. Whatever is wrong is a miss."""
+        result = self._load(identity, into)
+        with self._counting:
+            if isinstance(result, Miss):
+                self.counts.misses[result.kind] += 1
+            else:
+                self.counts.loaded_records += 1
+                self.counts.loaded_bytes += sum(view.nbytes for view in result.payload)
+        return result
+
+    def _load(self, identity: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+        if isinstance(self._state, Off):
+            return Miss(MissKind.UNAVAILABLE, self._state.reason)
+        key = identity.key
+        try:
+            found = self._find_and_open(key)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return Miss(MissKind.IO_ERROR, str(error))
+        if found is None:
+            return Miss(MissKind.ABSENT)
+        place, fd = found
+        try:
+            if isinstance(fd, OSError):
+                raise fd
+            result = self._read(fd, place, identity, into)
+        except FileNotFoundError:
+            result = Miss(MissKind.MISSING_BYTES, "the segment is gone")
+        except OSError as error:
+            result = Miss(MissKind.IO_ERROR, str(error))
+            if error.errno in _PASSING:
+                return result
+        finally:
+            if isinstance(fd, int):
+                self._close(fd)
+        if isinstance(result, Miss):
+            self._strike(key, place)
+        return result
+
+    def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
+        """Where the record lies, and its file, open: both at once, before a compaction can come between."""
+        with self._index.lock:
+            row = self._index.find(key)
+            if row is None:
+                return None
+            try:
+                return row.place, self._files.open_read(self._segments.path(row.place.segment))
+            except OSError as error:
+                return row.place, error
+
+    def _close(self, fd: int) -> None:
+        with suppress(OSError):
+            self._files.close(fd)
+
+    def _read(self, fd: int, place: Place, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+        head = read_head(self._files, fd, place)
+        if isinstance(head, Miss):
+            return head
+        kind = difference(asked, head.identity)
+        views = _views(head, into)
+        if kind is None and sum(view.nbytes for view in views) != place.payload_bytes:
+            kind = MissKind.OTHER_SIZE
+        if kind is not None:
+            # A whole record of something else, or a damaged one: only its checksum can tell.
+            whole = verify(self._files, fd, place)
+            return whole if isinstance(whole, Miss) else Miss(kind, "the row leads to another record")
+        damage = read_payload(self._files, fd, place, head, views)
+        return damage or Loaded(tuple(views))
+
+    def _strike(self, key: RecordKey, place: Place) -> None:
+        """Quarantine: the row goes, and with it the record; its bytes are dead until their segment is removed."""
+        try:
+            struck = self._index.delete_at(key, place)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return
+        if struck:
+            with self._counting:
+                self.counts.quarantined_records += 1
+            self._tell_gone([key])
+
+    def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
+        if keys and self._gone is not None:
+            self._gone(keys)
+
+    def _forget_evicted(self, keys: Sequence[RecordKey]) -> None:
+        """At once, and not when the store ends: a load that is planned from here on must not count on them."""
+        self._evicted.update(keys)
+        self._tell_gone(keys)
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        """Strikes records that somebody has found to be wrong, here or by computing them anew."""
+        for key in keys:
+            try:
+                row = self._index.find(key)
+            except sqlite3.Error as error:
+                self._index_fault(error)
+                return
+            if row is not None:
+                self._strike(key, row.place)
+
+    # -- use and contents ----------------------------------------------------------------------------------------
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        """These were used now. Kept in memory and written beside a later store, so that it costs nothing where it is
+        called; a crash forgets what was not written yet, mostly the last minute of it."""
+        now_s = self._use_time_s()
+        with self._counting:
+            for key in keys:
+                _, count = self._uses.get(key, (now_s, 0))
+                self._uses[key] = (now_s, count + 1)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record, what it continues before it, without touching payloads. Rows that are not as they were
+        written are struck. Ends early if the index fails."""
+        try:
+            self._flush_uses()
+            for row in self._index.rows(self._index.keys()):
+                identity = _identity_of(row)
+                if identity is None:
+                    with self._counting:
+                        self.counts.misses[MissKind.CHECKSUM] += 1
+                    self._strike(row.key, row.place)
+                    continue
+                place = row.place
+                yield Entry(identity, place.payload_bytes, place.stored_bytes, row.last_use_s, row.uses)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Removes every record, or those of a namespace. Loads that have begun end well."""
+        try:
+            # Read before the lock is taken: stores go on while all rows are looked at.
+            of_namespace = None if namespace is None else self._keys_of(namespace)
+            with self._storing:
+                keys = self._index.keys() if of_namespace is None else of_namespace
+                self._index.delete(keys)
+                self._room.remove_dead(self._room.usage())
+        except _FAULTS as error:
+            with self._storing:
+                self._fault(error)
+            return
+        self._tell_gone(keys)
+
+    def _keys_of(self, namespace: bytes) -> list[RecordKey]:
+        return [
+            row.key
+            for row in self._index.rows(self._index.known_keys())
+            if (identity := _identity_of(row)) is not None and identity.namespace == namespace
+        ]
+
+    def verify(self, progress: Progress = _ignore) -> Verified:
+        """Reads every record. Changes nothing: `quarantine` takes the keys of the failures."""
+        failures: list[Failure] = []
+        records = stored_bytes = 0
+        try:
+            for row in self._index.rows(self._index.keys()):
+                records += 1
+                stored_bytes += row.place.stored_bytes
+                if (miss := self._check(row)) is not None:
+                    failures.append(Failure(row.key, miss, _identity_of(row)))
+                progress(row.place.stored_bytes)
+        except sqlite3.Error as error:
+            self._index_fault(error)
+        return Verified(records, stored_bytes, tuple(failures))
+
+    def _check(self, row: Row) -> Miss | None:
+        identity = _identity_of(row)
+        if identity is None:
+            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+        try:
+            fd = self._files.open_read(self._segments.path(row.place.segment))
+        except FileNotFoundError:
+            return Miss(MissKind.MISSING_BYTES, "the segment is gone")
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        try:
+            head = verify(self._files, fd, row.place)
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        finally:
+            self._close(fd)
+        if isinstance(head, Miss):
+            return head
+        kind = difference(identity, head.identity)
+        return None if kind is None else Miss(kind, "the row leads to another record")
+
+    # -- archives ------------------------------------------------------------------------------------------------
+
+    def export(self, keys: Iterable[RecordKey], path: Path) -> Exported | NotExported:
+        """Writes these records into one file, which replaces `path` when it is whole."""
+        if path.resolve().is_relative_to(self._folder.resolve()):
+            return NotExported(f"{path} is within the tier's own directory, where it would be deleted.")
+        failures: list[Failure] = []
+        records = 0
+
+        def whole() -> Iterator[Encoded]:
+            nonlocal records
+            for key in keys:
+                copy = self._export_one(key)
+                if isinstance(copy, Miss):
+                    failures.append(Failure(key, copy, None))
+                else:
+                    records += 1
+                    yield copy
+
+        try:
+            archive_bytes = write_archive(self._files, path, whole())
+        except OSError as error:
+            return NotExported(f"{path} can't be written: {error}.")
+        except sqlite3.Error as error:
+            self._index_fault(error)
+            return NotExported(f"the index failed: {error}.")
+        return Exported(records, archive_bytes, tuple(failures))
+
+    def _export_one(self, key: RecordKey) -> Encoded | Miss:
+        with self._index.lock:
+            row = self._index.find(key)
+            if row is None:
+                return Miss(MissKind.ABSENT)
+            try:
+                fd = self._files.open_read(self._segments.path(row.place.segment))
+            except OSError as error:
+                return Miss(MissKind.MISSING_BYTES, str(error))
+        try:
+            return self._copy(fd, row)
+        except OSError as error:
+            return Miss(MissKind.IO_ERROR, str(error))
+        finally:
+            self._close(fd)
+
+    def import_(self, path: Path, progress: Progress = _ignore) -> Imported | Unreadable:
+        """Stores the records of an archive, each verified; nothing is changed if it is `Unreadable`. Records of other
+        namespaces are stored as well: nobody here will ask for them."""
+        outcomes: list[StoreOutcome] = []
+        damaged: list[Miss] = []
+        places = read_places(self._files, path)
+        if isinstance(places, Unreadable):
+            return places
+        try:
+            fd = self._files.open_read(path)
+        except OSError as error:
+            return Unreadable(str(error))
+        try:
+            group: list[Record] = []
+            for place, record in zip(places, read_records(self._files, fd, places), strict=True):
+                progress(place.stored_bytes)
+                if isinstance(record, Miss):
+                    damaged.append(record)
+                    continue
+                group.append(record)
+                if sum(record.payload_bytes for record in group) >= _IMPORT_BYTES:
+                    outcomes += self.store(group)
+                    group = []
+            outcomes += self.store(group)
+        finally:
+            self._close(fd)
+        return Imported(tuple(outcomes), tuple(damaged))
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TierState:
+        return self._state
+
+    @property
+    def room_counts(self) -> DiskSpaceCounts:
+        return self._room.counts
+
+    @property
+    def written_bytes(self) -> int:
+        """To the disk, by everything: stores, compactions, the index."""
+        return self._segments.written_bytes + self._index.written_bytes
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written per byte stored; 1 if nothing was stored."""
+        stored_bytes = self.counts.stored_bytes
+        return self.written_bytes / stored_bytes if stored_bytes else 1.0
+
+    def usage(self) -> Usage:
+        """Measured now. Raises OSError and sqlite3.Error."""
+        return self._room.usage()
+
+    def close(self) -> None:
+        with self._storing, self._index.lock:
+            if isinstance(self._state, Off) and self._state.reason == _CLOSED:
+                return
+            with suppress(*_FAULTS):
+                self._flush_uses()
+                self._index.write_back()
+            self._state = Off(_CLOSED)
+            self._segments.close()
+            self._index.close()
+            with suppress(OSError):
+                self._lock.release()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> NotStored | None:
+        match self._state:
+            case Off(reason):
+                return NotStored(Refusal.UNAVAILABLE, reason)
+            case LoadsOnly(reason, retry_at_s) if self._clock() < retry_at_s:
+                return NotStored(Refusal.UNAVAILABLE, reason)
+            case _:
+                return None
+
+    def _fault(self, error: Exception) -> None:
+        """A store failed. One warning until a store succeeds again."""
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            self._index_fault(error)
+            return
+        if isinstance(self._state, Ready):
+            _log.warning(
+                "The disk tier in %s takes no stores for now: %s. Requests go on.", self._folder, error
+            )
+        if not isinstance(self._state, Off):
+            self._state = LoadsOnly(str(error), self._clock() + RETRY_S)
+
+    def _index_fault(self, error: Exception) -> None:
+        if not isinstance(self._state, Off):
+            _log.warning(
+                "The disk tier in %s is off, its index failed: %s. Requests go on.", self._folder, error
+            )
+            self._state = Off(f"the index failed: {error}")
+
+    def _use_time_s(self) -> float:
+        """Since the epoch, by the wall clock as it was when the tier was opened."""
+        return self._epoch_s + self._clock()
+
+    def _note_uses(self) -> None:
+        with self._counting:
+            uses, self._uses = self._uses, {}
+        self._index.note_uses((key, last_use_s, count) for key, (last_use_s, count) in uses.items())
+
+    def _flush_uses(self) -> None:
+        self._note_uses()
+        self._index.write_uses()
+
+    def _flush_uses_if_due(self) -> None:
+        passed_s = self._clock() - self._flushed_at_s
+        if passed_s < _FLUSH_S:
+            return
+        self._note_uses()
+        stored_bytes = self.counts.stored_bytes - self._flushed_at_bytes
+        if self._index.use_bytes > stored_bytes // _FLUSH_PART and passed_s < _FLUSH_AT_LATEST_S:
+            return
+        self._flushed_at_s += passed_s
+        self._flushed_at_bytes += stored_bytes
+        if isinstance(self._state, Ready):
+            try:
+                self._flush_uses()
+            except sqlite3.Error as error:
+                self._fault(error)
+
+    def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
+        """Gives up these records of a segment and copies the others to the open one. Their rows lead there once the
+        copies are synced. Damaged records are struck instead. The segment is dead afterwards."""
+        moves: list[tuple[Row, Place]] = []
+        damaged: list[Row] = []
+        going = set(lost)
+        fd = self._files.open_read(self._segments.path(number))
+        try:
+            for row in self._index.of_segment(number):
+                if row.key in going:
+                    continue
+                copied = self._copy(fd, row)
+                if isinstance(copied, Miss):
+                    with self._counting:
+                        self.counts.misses[copied.kind] += 1
+                    damaged.append(row)
+                else:
+                    moves.append((row, self._segments.append(copied)))
+            self._segments.sync()
+        except OSError:
+            self._segments.abandon()
+            raise
+        finally:
+            self._close(fd)
+        # From here on rows may lead to the copies: they are not taken back, whatever happens.
+        self._segments.keep()
+        self._index.replace(lost, moves)
+        for row in damaged:
+            self._strike(row.key, row.place)
+
+    def _copy(self, fd: int, row: Row) -> Encoded | Miss:
+        identity = decode_identity(row.identity)
+        if identity is None:
+            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+        loaded = self._read(fd, row.place, identity, None)
+        return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
+
+    def _tidy(self) -> None:
+        """Deals with what a crash, a smaller cap or somebody else has left: rows without bytes, bytes without rows,
+        too much of everything."""
+        with self._storing:
+            try:
+                usage = measure(self._files, self._folder, 0)
+                for number, end in self._index.ends().items():
+                    length = usage.segments.get(number, 0)
+                    if end > length:
+                        short = self._index.beyond(number, length)
+                        self._index.delete(short)
+                        self.counts.misses[MissKind.MISSING_BYTES] += len(short)
+                        self.counts.quarantined_records += len(short)
+                    elif end < length:
+                        self._files.truncate(self._segments.path(number), end)
+                self._room.remove_dead(usage)
+                # The index was just written back: the room that is kept for its growth may be in use.
+                if not self._room.make(-self._room.budget.wal_bytes):
+                    raise OSError(
+                        errno.EDQUOT, "what lies there is more than --disk-budget, and can't be removed"
+                    )
+            except _FAULTS as error:
+                self._fault(error)
+
+
+_CLOSED = "closed"
+_EVICTED_AT_ONCE = NotStored(Refusal.NO_ROOM, "it was evicted for records of the same store")
+
+
+def _next_number(files: Files, folder: Path, index: Index) -> int:
+    """Of a new segment. Rows count too: a segment's file may be gone, and a row must never find another's bytes in
+    its place."""
+    numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
+    return 1 + max([0, *numbers, *index.live_bytes()])
+
+
+def _identity_of(row: Row) -> Identity | None:
+    """None if the row is not as it was written."""
+    identity = decode_identity(row.identity)
+    return None if identity is None or identity.key != row.key else identity
+
+
+def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:
+    if into is not None:
+        return [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+    return [memoryview(bytearray(length)) for length in head.buffer_bytes]

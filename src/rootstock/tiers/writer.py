@@ -1,0 +1,219 @@
+"""One thread that stores, so that nobody who serves requests waits for a disk.
+
+A record is readable at every instant: from the queue until its store has ended, from the tier after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.tiers.base import (
+    Buffer,
+    Loaded,
+    LoadResult,
+    Miss,
+    MissKind,
+    NotStored,
+    Record,
+    Refusal,
+    StoreOutcome,
+    Tier,
+    as_bytes,
+)
+from rootstock.tiers.disk.record import difference
+
+_log = logging.getLogger(__name__)
+
+Done = Callable[[RecordKey, StoreOutcome], None]
+"""Called once for each record that was queued, by the writer's thread: the payload may change from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The record will be stored, or its `Done` will say why not."""
+
+
+PutResult = Queued | NotStored
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    key: RecordKey
+    record: Record
+    done: list[Done]
+    readers: int = 0  # loads that copy from the record just now
+
+
+@dataclass(slots=True)
+class TierWriterCounts:
+    queued_records: int = 0
+    refused_records: int = 0  # the queue was full
+    hits_in_queue: int = 0
+
+
+@dataclass(slots=True)
+class _Queue:
+    waiting: list[_Pending] = field(default_factory=list)
+    by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting, or being stored
+    bytes: int = 0  # of payloads, in `by_key`
+
+
+class TierWriter:
+    """Owns its thread; the tier belongs to the caller, and outlives it. Thread-safe."""
+
+    def __init__(
+        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20, *, linger_s: float = 0.0
+    ) -> None:
+        self._tier = tier
+        self._queue_bytes = queue_bytes
+        self._group_bytes = group_bytes  # stored, synced and committed together, if so much is waiting
+        self._linger_s = linger_s  # waited for a group to grow: a sync costs the same for one record or many
+        self._in_a_hurry = 0  # who drain
+        self._queue = _Queue()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._telling: list[_Pending] = []  # a group that has left the queue, while its ends are told
+        self.counts = TierWriterCounts()
+        self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of payloads that are queued or being stored; never more than the queue's size."""
+        return self._queue.bytes
+
+    def put(self, record: Record, done: Done | None = None) -> PutResult:
+        """Never blocks. Unless it answers `Queued`, `done` is not called and the payload is not kept."""
+        key, payload_bytes = record.identity.key, record.payload_bytes
+        with self._changed:
+            if self._closing:
+                return NotStored(Refusal.UNAVAILABLE, "closed")
+            pending = self._queue.by_key.get(key)
+            if pending is not None:
+                if done is not None:
+                    pending.done.append(done)
+                return Queued()
+            if self._queue.bytes + payload_bytes > self._queue_bytes:
+                self.counts.refused_records += 1
+                return NotStored(Refusal.QUEUE_FULL)
+            pending = _Pending(key, record, [] if done is None else [done])
+            self._queue.waiting.append(pending)
+            self._queue.by_key[key] = pending
+            self._queue.bytes += payload_bytes
+            self.counts.queued_records += 1
+            self._changed.notify_all()
+        return Queued()
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        """From the queue if it is there, or from the tier. The caller owns what it gets."""
+        key = identity.key
+        with self._changed:
+            pending = self._queue.by_key.get(key)
+            if pending is not None:
+                pending.readers += 1
+                self.counts.hits_in_queue += 1
+        if pending is None:
+            return self._tier.load(identity, into)
+        try:
+            return _copied(pending.record, identity, into)
+        finally:
+            with self._changed:
+                pending.readers -= 1
+                self._changed.notify_all()
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        self._tier.touch(keys)
+
+    def drain(self) -> None:
+        """Returns when everything that was queued has been stored or refused, and everybody has been told. What is
+        queued meanwhile is not waited for."""
+        with self._changed:
+            queued = {*self._queue.by_key.values(), *self._telling}
+            self._in_a_hurry += 1
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: (
+                    queued.isdisjoint((*self._queue.by_key.values(), *self._telling))
+                    or not self._thread.is_alive()
+                )
+            )
+            self._in_a_hurry -= 1
+
+    def close(self) -> None:
+        """Stores what is queued, and ends the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while group := self._next_group():
+            outcomes = self._store(group)
+            with self._changed:
+                self._telling = group
+                for pending in group:
+                    del self._queue.by_key[pending.key]  # loads go to the tier from here on
+                    self._queue.bytes -= pending.record.payload_bytes
+                while any(pending.readers for pending in group):
+                    self._changed.wait()
+                self._changed.notify_all()
+            for pending, outcome in zip(group, outcomes, strict=True):
+                for done in pending.done:
+                    try:
+                        done(pending.key, outcome)
+                    except Exception:
+                        _log.exception("Whoever waited for a store failed. The writer goes on.")
+            with self._changed:
+                self._telling = []
+                self._changed.notify_all()
+
+    def _next_group(self) -> list[_Pending]:
+        """Waits for work; empty when there is none and will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue.waiting or self._closing)
+            if self._linger_s:
+                self._changed.wait_for(
+                    lambda: self._closing or self._in_a_hurry or self._queue.bytes >= self._group_bytes,
+                    self._linger_s,
+                )
+            waiting = self._queue.waiting
+            count = group_bytes = 0
+            while count < len(waiting) and (count == 0 or group_bytes < self._group_bytes):
+                group_bytes += waiting[count].record.payload_bytes
+                count += 1
+            group, self._queue.waiting = waiting[:count], waiting[count:]
+            return group
+
+    def _store(self, group: Sequence[_Pending]) -> Sequence[StoreOutcome]:
+        try:
+            return self._tier.store([pending.record for pending in group])
+        except Exception as error:  # a bug of ours: these records are lost, the next ones may not be
+            _log.exception("Storing failed. Requests go on without these records.")
+            return [NotStored(Refusal.FAILED, str(error))] * len(group)
+
+
+def _copied(record: Record, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
+    kind = difference(asked, record.identity)
+    if kind is not None:
+        return Miss(kind)
+    source = record.views()
+    if into is None:
+        return Loaded(tuple(memoryview(bytearray(view)) for view in source))
+    target = [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+    if sum(view.nbytes for view in target) != record.payload_bytes:
+        return Miss(MissKind.OTHER_SIZE)
+    left = list(target)
+    for view in source:
+        while view.nbytes:
+            step = min(view.nbytes, left[0].nbytes)
+            left[0][:step] = view[:step]
+            view, left[0] = view[step:], left[0][step:]
+            if not left[0].nbytes:
+                left.pop(0)
+    return Loaded(tuple(target))
