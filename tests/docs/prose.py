@@ -1,0 +1,114 @@
+"""Prose of the repository: comments, docstrings and messages of Python files, and text of Markdown files.
+
+`test_prose.py` and `bench/show/f1_prose.py` count in it what CONTRIBUTING.md forbids.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+# "what" stands for a noun where no noun follows and nobody asks. A question mark ends a question.
+NOUNS = re.compile(
+    r"\b(what|whatever|whoever|nobody|anybody|somebody|everybody)\b(?![^.!?]{0,120}\?)", re.IGNORECASE
+)
+# First words of a docstring that name nothing and command nothing.
+PRONOUNS = (
+    "anybody everybody he i it its nobody none she somebody that their them these they this those we you"
+)
+QUESTION_WORDS = "how what whatever where whether which who whoever whose why"
+BAD_STARTS = frozenset(f"{PRONOUNS} {QUESTION_WORDS} as else if so then there thus".split())
+BAD_START_OF_SENTENCE = re.compile(r"(?:^|(?<=[.!?:;]\s))(So|As|Else),?\s(?=\w)")
+CODE_SPANS = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\"[^\"\n]{1,80}\"")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    path: str
+    line: int
+    rule: str  # "noun", "docstring" or "sentence"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    line: int
+    text: str
+    is_docstring: bool = False
+
+
+def findings(path: str, source: str) -> list[Finding]:
+    """Returns the places of one file that break a rule. Code spans and quotations are not prose."""
+    found = []
+    for text in texts_of(path, source):
+        prose = CODE_SPANS.sub("X", text.text)
+        for match in NOUNS.finditer(prose):
+            found.append(
+                Finding(path, text.line + prose[: match.start()].count("\n"), "noun", _around(prose, match))
+            )
+        for match in BAD_START_OF_SENTENCE.finditer(prose):
+            found.append(
+                Finding(
+                    path, text.line + prose[: match.start()].count("\n"), "sentence", _around(prose, match)
+                )
+            )
+        words = re.findall(r"[A-Za-z']+", prose)
+        if text.is_docstring and words and words[0].lower() in BAD_STARTS:
+            found.append(Finding(path, text.line, "docstring", prose.strip().splitlines()[0][:100]))
+    return found
+
+
+def texts_of(path: str, source: str) -> Iterator[Text]:
+    """Yields comment blocks, docstrings and string literals with spaces, or Markdown without its fences."""
+    if PurePath(path).suffix == ".md":
+        yield Text(
+            1, re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), source, flags=re.DOTALL)
+        )
+        return
+    tree = ast.parse(source)
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings.add(first.value)
+                yield Text(first.lineno, first.value.value, is_docstring=True)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in docstrings
+            and " " in node.value
+        ):
+            yield Text(node.lineno, node.value)
+    yield from _comments(source)
+
+
+def _comments(source: str) -> Iterator[Text]:
+    """Joins comments of consecutive lines into one text."""
+    began, last, lines = 0, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if lines and token.start[0] != last + 1:
+            yield Text(began, "\n".join(lines))
+            lines = []
+        if not lines:
+            began = token.start[0]
+        last = token.start[0]
+        lines.append(token.string.lstrip("#").strip())
+    if lines:
+        yield Text(began, "\n".join(lines))
+
+
+def _around(text: str, match: re.Match[str]) -> str:
+    return text[max(0, match.start() - 40) : match.end() + 40].replace("\n", " ")
