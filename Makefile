@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv, from constraints.txt.
+# Every target first sets up a virtual environment in .venv, with the versions of constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,10 +11,14 @@ ARGS ?=
 
 setup: $(STAMP)
 
+# uv is used where it is on the PATH. It does not read pip's settings, so pip follows where uv finds no packages.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Rootstock and its tools into $(VENV) (about a minute)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing Rootstock and its tools into $(VENV), about 1.6 GB on disk."
+	@echo "A first time downloads about 400 MB, most of it torch; on Linux torch brings CUDA's libraries, gigabytes more,"
+	@echo "unless the package index has the build for CPUs (uv: UV_TORCH_BACKEND=cpu)."
+	@if command -v uv >/dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e '.[dev]'; then :; \
+	else $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'; fi
 	@touch $@
 
 check: setup
