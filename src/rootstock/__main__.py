@@ -1,4 +1,4 @@
-"""The entry of `rootstock` and `python -m rootstock`: Ctrl-C is dealt with before half a second of imports."""
+"""Entry point of `rootstock` and `python -m rootstock`. Handles Ctrl-C before half a second of imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: frozen, and resolved once, before anything is built."""
+"""Configuration: frozen dataclasses, resolved once at the start."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ QUANTIZATIONS = ("none", "int8", "int4")
 MAX_THREADS = 4096
 MAX_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter of it is for the index's write-ahead log
+LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
-MAX_SALT_LENGTH = 1024  # characters, also of a tenant's name
+MAX_SALT_LENGTH = 1024  # characters; the limit of a tenant's name as well
 KEY_FORM = f"1 to {MAX_KEY_LENGTH:,} printable ASCII characters without spaces"
 
 
 def parse_bytes(text: str, option: str = "--kv-budget") -> int:
-    """Bytes of "4GiB", "512M" or "1500000"."""
+    """Parses a size such as "4GiB", "512M" or "1500000" to bytes."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper() if found else "?"
     if found is None or unit not in _UNITS:
@@ -42,7 +42,7 @@ def parse_bytes(text: str, option: str = "--kv-budget") -> int:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Seconds of "100ms", "0.1s" or "2s"."""
+    """Parses a time such as "100ms", "0.1s" or "2s" to seconds."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(ms|s)\s*", text)
     if found is None:
         raise InvalidOption(option, text, "a time with its unit, such as 100ms or 0.1s")
@@ -63,13 +63,13 @@ def parse_names(text: str, option: str) -> tuple[str, ...]:
 
 
 def parse_draft_tokens(text: str) -> int | None:
-    """Of `--speculate`: "auto", "off", or a number."""
+    """Parses a value of `--speculate`: "auto" (None), "off" (0), or a number."""
     if text == "auto":
         return None
     if text == "off":
         return 0
     if not re.fullmatch(r"[0-9]{1,4}", text):
-        raise InvalidOption("--speculate", text, "auto, off, or how many tokens at most")
+        raise InvalidOption("--speculate", text, "auto, off, or the largest number of draft tokens")
     return int(text)
 
 
@@ -78,8 +78,10 @@ def is_key(text: str) -> bool:
 
 
 def read_tenant_keys(path: Path) -> dict[str, str]:
-    """API key → tenant, of a file with a line `KEY TENANT` for each key. Empty lines and those that begin with # are
-    skipped. Raises InvalidOption, which shows no key."""
+    """Reads a file with a line `KEY TENANT` for each key; returns API key → tenant.
+
+    Empty lines and lines that begin with # are skipped. Raises InvalidOption, which shows no key.
+    """
     option, keys = "--api-keys-file", dict[str, str]()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -105,7 +107,7 @@ def read_tenant_keys(path: Path) -> dict[str, str]:
 class CacheConfig:
     block_size: int = 32  # tokens
     budget_bytes: int | None = None  # None: a share of the memory that is free after the model is loaded
-    enabled: bool = True  # off: nothing is ever found, for measuring what the cache saves
+    enabled: bool = True  # False disables prefix caching (for comparison)
 
     def __post_init__(self) -> None:
         if not (1 <= self.block_size <= 4096):
@@ -116,17 +118,16 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """Where the cache goes on below the device's memory. Without a directory and a host budget there is nothing."""
+    """Tiers below the device's memory. Without a directory and a host budget there are none."""
 
     disk_dir: Path | None = None
-    disk_budget_bytes: int = 50 * KIB**3  # of everything under disk_dir
-    disk_write: str = "back"  # when evicted and at the end; "through": as it is published
-    host_budget_bytes: int = (
-        0  # RAM between an accelerator and the disk; not for a CPU, whose pool is the RAM
-    )
+    disk_budget_bytes: int = 50 * KIB**3  # of all files under disk_dir
+    disk_write: str = "back"  # "back": write on eviction and at the end; "through": write when published
+    # RAM between an accelerator and the disk. A CPU's pool is in RAM already and has no host tier.
+    host_budget_bytes: int = 0
     compress: str = "none"  # of blocks of attention below the device; int8 is lossy
-    verify_hits: float = 0.0  # share of hits that are computed anew in idle time, and compared
-    queue_bytes: int = 256 * KIB**2  # copies that wait to be written
+    verify_hits: float = 0.0  # share of hits that are recomputed in idle time and compared
+    queue_bytes: int = 256 * KIB**2  # limit of copies that wait to be written
 
     def __post_init__(self) -> None:
         if self.disk_budget_bytes <= 0:
@@ -148,19 +149,18 @@ class TierConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     max_batch: int = 64  # requests that run at once
-    chunk_tokens: int = 512  # tokens of one step, decodes included: how long a decode can be held up
-    max_queue: int = 1024  # requests that are accepted beyond max_batch
-    context_limit: int | None = None  # lower than the model's, if set
-    # Where the seeds of requests without one come from; None: the system. From a stream that is known, an answer
-    # would tell how many requests came before.
+    chunk_tokens: int = 512  # tokens of one step, decodes included: bounds the delay of running decodes
+    max_queue: int = 1024  # requests that wait beyond max_batch
+    context_limit: int | None = None  # tokens of prompt and answer; None: the model's limit
+    # Seed of the seeds of requests that name none; None: the system's randomness. With a known seed, an answer would
+    # show how many requests came before it.
     seed: int | None = None
-    itl_target_s: float | None = (
-        None  # how long a step with decodes may take: fewer tokens of prompts go into it
-    )
-    # Of a step in which nobody decodes; None: 4 × chunk_tokens, or chunk_tokens if one sequence is run per forward. A
-    # longer chunk is computed faster, and whoever comes meanwhile waits for the same prompts either way.
+    # Longest duration of a step with decodes; None: no target. Fewer prompt tokens go into such a step.
+    itl_target_s: float | None = None
+    # Tokens of a step without decodes; None: 4 × chunk_tokens, or chunk_tokens where a forward runs one sequence. A
+    # longer chunk costs less per token, and a new request waits for the same prompts either way.
     idle_chunk_tokens: int | None = None
-    draft_tokens: int | None = 0  # guessed ahead and verified at once for a request; None: as many as pay
+    draft_tokens: int | None = 0  # draft tokens per request and step; None: as many as are expected to pay
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -185,12 +185,12 @@ class ModelConfig:
     served_name: str | None = None
     trust_remote_code: bool = False
     threads: int | None = None
-    state_dtype: str = "auto"  # of recurrent states in their slots; auto: as the model computes them
-    quantize: str = "none"  # bits of the weights of linear layers; the rest of the model stays as it is
-    kv_dtype: str = "auto"  # of K and V in the pools; auto: as the model computes them
-    cuda_graphs: bool = False  # for decodes; off until they have run on a device
-    attention: str = "auto"  # of decodes on a CPU; auto: compiled by Numba where that can be imported
-    memory_check: bool = True  # refuse a model whose weights and KV cache do not fit in the free memory
+    state_dtype: str = "auto"  # dtype of cached recurrent states; auto: the dtype that the model computes
+    quantize: str = "none"  # weights of linear layers; other weights keep their dtype
+    kv_dtype: str = "auto"  # dtype of cached K and V; auto: the dtype that the model computes
+    cuda_graphs: bool = False  # record decodes as CUDA graphs; off until they have run on a device
+    attention: str = "auto"  # kernel of decodes on a CPU; auto: Numba's where Numba can be imported
+    memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -220,19 +220,23 @@ class ModelConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)  # bound to no tenant: it may name any
-    # Asked for by what tells of all tenants, or clears what is theirs.
+    api_key: str | None = field(
+        default=None, repr=False
+    )  # bound to no tenant: its requests may name any tenant
+    # Required by routes that show or clear data of all tenants.
     admin_key: str | None = field(default=None, repr=False)
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
-    # The answers of `explain`. own: about the prompt alone; all: about everything in its namespace.
+    # Content of `explain`'s answers. "own": the prompt alone; "all": other prompts of its namespace as well.
     explain: str = "own"
-    parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
+    parse_special_tokens: bool = (
+        False  # read special tokens in messages as control tokens instead of plain text
+    )
     max_body_bytes: int = 16 * KIB**2  # of one request
     max_connections: int = 2048
-    # Web pages of these origins may use the server; "*": all. A page of the server's own always may.
+    # Origins whose web pages may use the server; "*": all. The server's own origin is always allowed.
     allowed_origins: tuple[str, ...] = ()
-    # Names in Host headers, "*" for any. Without them a server bound to a loopback address has only its local names,
-    # and any other server all.
+    # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
+    # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

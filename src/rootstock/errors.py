@@ -1,4 +1,4 @@
-"""Every error that Rootstock raises on purpose.
+"""Errors that Rootstock raises on purpose.
 
     RootstockError
     ├── RequestError                    400  something in one request; the server goes on
@@ -6,7 +6,7 @@
     │   ├── JsonTooComplex              400  refused before it is parsed
     │   ├── InvalidParameter            400  a field has a wrong type or value
     │   ├── MissingParameter            400
-    │   ├── Unsupported                 400  a field that would change the answer, and that we cannot obey
+    │   ├── Unsupported                 400  a field that would change the answer and is not implemented
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
     │   ├── PromptTextTooLong           400  refused by its characters, before it is tokenized
@@ -18,41 +18,41 @@
     │   ├── ModelNotFound               404
     │   ├── Unauthorized                401
     │   ├── AdminOnly                   403
-    │   ├── HostNotAllowed              403  a name that this server is not known by: DNS rebinding
+    │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
     │   ├── ContentTypeNotJson          415
     │   ├── MalformedHttp               400  the head or the framing of the request
-    │   ├── RequestTimeout              408  a head or a body that comes too slowly
+    │   ├── RequestTimeout              408  a head or a body that arrives too slowly
     │   ├── UrlTooLong                  414
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
     │   ├── ClearUnderWay               429
     │   ├── TooManyConnections          503
-    │   └── TooManyBodyBytes            503  in the bodies of all requests together
+    │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
-    │   ├── EngineFault                 500  a bug of ours: every open request fails, the cache is emptied
+    │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
     │   ├── OutOfBlocks                 500  a lone request outgrew the pool
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   └── EngineStopped               503
     └── StartupError                    exit status 2
-        ├── InvalidOption                    an option, its value, what is allowed
+        ├── InvalidOption                    an option, its value, the allowed values
         ├── AddressUnavailable
         ├── BudgetTooSmall
         └── ModelError
             ├── ModelPathNotFound
-            ├── ModelFileInvalid             config.json and the like: the file, what is wrong, and where
-            ├── ModelTooLarge                for the memory that is free, with the figures
+            ├── ModelFileInvalid             config.json and the like: the file, the fault, the place
+            ├── ModelTooLarge                the weights exceed the free memory, with the figures
             ├── ModelWeightsMissing
             ├── TokenizerUnusable
             ├── ChatTemplateInvalid          its syntax, with the line
-            ├── ModelUnsupported             an architecture or layer kind that we refuse, and why
-            └── SelfCheckFailed              our attention and the model's own disagree, with the figures
+            ├── ModelUnsupported             an architecture or layer kind that is refused, and why
+            └── SelfCheckFailed              paged attention and the model's own disagree, with the figures
 
 An error carries its data as attributes and states the remedy in its message. `code` is stable and
-machine-readable, `http_status` is what a server answers, `param` names the offending field if there is one.
+machine-readable, `http_status` is the status of the HTTP response, `param` names the offending field if there is one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from typing import ClassVar
 
 from rootstock.units import in_units
 
-_SHORT = reprlib.Repr()  # a wrong value may be a megabyte of it
+_SHORT = reprlib.Repr()  # a wrong value may have a megabyte
 _SHORT.maxstring = _SHORT.maxother = 80
 _MOST_SHOWN_CHARS = 160
 
@@ -216,7 +216,7 @@ class ChatTemplateMissing(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "This model has no chat template, so that messages cannot become a prompt. Use /v1/completions, or "
+            "This model has no chat template, so messages cannot become a prompt. Use /v1/completions, or "
             "serve it with --chat-template FILE.",
             param="messages",
         )
@@ -258,7 +258,7 @@ class AdminOnly(RequestError):
             if has_admin_key
             else "Serve with --admin-key KEY, and send that key as 'Authorization: Bearer KEY'"
         )
-        super().__init__(f"This tells of all tenants, or changes what is theirs. {remedy}.")
+        super().__init__(f"This shows or changes data of all tenants. {remedy}.")
 
 
 class BodyTooLarge(RequestError):
@@ -357,8 +357,8 @@ class QueueFull(Overloaded):
 
     def __init__(self, max_batch: int, max_queue: int) -> None:
         super().__init__(
-            f"The server has as many requests as it takes: {max_batch} to run (--max-batch) and {max_queue} to wait "
-            "(--max-queue). Try again in a moment."
+            f"The server is full: {max_batch} requests run (--max-batch) and {max_queue} wait (--max-queue). Try "
+            "again in a moment."
         )
         self.max_batch = max_batch
         self.max_queue = max_queue
@@ -377,7 +377,7 @@ class TooManyConnections(Overloaded):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"The server has as many connections as it takes: {limit:,} (--max-connections). Try again in a moment."
+            f"The server has its most connections, {limit:,} (--max-connections). Try again in a moment."
         )
         self.limit = limit
 
@@ -388,8 +388,8 @@ class TooManyBodyBytes(Overloaded):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            f"The bodies of the requests that the server holds would exceed {limit_bytes:,} bytes together. Try "
-            "again in a moment."
+            f"With this request, the bodies that the server holds would exceed {limit_bytes:,} bytes. Try again in a "
+            "moment."
         )
         self.limit_bytes = limit_bytes
 
@@ -403,7 +403,7 @@ class StepFailed(EngineError):
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(
-            # Not what it says: it may be about other requests of the same forward.
+            # The cause's message is left out: it may describe other requests of the same forward.
             f"The forward pass of this request failed: {type(cause).__name__}; the server's log says why. Other "
             "requests go on; send it again, and report it if it fails again."
         )
@@ -426,8 +426,8 @@ class OutOfBlocks(EngineError):
 
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
-            f"The request needs {needed_bytes:,} more bytes of KV cache, and nothing of the {budget_bytes:,} is left "
-            "to free. Serve with a larger --kv-budget."
+            f"The request needs {needed_bytes:,} more bytes of KV cache, and no bytes of the {budget_bytes:,} can be "
+            "freed. Serve with a larger --kv-budget."
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
@@ -470,8 +470,8 @@ class AddressUnavailable(StartupError):
 
     def __init__(self, host: str, port: int, detail: str) -> None:
         super().__init__(
-            f"Cannot listen at {host}:{port}: {detail}. Stop what listens there, or choose another --host or "
-            "--port (0 takes any free port)."
+            f"Cannot listen at {host}:{port}: {detail}. Stop the process that listens there, or choose another "
+            "--host or --port (0 takes any free port)."
         )
         self.host = host
         self.port = port
@@ -576,9 +576,9 @@ class ModelUnsupported(ModelError):
 class SelfCheckFailed(ModelError):
     code = "self_check_failed"
 
-    def __init__(self, model: str, figure: float, tolerance: float, what: str) -> None:
+    def __init__(self, model: str, figure: float, tolerance: float, measure: str) -> None:
         super().__init__(
-            f"{model!r} failed its self-check: {what} is {figure:.3g}, at most {tolerance:.3g} is allowed. The "
+            f"{model!r} failed its self-check: {measure} is {figure:.3g}, at most {tolerance:.3g} is allowed. The "
             "paged forward would give wrong answers, so the model is refused; please report the architecture."
         )
         self.model = model

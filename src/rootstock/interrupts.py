@@ -1,7 +1,7 @@
-"""How Ctrl-C ends a process: `AT_ONCE` by the system, or `UNWINDING` with KeyboardInterrupt.
+"""Handling of Ctrl-C: the system ends the process (`AT_ONCE`), or Python raises KeyboardInterrupt (`UNWINDING`).
 
-Python's own way, an exception out of whatever runs, shows a traceback during imports, and can be lost in a callback
-or a destructor. SIGTERM ends a process at once unless a server handles it. A shell shows statuses 130 and 143.
+KeyboardInterrupt shows a traceback during imports, and can be lost in a callback or a destructor. SIGTERM ends a
+process at once unless a server handles it. A shell shows statuses 130 and 143.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def ctrl_c(handler: signal._HANDLER) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) == handler:  # else the block has decided about the time after it
+        if signal.getsignal(signal.SIGINT) == handler:  # otherwise the block has installed a handler to stay
             signal.signal(signal.SIGINT, before)

@@ -1,9 +1,10 @@
-"""Sizes in units that people read."""
+"""Sizes in binary units, for messages."""
 
 from __future__ import annotations
 
 
 def in_units(size_bytes: int) -> str:
+    """Formats a number of bytes, such as "1.5 GiB"."""
     size, unit = float(size_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -23,6 +23,7 @@ PRONOUNS = (
 )
 QUESTION_WORDS = "how what whatever where whether which who whoever whose why"
 BAD_STARTS = frozenset(f"{PRONOUNS} {QUESTION_WORDS} as else if so then there thus".split())
+DATA = frozenset({"src/rootstock/bench/corpus.py", "src/rootstock/bench/scenario.py"})
 BAD_START_OF_SENTENCE = re.compile(r"(?:^|(?<=[.!?:;]\s))(So|As|Else),?\s(?=\w)")
 CODE_SPANS = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\"[^\"\n]{1,80}\"")
 
@@ -64,7 +65,10 @@ def findings(path: str, source: str) -> list[Finding]:
 
 
 def texts_of(path: str, source: str) -> Iterator[Text]:
-    """Yields comment blocks, docstrings and string literals with spaces, or Markdown without its fences."""
+    """Yields comment blocks, docstrings and messages (string literals with spaces), or Markdown without its fences.
+
+    Strings of tests and of files in DATA are input for models, not messages.
+    """
     if PurePath(path).suffix == ".md":
         yield Text(
             1, re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), source, flags=re.DOTALL)
@@ -82,7 +86,8 @@ def texts_of(path: str, source: str) -> Iterator[Text]:
             ):
                 docstrings.add(first.value)
                 yield Text(first.lineno, first.value.value, is_docstring=True)
-    for node in ast.walk(tree):
+    is_data = path.startswith("tests/") or path in DATA
+    for node in () if is_data else ast.walk(tree):
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)

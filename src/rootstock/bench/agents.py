@@ -1,4 +1,4 @@
-"""The demo's agents as clients: each on a thread, through the `openai` package, over HTTP."""
+"""Clients of the demo: each agent is a thread that uses the `openai` package over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of the demo: the same for every server that it is sent to."""
+    """One request of the demo, the same for every server."""
 
     agent: str
     turn: int  # from 1
@@ -69,10 +69,10 @@ def require_openai() -> None:
 
 
 def run_agents(agents: Sequence[Agent], url: str, model: str, tell: Listener) -> float:
-    """All agents at once, to their last step. Returns how many seconds it took; failures are told, not raised."""
+    """Runs all agents at once, to their last step, and returns the seconds. Reports failures through `tell`."""
     import openai
 
-    # Without the environment's proxies, which know nothing of this machine's own ports.
+    # The environment's proxies cannot reach this machine's own ports.
     http_client = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(
         base_url=f"{url}/v1",
@@ -102,7 +102,7 @@ def _converse(client: openai.OpenAI, model: str, agent: Agent, tell: Listener) -
             add_step(messages, step)
             answer = _ask(client, model, messages, Asked(agent.name, turn), tell)
             messages.append({"role": "assistant", "content": answer.text})
-    except Exception as error:  # the demo says what happened, whatever it was
+    except Exception as error:  # the demo reports every failure
         tell(GaveUp(agent.name, f"{type(error).__name__}: {error}"))
 
 

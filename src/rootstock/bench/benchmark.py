@@ -26,7 +26,7 @@ from rootstock.runtime.base import ModelDescription
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A server that runs already."""
+    """Server that is already running."""
 
     url: str
     api_key: str | None = None
@@ -35,9 +35,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class OwnEngine:
-    """An engine made for the occasion, in this process."""
+    """Engine that the benchmark builds in this process."""
 
-    model: str | None = None  # a directory or a hub name; None: the demo's small one
+    model: str | None = None  # a directory or a hub name; None: the demo's small model
     device: str = "auto"
     dtype: str | None = None  # None: float32 for the small model, else "auto"
     threads: int | None = None
@@ -49,9 +49,9 @@ class OwnEngine:
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
     workloads: tuple[str, ...] = tuple(SIZES)
-    caches: tuple[str, ...] | None = None  # of CACHE_STATES; None: all that the target can do
+    caches: tuple[str, ...] | None = None  # of CACHE_STATES; None: all states that the target supports
     seed: int = 0
-    scale: float = 1.0  # of the lengths of prompts
+    scale: float = 1.0  # factor of the lengths of prompts
     out: Path = field(default_factory=lambda: Path("bench") / "results")
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class BenchConfig:
 def run_bench(
     config: BenchConfig, target: ServedModel | OwnEngine | None = None, console: Console | None = None
 ) -> int:
-    """The exit status: 0 only if no request failed. Raises StartupError."""
+    """Runs the workloads and returns the exit status: 0 only if no request failed. Raises StartupError."""
     console = console or Console()
     target = target or OwnEngine()
     source = (
@@ -91,7 +91,7 @@ def run_bench(
             )
     rows.sort(key=lambda row: (config.workloads.index(row.workload), CACHE_STATES.index(row.cache)))
     console.print()
-    # Piped into a file, a table need not fit anything.
+    # A table in a file has no terminal to fit.
     console.print(table_of(rows), width=None if console.is_terminal else 120)
     console.print(f"\n{same_answers(rows)}", highlight=False)
     written = write_results(rows, config.out)
@@ -101,7 +101,7 @@ def run_bench(
 
 
 def write_results(rows: Sequence[Row], out: Path) -> list[Path]:
-    """`<date>-<commit>.jsonl` and a `.png` beside it, below `out`."""
+    """Writes `<date>-<commit>.jsonl` and a `.png` beside it below `out`, and returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     setting = rows[0].setting
     stamp = setting.date.replace("-", "").replace(":", "").replace("+0000", "Z")
@@ -110,7 +110,7 @@ def write_results(rows: Sequence[Row], out: Path) -> list[Path]:
     lines.write_text(json_lines(rows), encoding="utf-8")
     try:
         plot(rows, picture)
-    except StartupError as error:  # figures without a picture are figures still
+    except StartupError as error:  # matplotlib is missing: the rows are written without a picture
         print(error.message)
         return [lines]
     return [lines, picture]
@@ -134,7 +134,7 @@ def _rows_of_engine(config: BenchConfig, own: OwnEngine) -> Iterator[Row]:
         model = ModelConfig(
             own.model, own.device, own.dtype or "auto", threads=own.threads, quantize=own.quantize
         )
-    # One engine after the other: two would need twice the memory.
+    # The engines run one after the other: two at once would need twice the memory.
     if "cold" in states or "warm" in states:
         yield from _rows_with_cache(config, own, model, states)
     if "off" in states:
@@ -165,7 +165,7 @@ def _rows_without_cache(config: BenchConfig, own: OwnEngine, model: ModelConfig)
 def _cold_and_warm(
     workload: Workload, target: Target, setting: Setting, states: Sequence[str]
 ) -> Iterator[Row]:
-    """The workload once, on a cache that knows nothing of it, and then again."""
+    """Plays the workload on a cache that holds none of it, and then again."""
     cold = play(workload, target)
     if "cold" in states:
         yield make_row(setting, workload, "cold", cold, exact=target.exact)
@@ -177,7 +177,7 @@ def _cold_and_warm(
 def _rows_of_url(config: BenchConfig, served: ServedModel) -> Iterator[Row]:
     states = config.caches or ("cold", "warm")
     if "off" in states:
-        raise InvalidOption("--cache", "off", "cold or warm with --url: a server's cache is its own affair")
+        raise InvalidOption("--cache", "off", "cold or warm with --url: a server's cache cannot be disabled")
     workloads = config.made_workloads()
     at_once = max(workload.sizes.at_once for workload in workloads)
     with UrlTarget(served.url, at_once, served.name, served.api_key) as target:
@@ -189,7 +189,7 @@ def _rows_of_url(config: BenchConfig, served: ServedModel) -> Iterator[Row]:
 
 
 def _warmed_up(made: Assembly) -> EngineTarget:
-    """One request of many tokens and one of few: what is made on first use is made now."""
+    """Sends a long and a short request, so that kernels and buffers of first use exist before the measurement."""
     vocab_size = made.description.vocab_size
     for i, tokens in enumerate((256, 8)):
         prompt = np.full(min(tokens, made.engine.context_limit // 2), vocab_size - 1, np.int32)
@@ -221,5 +221,5 @@ def _now() -> str:
 
 
 def _last_part(name: str) -> str:
-    """A model may be named by its folder, which is nobody's business."""
+    """Returns the last part of a model's name: the path of a folder is private."""
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]

@@ -1,7 +1,7 @@
-"""Seeded English-like text: what the demo's tokenizer is trained on, and what workloads are made of.
+"""Seeded English-like text for the training of the demo's tokenizer and for workloads.
 
-Sentences come from a small grammar over the word lists below. They mean little, but they have the shape that
-matters here: words of usual lengths, punctuation, numbers, code and tables, and no download.
+Sentences come from a small grammar over the word lists below. They mean little, but they have words of usual
+lengths, punctuation, numbers, code and tables, and need no download.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ OPENERS = [
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
-    """Without end."""
+    """Yields sentences without end."""
     while True:
         yield _sentence(rng)
 
 
 def paragraph(rng: random.Random, words: int) -> str:
-    """About `words` words: whole sentences, at least one."""
+    """Returns whole sentences, at least one, of about `words` words together."""
     parts: list[str] = []
     for sentence in sentences(rng):
         parts.append(sentence)
@@ -134,7 +134,7 @@ def paragraph(rng: random.Random, words: int) -> str:
 
 
 def document(seed: int, lines: int) -> list[str]:
-    """Lines of prose, code, tables and JSON, as a tokenizer's training text."""
+    """Returns lines of prose, code, tables and JSON, a tokenizer's training text."""
     rng = random.Random(seed)
     kinds = (lambda: paragraph(rng, 40), lambda: _code(rng), lambda: _row(rng), lambda: _json(rng))
     return [rng.choices(kinds, weights=(12, 3, 2, 2))[0]() for _ in range(lines)]

@@ -1,7 +1,7 @@
-"""`rootstock demo`: what the cache saves three agents, shown on a real server by real clients.
+"""`rootstock demo`: the savings of the cache for three agents, on a real server with real clients.
 
-the small model → a server with the cache → the agents
-                → a server without it     → the same agents → were all answers the same? what was saved?
+small model → server with the cache → agents
+            → server without it     → the same agents → compares all answers, counts the savings
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BAR_WIDTH = 12  # characters
 
 @dataclass(slots=True)
 class Round:
-    """The agents against one server: what came of each request so far. Written by the agents' threads."""
+    """Run of the agents against one server, with the results of its requests. Written by the agents' threads."""
 
     title: str
     ttft_s: dict[Asked, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Round:
     answers: dict[Asked, Answered] = field(default_factory=dict)
     failures: list[GaveUp] = field(default_factory=list)
     wall_s: float = 0.0
-    cache: dict[str, Any] = field(default_factory=dict)  # /v1/cache/stats, once it is over
+    cache: dict[str, Any] = field(default_factory=dict)  # /v1/cache/stats at the end
 
     def take(self, progress: Progress) -> None:
         match progress:
@@ -71,7 +71,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What one round has over the other, by the servers' own counters and the clients' clocks."""
+    """Difference between the two rounds, by the servers' own counters and the clients' clocks."""
 
     asked_tokens: int
     computed_tokens: int  # with the cache
@@ -92,9 +92,9 @@ class Savings:
 
 
 def run_demo(console: Console | None = None, agents: Sequence[Agent] = AGENTS) -> int:
-    """The exit status: 0 only if every answer was the same with the cache on and off.
+    """Runs the demo and returns the exit status: 0 only if every answer was the same with and without the cache.
 
-    Raises StartupError if there is no openai package, or a server does not start.
+    Raises StartupError if the openai package is missing or a server does not start.
     """
     console = console or Console()
     require_openai()
@@ -129,8 +129,8 @@ class _Demo:
         self._agents = agents
         self._with = Round("with the cache")
         self._without = Round("without it")
-        self._note = ""  # what is going on, below the table
-        self._spinner = Spinner("dots")  # one, for its phase is its own
+        self._note = ""  # the current activity, shown below the table
+        self._spinner = Spinner("dots")  # kept between frames: it holds its phase
 
     def run(self) -> int:
         turns = sum(len(agent.steps) for agent in self._agents)
@@ -154,7 +154,7 @@ class _Demo:
         return 0 if not found.different else 1
 
     def _play(self, round: Round, directory: str, more_options: list[str]) -> None:
-        """One server, all agents, and what the server counted."""
+        """Runs all agents against one server and keeps the counters of that server."""
         self._say(f"starting a server: {round.title}")
         options = ["--port", "0", "--dtype", "float32", "--kv-budget", KV_BUDGET, "--served-model-name", NAME]
         with ServerProcess([directory, *options, *more_options]) as server:
@@ -193,7 +193,7 @@ class _Demo:
         return Group(table, Padding(self._spinner, (1, 1)))
 
 
-# ---- what it looks like
+# ---- display
 
 
 def requests_table(agents: Sequence[Agent], with_cache: Round, without: Round) -> Table:
@@ -282,7 +282,7 @@ def _in_units(size_bytes: float) -> str:
 
 
 def _outcome(answers: Mapping[Asked, Answered], asked: Asked) -> object:
-    """What must not depend on the cache. No answer equals nothing, not even another one that is missing."""
+    """Returns the part of an answer that must not depend on the cache. A missing answer equals no other."""
     answer = answers.get(asked)
     return object() if answer is None else (answer.text, answer.finish_reason, answer.prompt_tokens)
 
@@ -293,7 +293,7 @@ def _median(seconds: Mapping[Asked, float]) -> float:
 
 @contextlib.contextmanager
 def _signals_end_the_demo() -> Iterator[None]:
-    """SIGTERM and a closed terminal unwind the stack as Ctrl-C does, so that the server is ended, too."""
+    """Makes SIGTERM and a closed terminal unwind the stack, like Ctrl-C, to end the server as well."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""Where and of what a figure was measured. No host names, no paths: rows are made to be shown."""
+"""Machine and source of a measurement, without host names and paths, since rows are published."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def this_machine(device: str = "cpu") -> Machine:
 
 def this_source() -> Source:
     package = Path(__file__).resolve().parents[1]
-    if not _git(package, "ls-files", "__init__.py"):  # installed below somebody else's checkout, perhaps
+    if not _git(package, "ls-files", "__init__.py"):  # perhaps installed below another project's checkout
         return Source(None, changed=False)
     return Source(
         _git(package, "rev-parse", "--short=12", "HEAD") or None,

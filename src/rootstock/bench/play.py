@@ -1,4 +1,4 @@
-"""Plays a workload against a target: a closed loop, in which a conversation's next turn follows its last answer."""
+"""Closed loop that plays a workload against a target: a conversation's next turn follows its last answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Played:
 
 
 def play(workload: Workload, target: Target) -> Played:
-    """A conversation ends early if one of its requests fails."""
+    """Plays all conversations. A conversation ends early if one of its requests fails."""
     waiting = deque(range(len(workload.conversations)))
     dialogues: dict[int, Dialogue] = {}
     samples: list[list[Sample]] = [[] for _ in workload.conversations]
@@ -56,7 +56,7 @@ def play(workload: Workload, target: Target) -> Played:
 
 
 def least_possible(played: Played, before: Played | None = None) -> LeastPossible:
-    """In the unit of the target's prompts, tokens or bytes of text. What ran `before` is known."""
+    """Counts the fewest prompt tokens, or bytes of text, that a cache could compute after `before` has run."""
     least = LeastPossible()
     if before is not None:
         _tell(before, least)
@@ -69,7 +69,7 @@ def _tell(played: Played, least: LeastPossible) -> None:
     events: list[tuple[float, int, Sample]] = []
     for sample in played.flat:
         events += [(sample.sent_at, 1, sample), (sample.ended_at, 0, sample)]
-    events.sort(key=lambda event: event[:2])  # what ended at an instant is known to what is sent at it
+    events.sort(key=lambda event: event[:2])  # at one instant, ends come before new requests
     for _, sent, sample in events:
         if sent:
             least.asked(sample.prompt)

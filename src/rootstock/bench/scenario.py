@@ -1,4 +1,4 @@
-"""The demo's story: three agents that keep one code base, under one system prompt with one list of tools."""
+"""Scenario of the demo: three agents work on one code base, with one system prompt and one list of tools."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ class UserSays:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswers:
-    """`tool` was called with `arguments` at the end of the agent's last answer, and this came back."""
+    """Result of `tool`, which the agent called with `arguments` at the end of its last answer."""
 
     tool: str
     arguments: Json
     text: str
 
 
-Step = UserSays | ToolAnswers  # what an agent is told before it speaks
+Step = UserSays | ToolAnswers  # the message before an agent's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Agent:
 
 
 def first_messages() -> list[Json]:
-    """What the conversations of all agents begin with."""
+    """Returns the messages that the conversations of all agents begin with."""
     return [{"role": "system", "content": SYSTEM_PROMPT}]
 
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for as long as a block lasts."""
+"""Server in a process of its own, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerProcess:
     """
 
     def __init__(self, options: Sequence[str], ready_within_s: float = 120.0) -> None:
-        self._command = [sys.executable, "-m", "rootstock.cli.main", "serve", *options]
+        self._command = [sys.executable, "-m", "rootstock", "serve", *options]
         self._ready_within_s = ready_within_s
         self._ready = threading.Event()
         self._url: str | None = None
@@ -41,7 +41,7 @@ class ServerProcess:
         return self._url
 
     def __enter__(self) -> ServerProcess:
-        # A file rather than a pipe: nobody need read it, and a server that warns a lot cannot block.
+        # A file rather than a pipe: a server that writes many warnings cannot block.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
             self._command,

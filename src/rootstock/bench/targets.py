@@ -1,4 +1,4 @@
-"""What a workload runs against: an engine in this process, or any server that speaks OpenAI's chat API."""
+"""Targets of a workload: an engine in this process, or any server that speaks OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rootstock.errors import RootstockError, StartupError
 
 @dataclass(slots=True)
 class Sample:
-    """One request and what became of it. Times are of `time.monotonic`, in seconds."""
+    """One request and its result. Times are of `time.monotonic`, in seconds."""
 
     sent_at: float
     prompt: NDArray[Any]  # token ids, or the bytes of a text
@@ -53,14 +53,14 @@ Done = Callable[[Sample], None]  # called once for each request, on a thread of 
 
 class Dialogue(Protocol):
     def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
-        """The next turn; not before the last one is done."""
+        """Sends the next turn. The caller waits until the last one is done."""
         ...
 
 
 class Target(Protocol):
     @property
     def exact(self) -> bool:
-        """Whether prompts and answers are seen as the tokens that the cache sees."""
+        """True if samples hold tokens as the cache has them, False if they hold text."""
         ...
 
     def open(self, prefix: Symbols) -> Dialogue: ...
@@ -70,7 +70,7 @@ class Target(Protocol):
 
 
 class EngineTarget:
-    """A started engine. Answers have their full length and are greedy."""
+    """Started engine as a target. Answers have their full length and are greedy."""
 
     exact = True
 
@@ -111,7 +111,7 @@ class _EngineDialogue:
                 case Aborted():
                     sample.error = "aborted"
                     self._end(sample, answer, done)
-                case _:  # a prompt's scores, which nobody asked for
+                case _:  # scores of a prompt, which are not requested here
                     pass
 
         request = Request(
@@ -139,8 +139,8 @@ class _EngineDialogue:
 class UrlTarget:
     """`with UrlTarget(url, …) as target:` chats that are streamed, one thread for each open request.
 
-    Every prompt begins with a word that was never sent before, so that a first run finds nothing cached on whatever
-    server this is, and nobody's cache has to be emptied for it. Raises StartupError if the server does not answer.
+    Every prompt begins with a random word, so that a first run finds nothing cached on any server and no cache must
+    be cleared. Raises StartupError if the server does not answer.
     """
 
     exact = False
@@ -191,7 +191,7 @@ class UrlTarget:
         return self._model
 
     def forget(self) -> None:
-        """From here on nothing that was sent before is a prefix of what is sent."""
+        """Changes the first word: no later prompt shares a prefix with an earlier one."""
         self._nonce = uuid.uuid4().hex
 
     def open(self, prefix: Symbols) -> Dialogue:
@@ -201,7 +201,7 @@ class UrlTarget:
         self._threads.submit(job)
 
     def stream(self, messages: list[dict[str, str]], answer_tokens: int) -> Iterator[dict[str, Any]]:
-        """The chunks of an answer. Raises httpx.HTTPError and ValueError."""
+        """Yields the chunks of an answer. Raises httpx.HTTPError and ValueError."""
         body = {
             "model": self._model,
             "messages": messages,
@@ -227,7 +227,7 @@ class UrlTarget:
                     yield _checked(json.loads(data))
 
     def _probe(self) -> None:
-        """A first request: it warms the server up, and tells whether extra fields are refused."""
+        """Sends a first request, which warms the server up and shows whether it refuses extra fields."""
         messages = [{"role": "user", "content": f"{self._nonce} hello"}]
         try:
             list(self.stream(messages, 4))
@@ -250,7 +250,7 @@ class _UrlDialogue:
         self._messages = [system]
 
     def ask(self, new: Symbols, answer_tokens: int, done: Done) -> None:
-        # Tools' answers go as a user's, too: not every model's template knows tools.
+        # Results of tools are sent as a user's messages: not every chat template supports tools.
         self._messages.append({"role": "user", "content": as_text(new)})
         sample = Sample(time.monotonic(), _bytes_of(self._messages))
         self._target.start(lambda: self._receive(sample, answer_tokens, done))
@@ -267,9 +267,7 @@ class _UrlDialogue:
                     sample.prompt_tokens = usage.get("prompt_tokens")
                     sample.completion_tokens = usage.get("completion_tokens") or 0
                     sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        except (
-            Exception
-        ) as error:  # a request that failed is a result, and the dialogue's thread must tell it
+        except Exception as error:  # a failed request is a result
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended_at = time.monotonic()
         self._messages.append({"role": "assistant", "content": "".join(pieces)})

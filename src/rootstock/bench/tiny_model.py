@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rootstock.bench.corpus import document
 from rootstock.bench.scenario import AGENTS, SYSTEM_PROMPT, TOOLS
 
-# A part of the directory's name: to be raised when anything below changes what is made.
+# Part of the directory's name. Raise it when a change below changes the model.
 VERSION = 1
 NAME = "rootstock-tiny"
 
@@ -32,7 +32,7 @@ BEGIN, END, TURN_END = "<|begin|>", "<|end|>", "<|turn_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL_TOKENS = (BEGIN, END, TURN_END, *ROLES)
 
-# Written so that what was once rendered stays: a conversation only grows at its end.
+# The rendering of a conversation only grows at its end.
 CHAT_TEMPLATE = """\
 {{- '<|begin|>' }}
 {%- if tools or messages[0]['role'] == 'system' %}
@@ -115,7 +115,7 @@ def ensure_tiny_model(
 
 
 def user_cache_folder() -> Path:
-    """Where programs of this system keep what can be made again."""
+    """Returns the folder in which programs of this system keep files that can be made again."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "rootstock"
     if sys.platform == "darwin":
@@ -126,7 +126,7 @@ def user_cache_folder() -> Path:
 
 
 def write_tiny_model(spec: TinyModelSpec, directory: Path) -> None:
-    """The files of a Hugging Face checkpoint. The same spec makes the same model."""
+    """Writes the files of a Hugging Face checkpoint. The same spec makes the same model."""
     text = _training_text(spec)
     tokenizer = _train_tokenizer(text, spec.vocab_size)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
@@ -156,7 +156,7 @@ _FILES = (
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether every file is there and can be read: half a model on a full disk must not stay for ever."""
+    """Checks that every file exists and can be read: a full disk may have left half a model."""
     try:
         for name in _FILES:
             if name.endswith(".json"):
@@ -169,7 +169,7 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _safetensors_size(path: Path) -> int:
-    """What the file's own header says: 8 bytes of its length, the header, the tensors."""
+    """Returns the size that the file's header names: 8 bytes of its length, the header, the tensors."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > 1 << 20:
@@ -180,7 +180,7 @@ def _safetensors_size(path: Path) -> int:
 
 
 def _move_into_place(made: Path, target: Path) -> None:
-    """By one rename. Where another process was faster, its model stays: it is the same."""
+    """Publishes the model by one rename. If another process was faster, its equal model stays."""
     if target.exists() and not _is_whole(target):
         shutil.rmtree(target)
     try:

@@ -1,9 +1,9 @@
-"""Workloads: what clients ask, as a pure function of a seed and sizes.
+"""Workloads: the requests of clients, a pure function of a seed and sizes.
 
-A workload is made of *symbols*, numbers below `ALPHABET`. Targets turn them into what they speak: token ids in
-process (`as_tokens`), words over HTTP (`as_text`). What a model answers becomes part of the next turn's prompt, so
-prompts are known only as the workload runs; the least that could be computed is therefore counted afterwards, from
-the prompts and answers that there were (`LeastPossible`).
+A workload consists of *symbols*, numbers below `ALPHABET`. Targets turn them into token ids in process (`as_tokens`)
+or words over HTTP (`as_text`). A model's answer becomes part of the next turn's prompt, so prompts are known only
+while the workload runs. The fewest prompt tokens that any cache could compute are therefore counted afterwards, from
+the prompts and answers (`LeastPossible`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Sizes:
     conversations: int
     at_once: int  # conversations that are open at one time
     turns: int
-    prefix_tokens: int  # that all conversations begin with
-    new_tokens: tuple[int, int]  # least and most that a turn adds
+    prefix_tokens: int  # length of the prefix that all conversations share
+    new_tokens: tuple[int, int]  # least and most tokens that a turn adds
     answer_tokens: int
 
     def scaled(self, factor: float) -> Sizes:
-        """With longer or shorter prompts; answers and numbers of requests stay."""
+        """Returns sizes with longer or shorter prompts; answers and numbers of requests stay."""
         least, most = self.new_tokens
         return replace(
             self,
@@ -49,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    new: Symbols  # what the user or a tool says; at least one
+    new: Symbols  # the message of a user or a tool; at least one symbol
     answer_tokens: int
 
 
@@ -75,17 +75,17 @@ class Workload:
 SIZES: dict[str, Sizes] = {
     # Agents with one system prompt and tool list; tools answer with a line or with a page.
     "agents": Sizes(8, 8, turns=6, prefix_tokens=1536, new_tokens=(16, 160), answer_tokens=32),
-    # People who chat: a short system prompt, and more of them than are served at one time.
+    # Chats of people: a short system prompt, and more conversations than are open at one time.
     "chat": Sizes(16, 8, turns=5, prefix_tokens=96, new_tokens=(8, 64), answer_tokens=48),
     # Many short questions after the same long examples.
     "fewshot": Sizes(48, 8, turns=1, prefix_tokens=1536, new_tokens=(16, 32), answer_tokens=8),
-    # Everybody at one instant: nothing is cached yet when the second request comes.
+    # All conversations at one instant: the second request arrives before anything is cached.
     "burst": Sizes(32, 32, turns=1, prefix_tokens=1024, new_tokens=(16, 48), answer_tokens=16),
 }
 
 
 def make_workload(name: str, seed: int = 0, sizes: Sizes | None = None) -> Workload:
-    """Raises InvalidOption if there is none of that name."""
+    """Makes the workload of a name in SIZES. Raises InvalidOption for any other name."""
     if name not in SIZES:
         raise InvalidOption("--workload", name, " | ".join(SIZES))
     sizes = sizes or SIZES[name]
@@ -103,7 +103,7 @@ def make_workload(name: str, seed: int = 0, sizes: Sizes | None = None) -> Workl
 
 
 def as_tokens(symbols: Symbols, vocab_size: int) -> Tokens:
-    """Token ids; of different symbols different ones, if the vocabulary is large enough."""
+    """Returns token ids, different ones for different symbols if the vocabulary is large enough."""
     first = _FIRST_TOKEN if vocab_size >= _FIRST_TOKEN + ALPHABET else 0
     return np.asarray(first + symbols % (vocab_size - first), np.int32)
 
@@ -117,11 +117,11 @@ def _symbols(rng: np.random.Generator, count: int) -> Symbols:
 
 
 class LeastPossible:
-    """How many prompt tokens the best imaginable prefix cache would have computed: a trie of everything known.
+    """Count of the prompt tokens that the best possible prefix cache would compute: a trie of all known tokens.
 
-    Told in the order of events. A prompt costs its tokens beyond what the trie holds, and if that is nothing its
-    last one, for whose logits it was sent. What an answer adds is free: decoding computed it, all but its last
-    token, which was sampled and never fed.
+    Calls come in the order of events. A prompt costs its tokens beyond those in the trie. If it has none, it costs
+    its last token, whose logits are needed. The tokens of an answer are free, because decoding computed them. The
+    last one was sampled and never computed.
     """
 
     def __init__(self) -> None:
@@ -134,11 +134,11 @@ class LeastPossible:
         return self.new_tokens + self.known_prompts
 
     def forget_costs(self) -> None:
-        """What is known stays."""
+        """Resets the counts and keeps the known tokens."""
         self.new_tokens = self.known_prompts = 0
 
     def asked(self, prompt: NDArray[Any]) -> None:
-        """`prompt` has at least one token."""
+        """Counts a prompt of at least one token."""
         new_tokens = self._insert(prompt)
         self.new_tokens += new_tokens
         self.known_prompts += new_tokens == 0
@@ -147,7 +147,7 @@ class LeastPossible:
         self._insert(prompt_and_answer[:-1])
 
     def _insert(self, tokens: NDArray[Any]) -> int:
-        """How many nodes are new."""
+        """Adds tokens to the trie and returns the number of new nodes."""
         children, before, node = self._children, len(self._children), 0
         for token in tokens.tolist():
             node = children.setdefault((node, token), len(children) + 1)
