@@ -93,7 +93,7 @@ def make_row(
     exact: bool,
     before: Played | None = None,
 ) -> Row:
-    """`before`: what this cache has seen already. `exact`: see `Target`."""
+    """Makes the row of a played workload. `before` ran on the same cache; `exact` is `Target.exact`."""
     good = [sample for sample in played.flat if sample.error is None]
     times = [np.diff(sample.token_times) for sample in good]
     prompt_tokens = _sum([sample.prompt_tokens for sample in good])
