@@ -154,7 +154,8 @@ HEAD = """# Models
 Every architecture that was tried, as a tiny model with random weights; `make show ID=B1` runs them and writes this
 page. Windows are 7 and chunks 8 positions long, so that they really slide. {counts}
 
-*Families* is what the cache keeps for a model. *Attention* is how K and V get there: plain; as latents (MLA), which
+*Families* are the kinds of state that the cache keeps for a model. *Attention* tells how K and V get there: plain; as
+latents (MLA), which
 are attended as they are; or alone, where a module runs one sequence at a time because it does what no other does.
 *Rung* is how a step is run.
 

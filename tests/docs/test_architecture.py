@@ -45,5 +45,5 @@ def test_every_decision_is_a_page_of_its_own_with_all_its_parts() -> None:
     assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
     for page in pages:
         text = page.read_text()
-        for part in ("**Context.**", "**Decision.**", "**Consequences.**", "**What would change our mind.**"):
+        for part in ("**Context.**", "**Decision.**", "**Consequences.**", "**Revisit when.**"):
             assert part in text, f"{page.name} lacks {part}"
