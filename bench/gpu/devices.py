@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Device and folder of a stage. On a CPU Triton's interpreter runs the kernels at tiny sizes: no time is a speed."""
+    """Device and folder of a stage. On a CPU Triton's interpreter runs the kernels, at tiny sizes."""
 
     device: torch.device
     folder: Path  # temporary, shared by the stages of a run
