@@ -43,7 +43,7 @@ class Stage:
 
 STAGES = (
     Stage("environment", 60, "environment_stages"),
-    Stage("attention_against_reference", 120, "attention_stages"),
+    Stage("attention_against_reference", 150, "attention_stages"),
     Stage("decode_speed", 90, "attention_stages"),
     Stage("model", 60, "model_stages"),
     Stage("cuda_graphs", 120, "model_stages", needs_device=True),
