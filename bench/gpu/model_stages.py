@@ -47,8 +47,19 @@ ONE_BILLION = {
     "head_dim": 64,
 }
 # Full attention; windows and softcaps; windows; sinks; chunks; latents; recurrent states.
-CHECKED = ("llama", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "mamba2")
-WITHOUT_TRITON = ("deepseek_v3", "mamba2")  # latents have a kernel of their own, Mamba has no attention
+CHECKED = {
+    "bfloat16": (
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "llama4_text",
+        "deepseek_v3",
+        "qwen3_next",
+        "mamba2",
+    ),
+    "float32": ("llama", "gemma2", "gpt_oss"),
+}
 
 
 class Warnings(logging.Handler):
@@ -102,9 +113,9 @@ def model(bench: Bench) -> Iterator[Row]:
 
 def self_check(bench: Bench) -> Iterator[Row]:
     """Loads tiny models of each kind of layer. A row is ok if the model runs packed, by the kernels meant for it."""
-    model_types = CHECKED[:2] if bench.interpreted else CHECKED
-    for model_type in model_types:
-        for dtype in ("float32",) if bench.interpreted else ("float32", "bfloat16"):
+    checked = {"float32": ("llama", "gemma2")} if bench.interpreted else CHECKED
+    for dtype, model_types in checked.items():
+        for model_type in model_types:
             row: Row = {"model_type": model_type, "dtype": dtype}
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder, warnings_logged() as warnings:

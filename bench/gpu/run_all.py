@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ STAGES = (
     Stage("decode_speed", 90, "attention_stages"),
     Stage("model", 60, "model_stages"),
     Stage("cuda_graphs", 120, "model_stages", needs_device=True),
-    Stage("self_check", 120, "model_stages"),
+    Stage("self_check", 150, "model_stages"),
     Stage("server", 200, "model_stages"),
     Stage("attention_against_dense", 90, "attention_stages"),
     Stage("prefill_speed", 60, "attention_stages"),
@@ -146,11 +147,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
     asked = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [git, "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
     return asked.stdout.strip() or "unknown"
 
