@@ -21,8 +21,8 @@ from rootstock.bench.tiny_model import BEGIN, DEMO_SPEC, END, TURN_END, write_ti
 A_WORD = re.compile(r" [a-z]+")
 
 
-def write_chatting_llama(name: str, directory: Path) -> Path:
-    """In bfloat16."""
+def write_chatting_llama(name: str, directory: Path, **fields: int) -> Path:
+    """Writes the model in bfloat16. `fields` of its configuration override those of MODELS[name]."""
     directory.mkdir()
     write_tiny_model(DEMO_SPEC, directory)  # of which only what concerns text is kept
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -35,7 +35,7 @@ def write_chatting_llama(name: str, directory: Path) -> Path:
         eos_token_id=tokenizer.token_to_id(TURN_END),
         pad_token_id=tokenizer.token_to_id(END),
         # Embeddings of their own, so that tokens that cannot be generated can still be read.
-        **{**MODELS[name], "tie_word_embeddings": False},
+        **{**MODELS[name], **fields, "tie_word_embeddings": False},
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batches import RaggedBatch, families, make_batch, ragged_batches, tunings
+from kernels.batches import RaggedBatch, make_batch
+from kernels.ragged import families, ragged_batches, tunings
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.kernels import reference
 from rootstock.kernels.api import Attention

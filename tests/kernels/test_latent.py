@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batches import RaggedBatch, families, make_batch, tunings
+from kernels.batches import RaggedBatch, make_batch
+from kernels.ragged import families, tunings
 from rootstock.cache.families import SlidingWindow
 from rootstock.kernels import reference
 from rootstock.kernels.api import Attention

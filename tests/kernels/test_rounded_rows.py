@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batches import RaggedBatch, make_batch, ragged_batches, tunings
+from kernels.batches import RaggedBatch, make_batch
+from kernels.ragged import ragged_batches, tunings
 from kernels.test_attention import assert_equals_reference, numba_attention
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels.api import Attention

@@ -18,7 +18,8 @@ from torch import Tensor
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from kernels.batches import RaggedBatch, make_batch, ragged_batches
+from kernels.batches import RaggedBatch, make_batch
+from kernels.ragged import ragged_batches
 from kernels.test_attention import assert_equals_reference, run
 from rootstock.cache.families import ChunkedAttention, SlidingWindow
 from rootstock.kernels import reference

@@ -25,6 +25,7 @@ from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.self_check import relative_error
+from rootstock.runtime.torch.state_pool import StateCache, StateKey, StatePool, StateShape
 from twins.checkpoints import VOCAB, save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
@@ -230,3 +231,23 @@ def test_rounded_states_are_never_exchanged_with_exact_ones(tmp_path: Path) -> N
 def test_an_unknown_state_dtype_stops_the_start() -> None:
     with pytest.raises(InvalidOption, match="--state-dtype"):
         ModelConfig("any", state_dtype="int4")
+
+
+def test_states_are_found_by_the_index_of_their_layer() -> None:
+    """transformers 5.17 reads `cache.layers[i]`, later versions call the cache's methods."""
+    shapes = [
+        StateShape(StateKey(3, "conv_states", 0), (2, 4), torch.float32, torch.float32, conv_kernel=4),
+        StateShape(StateKey(3, "recurrent_states", 0), (5,), torch.float32, torch.float32),
+    ]
+    pool, slots = StatePool(shapes, 2, torch.device("cpu")), torch.tensor([1])
+    pool.write(shapes[0], slots, torch.ones(1, 2, 4))
+    pool.write(shapes[1], slots, torch.full((1, 5), 2.0))
+    cache = StateCache(pool, slots, continues=True)
+    layer = cache.layers[3]
+    assert layer.conv_states[0] is cache.get_conv_state(3)
+    assert layer.recurrent_states[0] is cache.get_recurrent_state(3)
+    assert not layer.record_past
+    layer.recurrent_states[0] += 1.0  # in place, as a mixer does
+    cache.keep()
+    assert pool.read(shapes[1], slots).tolist() == [[3.0] * 5]
+    assert len(cache.layers) == 0

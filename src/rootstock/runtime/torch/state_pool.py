@@ -6,7 +6,7 @@ what they are handed in place, sometimes without telling: they get copies, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -102,6 +102,7 @@ class StateCache(PartCache):
         self._state_slots = slots
         self._continues = continues
         self.layers_touched: dict[int, LinearAttentionLayer] = {}
+        self.layers = _LayersByIndex(self._touch)
 
     def keep(self) -> None:
         if self._pool is None:
@@ -162,6 +163,20 @@ class StateCache(PartCache):
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
         self.update_recurrent_state(state, layer_idx)
+
+
+class _LayersByIndex(list[LinearAttentionLayer]):
+    """The layers of a cache, empty unless one is asked for by its index.
+
+    Mixers of transformers 5.17 read `cache.layers[i].conv_states`; later ones call `get_conv_state`.
+    """
+
+    def __init__(self, layer_at: Callable[[int], LinearAttentionLayer]) -> None:
+        super().__init__()
+        self._layer_at = layer_at
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layer_at(index)
 
 
 def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:

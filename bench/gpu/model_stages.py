@@ -1,0 +1,366 @@
+"""Models on the device: the self-check of a load, CUDA graphs, tiers, and the server under the agents workload."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from chatting_llama import write_chatting_llama
+from devices import Bench
+from isolation import Row
+from llamas import MODELS
+
+from rootstock.bench.play import play
+from rootstock.bench.rows import quantiles
+from rootstock.bench.serving import ServerProcess
+from rootstock.bench.targets import UrlTarget
+from rootstock.bench.tiny_model import DEMO_SPEC, write_tiny_model
+from rootstock.bench.workloads import Sizes, make_workload
+from rootstock.cache.plan import Tokens
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.engine.build import build_engine
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.runtime.base import Batch, Logits, Segment
+from rootstock.runtime.torch import runner
+from rootstock.runtime.torch.self_check import largest_difference
+from twins.checkpoints import save
+
+BLOCK_SIZE = 32
+# About 1.1 billion parameters, in the shapes of Llama 3.2 1B.
+ONE_BILLION = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+# Full attention; windows and softcaps; windows; sinks; chunks; latents; recurrent states.
+CHECKED = {
+    "bfloat16": (
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "llama4_text",
+        "deepseek_v3",
+        "qwen3_next",
+        "mamba2",
+    ),
+    "float32": ("llama", "gemma2", "gpt_oss"),
+}
+
+
+class Warnings(logging.Handler):
+    """The warnings that Rootstock logs: each fallback is one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    handler, log = Warnings(), logging.getLogger("rootstock")
+    log.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        log.removeHandler(handler)
+
+
+@contextmanager
+def triton_everywhere(bench: Bench) -> Iterator[None]:
+    """Triton's kernels serve a CPU, too, by its interpreter."""
+    with ExitStack() as stack:
+        if bench.interpreted:
+            stack.enter_context(mock.patch.object(runner, "compiled_for", return_value="triton"))
+        yield
+
+
+# ---- the model of the later stages
+
+
+def model(bench: Bench) -> Iterator[Row]:
+    began = time.monotonic()
+    if bench.interpreted:
+        bench.model.mkdir()
+        write_tiny_model(DEMO_SPEC, bench.model)
+    else:
+        assert "600m" in MODELS
+        with torch.device(bench.device):  # random weights are drawn on the device
+            write_chatting_llama("600m", bench.model, **ONE_BILLION)
+    weights = sum(file.stat().st_size for file in bench.model.glob("*.safetensors"))
+    yield {"weights_gib": weights / 2**30, "seconds": time.monotonic() - began}
+
+
+# ---- self-check
+
+
+def self_check(bench: Bench) -> Iterator[Row]:
+    """Loads tiny models of each kind of layer. A row is ok if the model runs packed, by the kernels meant for it."""
+    checked = {"float32": ("llama", "gemma2")} if bench.interpreted else CHECKED
+    for dtype, model_types in checked.items():
+        for model_type in model_types:
+            row: Row = {"model_type": model_type, "dtype": dtype}
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder, warnings_logged() as warnings:
+                try:
+                    with triton_everywhere(bench):
+                        path = save(Path(folder), model_type)
+                        loaded = runner.load_model(ModelConfig(str(path), str(bench.device.type), dtype))
+                except Exception as failure:  # each model is a check of its own
+                    yield row | {"error": f"{type(failure).__name__}: {failure}"[:500], "ok": False}
+                    continue
+            described = loaded.description
+            yield row | {
+                "rung": described.rung,
+                "rung_reason": described.rung_reason,
+                "warnings": warnings,
+                "seconds": time.monotonic() - began,
+                "ok": described.rung.startswith("packed") and not warnings,
+            }
+
+
+# ---- CUDA graphs
+
+
+def cuda_graphs(bench: Bench) -> Iterator[Row]:
+    """The same decodes with graphs and without: equal logits, and the time of a step."""
+    context, steps = (1024, 16) if not bench.interpreted else (40, 3)
+    batches = (1, 2, 5, 8, 16, 32, 64) if not bench.interpreted else (1, 3)
+    with warnings_logged() as warnings, triton_everywhere(bench):
+        began = time.monotonic()
+        plain = loaded(bench, batches, context + steps, graphs=False)
+        plain_s = time.monotonic() - began
+        began = time.monotonic()
+        graphs = loaded(bench, batches, context + steps, graphs=not bench.interpreted)
+        yield {
+            "load_s": plain_s,
+            "load_and_record_s": time.monotonic() - began,
+            "warnings": list(warnings),
+            "ok": not warnings,
+        }
+        vocab, width = plain.description.vocab_size, blocks_of(context + steps)
+        random = np.random.default_rng(0)
+        for batch in batches:
+            tables = random.permutation(batch * width).astype(np.int32).reshape(batch, width)
+            prompts = random.integers(64, vocab, (batch, context), np.int32)
+            sides = [Decodes(side, tables, prompts) for side in (plain, graphs)]
+            tokens = random.integers(64, vocab, batch, np.int32)
+            differences, agreements = [], []
+            for _ in range(steps):
+                ours, expected = sides[1].step(tokens), sides[0].step(tokens)
+                differences.append(largest_difference(ours, expected))
+                best = expected.argmax(-1).astype(np.int32)
+                agreements.append(float((ours.argmax(-1) == best).mean()))
+                tokens = best
+            plain_s, graph_s = (float(np.median(side.times[2:])) for side in sides)
+            yield {
+                "batch": batch,
+                "context": context,
+                "plain_ms": plain_s * 1e3,
+                "graphs_ms": graph_s * 1e3,
+                "graphs_to_plain": graph_s / plain_s,
+                "largest_difference": max(differences),
+                "same_best_token": float(np.mean(agreements)),
+                "ok": max(differences) <= 0.2,
+            }
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def loaded(bench: Bench, batches: Sequence[int], tokens: int, *, graphs: bool) -> runner.TorchRuntime:
+    config = ModelConfig(str(bench.model), bench.device.type, bench.dtype, cuda_graphs=graphs)
+    made = runner.load_model(config)
+    made.allocate([max(batches) * blocks_of(tokens) for _ in made.description.families], BLOCK_SIZE)
+    return made
+
+
+class Decodes:
+    """Sequences that were prefilled, and decode together."""
+
+    def __init__(self, runtime: runner.TorchRuntime, tables: Any, prompts: Any) -> None:
+        self._runtime = runtime
+        self._tables = tables
+        self._past = prompts.shape[1]
+        self.times: list[float] = []  # seconds of each step
+        for table, prompt in zip(tables, prompts, strict=True):
+            runtime.forward(Batch([Segment(prompt, 0, (table,), 1)]))
+
+    def step(self, tokens: Tokens) -> Logits:
+        """Feeds one token of each sequence. [sequences, vocab]"""
+        segments = [
+            Segment(tokens[row : row + 1], self._past, (table,), 1) for row, table in enumerate(self._tables)
+        ]
+        began = time.perf_counter()
+        logits = self._runtime.forward(Batch(segments))  # returns when the logits are on the host
+        self.times.append(time.perf_counter() - began)
+        self._past += 1
+        return logits
+
+
+# ---- tiers
+
+
+def tiers(bench: Bench) -> Iterator[Row]:
+    """One prompt computed, found in memory, and restored from the host tier and, after a restart, from the disk.
+
+    In float32 every way must answer with the same tokens. The engine loads even where computing would take less time.
+    """
+    prompt_tokens, answer_tokens = (4096, 16) if not bench.interpreted else (200, 4)
+    for dtype in ("float32",) if bench.interpreted else ("float32", "bfloat16"):
+        with tempfile.TemporaryDirectory(dir=bench.folder) as disk:
+            host = [] if bench.interpreted else [("host tier", TierConfig(host_budget_bytes=8 << 30))]
+            computed: list[int] | None = None
+            for tier, config in [*host, ("disk tier", TierConfig(Path(disk)))]:
+                for restart in (False, True) if tier == "disk tier" else (False,):
+                    with engine_of(bench, dtype, prompt_tokens, config) as asker:
+                        ways = ["computed", "memory", tier] if not restart else [f"{tier}, restarted"]
+                        for way in ways:
+                            if way == tier:
+                                asker.evict(prompt_tokens)
+                            row = asker.ask(way, prompt_tokens, answer_tokens)
+                            answer = row.pop("answer")
+                            computed = computed if computed is not None else answer
+                            row |= {"dtype": dtype, "same_answer": answer == computed}
+                            restored = way not in ("computed", "memory")
+                            enough = row["cached_tokens"] >= prompt_tokens - 2 * BLOCK_SIZE
+                            right = answer == computed or dtype != "float32"
+                            found = way == "computed" or enough
+                            yield row | {"ok": right and found and (row["loaded_mib"] > 0) == restored}
+
+
+@contextmanager
+def engine_of(bench: Bench, dtype: str, prompt_tokens: int, tier: TierConfig) -> Iterator[TierAsker]:
+    """An engine whose memory has room for two such prompts."""
+    config = ModelConfig(str(bench.model), bench.device.type, dtype)
+    shape = json.loads((bench.model / "config.json").read_text(encoding="utf-8"))
+    row_bytes = shape["num_key_value_heads"] * shape["head_dim"] * (4 if dtype == "float32" else 2)
+    budget = int(2.5 * prompt_tokens * 2 * row_bytes * shape["num_hidden_layers"])
+    made = build_engine(config, CacheConfig(BLOCK_SIZE, budget), EngineConfig(), tier)
+    with made.engine:
+        yield TierAsker(made.engine, made.description.vocab_size)
+
+
+class TierAsker:
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._requests = 0
+        tiering: Any = engine._tiering
+        choose = tiering.choose
+
+        def choose_to_load(match: Any) -> Any:
+            hit, choice = choose(match)
+            return hit, None if choice is None else replace(choice, load=True)
+
+        engine.call(lambda: setattr(tiering, "choose", choose_to_load))
+        tiering.overdue = list  # a first load may take longer than foreseen
+
+    def ask(self, way: str, prompt_tokens: int, answer_tokens: int) -> Row:
+        before = self._loaded()
+        began = time.perf_counter()
+        ttft_s, answer, finished = 0.0, [], None
+        for event in self._engine.generate(self._request(0, prompt_tokens, answer_tokens)):
+            if isinstance(event, TokenEvent):
+                ttft_s = ttft_s or time.perf_counter() - began
+                answer.append(event.token)
+            elif isinstance(event, Finished):
+                finished = event
+        assert finished is not None, "the request failed"
+        loaded_bytes, load_s = (new - old for new, old in zip(self._loaded(), before, strict=True))
+        return {
+            "from": way,
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": finished.usage.cached_tokens,
+            "ttft_ms": ttft_s * 1e3,
+            "loaded_mib": loaded_bytes / 2**20,
+            "load_gb_per_s": loaded_bytes / load_s / 1e9 if load_s else None,
+            "answer": answer,
+        }
+
+    def evict(self, prompt_tokens: int) -> None:
+        """Fills the memory with other prompts, and waits until the tier has what was evicted."""
+        for seed in range(1, 5):
+            for event in self._engine.generate(self._request(seed, prompt_tokens, 1)):
+                assert not hasattr(event, "error"), event
+        tiering: Any = self._engine._tiering
+        self._engine.call(tiering.flush)
+
+    def _request(self, seed: int, prompt_tokens: int, answer_tokens: int) -> Request:
+        self._requests += 1
+        prompt = np.random.default_rng(seed).integers(64, self._vocab_size, prompt_tokens, np.int32)
+        stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
+        return Request(RequestId(f"r{self._requests}"), prompt, SamplingParams(temperature=0.0), stop)
+
+    def _loaded(self) -> tuple[int, float]:
+        counters = self._engine._tiering.counters  # type: ignore[union-attr]
+        return counters.loaded_bytes, counters.load_s
+
+
+# ---- the server
+
+
+def server(bench: Bench) -> Iterator[Row]:
+    """`rootstock serve` under the agents workload over HTTP, with CUDA graphs and without, and without its cache."""
+    variants: dict[str, list[str]] = {
+        "plain": [],
+        "CUDA graphs": ["--cuda-graphs"],
+        "no cache": ["--no-cache"],
+    }
+    sizes = [
+        Sizes(n, n, turns=8, prefix_tokens=2048, new_tokens=(16, 160), answer_tokens=64) for n in (8, 32)
+    ]
+    if bench.interpreted:
+        del variants["CUDA graphs"]
+        sizes = [Sizes(3, 3, turns=2, prefix_tokens=100, new_tokens=(8, 20), answer_tokens=8)]
+    options = [str(bench.model), "--port", "0", "--device", bench.device.type, "--dtype", bench.dtype]
+    for name, further in variants.items():
+        began = time.monotonic()
+        with ServerProcess([*options, *further], ready_within_s=120.0) as running:
+            started_s = time.monotonic() - began
+            for size in sizes:
+                yield {"server": name, "start_s": started_s} | of_agents(running.url, size)
+
+
+def of_agents(url: str, sizes: Sizes) -> Row:
+    workload = make_workload("agents", 0, sizes)
+    with UrlTarget(url, sizes.at_once) as target:
+        played = play(workload, target)
+    good = [sample for sample in played.flat if sample.error is None]
+    failed = [sample.error for sample in played.flat if sample.error is not None]
+    row: Row = {"agents": sizes.conversations, "requests": len(played.flat), "ok": not failed}
+    if failed:
+        return row | {"failed": len(failed), "error": str(failed[0])[:300]}
+    ttft = quantiles([sample.token_times[0] - sample.sent_at for sample in good])
+    between = quantiles(np.concatenate([np.diff(sample.token_times) for sample in good]).tolist())
+    prompt_tokens = sum(sample.prompt_tokens or 0 for sample in good)
+    assert ttft is not None
+    assert between is not None
+    return row | {
+        "wall_s": played.wall_s,
+        "tokens_per_s": sum(sample.completion_tokens for sample in good) / played.wall_s,
+        "ttft_p50_ms": ttft.p50 * 1e3,
+        "ttft_p95_ms": ttft.p95 * 1e3,
+        "between_tokens_p50_ms": between.p50 * 1e3,
+        "between_tokens_p95_ms": between.p95 * 1e3,
+        "prompt_tokens": prompt_tokens,
+        "cached_share": sum(sample.cached_tokens or 0 for sample in good) / max(1, prompt_tokens),
+    }
