@@ -36,8 +36,8 @@ def forget_older_code(directory: Path) -> None:
     Numba looks at the source of the function itself, and not at what it calls: what another module says would stay
     as it was when the function was compiled.
     """
-    newest = max((source.stat().st_mtime for source in directory.glob("numba_*.py")), default=0.0)
-    for index in (directory / "__pycache__").glob("numba_*.nbi"):
+    newest = max((source.stat().st_mtime for source in directory.glob("*.py")), default=0.0)
+    for index in (directory / "__pycache__").glob("*.nbi"):
         with contextlib.suppress(OSError):  # another process was as quick, or nobody may write here
             if index.stat().st_mtime < newest:
                 index.unlink()
