@@ -5,8 +5,8 @@ store waits for the disk only when that writer's queue is full. It should theref
 requests, such as another writer's.
 
 A record is in the upper tier, in the writer's queue or in the lower tier, with no gap between, and a load looks there
-in this order. A record that is loaded from the lower tier stays there; when the accelerator evicts it again, it is
-stored in the upper tier again.
+in this order. A record that is loaded from the lower tier stays there. The accelerator, which asked for it, stores it
+in the upper tier again later.
 
 A record outlives the process only in the lower tier. `close` moves all remaining records there.
 """

@@ -101,7 +101,7 @@ class TierReader:
         self._pending: list[_Pending] = []  # the first job is being loaded
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="rootstock-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rootstock-reader", daemon=True)
         self._thread.start()
 
     @property

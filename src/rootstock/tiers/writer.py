@@ -79,7 +79,7 @@ class TierWriter:
         self._closing = False
         self._telling: list[_Pending] = []  # a group that has left the queue, while its `Done` are called
         self.counts = TierWriterCounts()
-        self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rootstock-writer", daemon=True)
         self._thread.start()
 
     @property

@@ -94,7 +94,7 @@ def choose_mode(
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
         last = disagreements[-1]
-        raise SelfCheckFailed(name, last.figure, last.allowed, last.what) from last
+        raise SelfCheckFailed(name, last.figure, last.allowed, last.quantity) from last
     raise ModelUnsupported(name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[-1]
 
 

@@ -185,8 +185,8 @@ def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool)
         layout = layout.with_rounded_rows()
         kept = [layer for layer in layout.layers if not layer.is_rounded]
         if len(kept) == len(layout.layers):
-            what = "latents" if kept else "no K and V"
-            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {what}")
+            stored = "latents" if kept else "no K and V"
+            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")
         if kept:
             _log.warning(
                 "%d of %d layers are not kept in int8: %s keeps latents",

@@ -62,11 +62,11 @@ _SEQUENCES = 5
 class Disagreement(Exception):
     """Error: the figure of a kind of row is larger than allowed."""
 
-    def __init__(self, figure: float, allowed: float, what: str) -> None:
-        super().__init__(f"{what} is {figure:.3g}, at most {allowed:.3g} is allowed")
+    def __init__(self, figure: float, allowed: float, quantity: str) -> None:
+        super().__init__(f"{quantity} is {figure:.3g}, at most {allowed:.3g} is allowed")
         self.figure = figure
         self.allowed = allowed
-        self.what = what
+        self.quantity = quantity
 
 
 @dataclass(frozen=True, slots=True)
