@@ -455,7 +455,7 @@ def test_a_directory_that_cannot_be_used_is_one_warning_and_an_engine_that_works
         tier = bench.engine.stats().tier
         assert tier is not None
         assert tier.state == "off"
-        assert "can't be used" in tier.reason
+        assert "cannot be used" in tier.reason
         assert tier.counters.stored_rows == 0
         assert bench.engine.explain(bench.client(PROMPT).request.tokens).below is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -21,7 +21,7 @@ from rootstock.kernels.torch.latent_attention import (
     LatentAttention,
     _LatentStep,
     gather_latents,
-    paged_latents,
+    sliced_latents,
 )
 from rootstock.kernels.torch.sliced_attention import Tuning
 
@@ -90,7 +90,7 @@ def test_attention_over_latents_equals_attention_over_what_they_expand_to(
 @settings(max_examples=60)
 def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], few_rows: int) -> None:
     batch, up = batch_and_up
-    beside = paged_latents(batch.block_size, 1, None)
+    beside = sliced_latents(batch.block_size, 1, None)
     kernel = NumbaAttention(
         batch.block_size,
         beside,
@@ -116,7 +116,7 @@ def test_latents_in_bfloat16_err_by_roundings(window: int | None) -> None:
     family = {} if window is None else {"family": SlidingWindow(1, 1, window)}
     batch = make_batch(lengths, kv_heads=1, head_dim=64, value_dim=16, dtype=torch.bfloat16, **family)
     batch, up = latents(batch, nope=32, value_dim=32)
-    beside = paged_latents(batch.block_size, 160, None)
+    beside = sliced_latents(batch.block_size, 160, None)
     for kernel in (
         LatentAttention(batch.block_size, CPU),
         NumbaAttention(batch.block_size, beside, latents=True),

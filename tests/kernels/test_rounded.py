@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from rootstock.kernels.torch.linear import Linear
-from rootstock.kernels.torch.quantized_linear import FEW_ROWS, Int4, Rounding, Scratch, not_rounded, rounded
+from rootstock.kernels.torch.quantized_linear import (
+    FEW_ROWS,
+    DequantizeScratch,
+    Int4,
+    Rounding,
+    not_rounded,
+    rounded,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDINGS: list[Rounding] = ["int8", "int4"]
@@ -37,14 +44,14 @@ def test_normally_distributed_weights_lose_as_little_as_their_bits_allow(
     rounding: Rounding, inputs: int, most: float, dtype: torch.dtype
 ) -> None:
     weight = random(128, inputs, dtype=dtype)
-    kept = weights_of(rounded(weight, None, rounding, Scratch()), dtype)
+    kept = weights_of(rounded(weight, None, rounding, DequantizeScratch()), dtype)
     assert relative(kept - weight.float(), weight.float()) <= most
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     weight = random(64, 128, dtype=dtype)
-    kept = weights_of(rounded(weight, None, "int8", Scratch()), dtype)
+    kept = weights_of(rounded(weight, None, "int8", DequantizeScratch()), dtype)
     step = weight.float().abs().amax(1, keepdim=True) / 127
     # A scale in bfloat16 is itself off by 1/256, and so is what it gives.
     slack = 1e-5 if dtype == torch.float32 else 1.5
@@ -54,7 +61,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_4_bits_represent_sixteen_even_values(dtype: torch.dtype) -> None:
     weight = (torch.arange(64) % 16 - 8).to(dtype).expand(64, 64) / 4
-    kept = weights_of(rounded(weight, None, "int4", Scratch()), dtype)
+    kept = weights_of(rounded(weight, None, "int4", DequantizeScratch()), dtype)
     torch.testing.assert_close(kept, weight.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -62,7 +69,7 @@ def test_4_bits_represent_sixteen_even_values(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
 def test_constant_weights_stay_what_they_are(rounding: Rounding, constant: float) -> None:
     weight = torch.full((64, 64), constant)
-    kept = weights_of(rounded(weight, None, rounding, Scratch()), torch.float32)
+    kept = weights_of(rounded(weight, None, rounding, DequantizeScratch()), torch.float32)
     torch.testing.assert_close(kept, weight, rtol=1e-6, atol=0)
 
 
@@ -78,8 +85,8 @@ def test_few_and_many_rows_and_any_shape_of_them_give_the_same_product(
         random(2 * FEW_ROWS, inputs, seed=2, dtype=dtype),
     )
     bias = random(outputs, seed=3, dtype=dtype) if with_bias else None
-    linear = rounded(weight, bias, rounding, Scratch())
-    kept = weights_of(rounded(weight, None, rounding, Scratch()), dtype).double()
+    linear = rounded(weight, bias, rounding, DequantizeScratch())
+    kept = weights_of(rounded(weight, None, rounding, DequantizeScratch()), dtype).double()
     expected = x.double() @ kept.T + (0 if bias is None else bias.double())
     eps = torch.finfo(dtype).eps
     for first, end in ((0, 1), (1, 4), (0, FEW_ROWS), (0, FEW_ROWS + 1), (0, 2 * FEW_ROWS)):
@@ -97,9 +104,9 @@ def test_weights_larger_than_a_tile_are_widened_tile_by_tile(
     rounding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = random(300, 64), random(FEW_ROWS + 1, 64, seed=1)
-    whole = rounded(weight, None, rounding, Scratch())(x)
+    whole = rounded(weight, None, rounding, DequantizeScratch())(x)
     monkeypatch.setattr("rootstock.kernels.torch.quantized_linear._TILE", 64 * 100)
-    tiled = rounded(weight, None, rounding, Scratch())
+    tiled = rounded(weight, None, rounding, DequantizeScratch())
     torch.testing.assert_close(tiled(x), whole)
     assert tiled._scratch._memory.nbytes <= 64 * 128 * 4  # type: ignore[attr-defined]
 
@@ -109,7 +116,7 @@ def test_rounded_weights_take_a_share_of_the_memory_and_hold_nothing_of_the_orig
     rounding: Rounding, share: float
 ) -> None:
     weight, x = random(256, 256), random(3, 256)
-    linear = rounded(weight, None, rounding, Scratch())
+    linear = rounded(weight, None, rounding, DequantizeScratch())
     before = linear(x)
     assert linear.nbytes <= share * weight.nbytes
     weight.fill_(torch.nan)
@@ -117,8 +124,8 @@ def test_rounded_weights_take_a_share_of_the_memory_and_hold_nothing_of_the_orig
 
 
 def test_groups_are_as_long_as_divides_the_inputs() -> None:
-    assert Int4(random(64, 640), None, Scratch())._group == 64
-    assert Int4(random(64, 96), None, Scratch())._group == 32
+    assert Int4(random(64, 640), None, DequantizeScratch())._group == 64
+    assert Int4(random(64, 96), None, DequantizeScratch())._group == 32
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -126,9 +133,9 @@ def test_groups_are_as_long_as_divides_the_inputs() -> None:
     ("shape", "dtype", "reason"),
     [
         ((64, 64), torch.float32, ""),
-        ((64, 1000), torch.float32, "its 1000 inputs are no multiple of 32"),
-        ((8, 64), torch.bfloat16, "it has 8 outputs, and fewer than 64 are not rounded"),
-        ((64, 64), torch.float16, "float16 on cpu is not rounded"),
+        ((64, 1000), torch.float32, "the number of its inputs, 1000, is not a multiple of 32"),
+        ((8, 64), torch.bfloat16, "it has 8 outputs, and fewer than 64 are not quantized"),
+        ((64, 64), torch.float16, "float16 on cpu is not quantized"),
     ],
 )
 def test_what_cannot_be_rounded_says_why(
@@ -148,7 +155,7 @@ def test_weights_are_rounded_and_widened_on_as_many_threads_as_torch_has_with_th
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            kept.append(weights_of(rounded(weight, None, rounding, Scratch()), dtype))
+            kept.append(weights_of(rounded(weight, None, rounding, DequantizeScratch()), dtype))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -28,16 +28,18 @@ def test_what_was_compiled_before_any_of_the_sources_changed_is_compiled_anew(tm
     kept = tmp_path / "__pycache__"
     kept.mkdir()
     times = {
-        tmp_path / "numba_caller.py": 100,
-        tmp_path / "numba_called.py": 200,  # changed after its caller was compiled
-        tmp_path / "other.py": 900,
-        kept / "numba_caller.work-1.py311.nbi": 150,
-        kept / "numba_called.help-1.py311.nbi": 250,
-        kept / "other.nbi": 1,
+        tmp_path / "caller.py": 100,
+        tmp_path / "called.py": 200,  # changed after its caller was compiled
+        kept / "caller.work-1.py311.nbi": 150,
+        kept / "called.help-1.py311.nbi": 250,
+        kept / "called.cpython-311.pyc": 1,
     }
     for path, time in times.items():
         path.touch()
         os.utime(path, (time, time))
     forget_older_code(tmp_path)
-    assert sorted(path.name for path in kept.iterdir()) == ["numba_called.help-1.py311.nbi", "other.nbi"]
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "called.cpython-311.pyc",
+        "called.help-1.py311.nbi",
+    ]
     forget_older_code(tmp_path / "nowhere")

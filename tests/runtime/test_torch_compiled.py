@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_packed_blames_no_kernel(
     [
         ((9, 0), True, "triton", ""),
         ((9, 0), False, None, "triton is not installed"),
-        ((7, 5), True, None, "8.0 is the least compute capability"),
+        ((7, 5), True, None, "compute capability is below 8.0"),
     ],
 )
 def test_which_cuda_devices_get_a_compiled_kernel(

@@ -109,4 +109,4 @@ def test_the_torch_way_can_be_asked_for(tmp_path: Path) -> None:
         )
         runtime.allocate((BLOCKS,), BLOCK_SIZE)
         assert runtime._pool is not None
-        assert isinstance(runtime._pool.kernels.paged, NumbaAttention) is compiled
+        assert isinstance(runtime._pool.kernels.sliced, NumbaAttention) is compiled

@@ -127,7 +127,7 @@ def test_subclasses_hooks_own_forwards_and_raw_experts_are_left_alone() -> None:
     for after, expected in zip(exercise(model).values(), before.values(), strict=True):
         np.testing.assert_array_equal(after, expected)
     assert packing.packed == 2
-    assert packing.kept == dict.fromkeys(("block.k", "block.v"), "it has hooks or a forward of its own")
+    assert packing.kept == dict.fromkeys(("block.k", "block.v"), "it has hooks or its own forward")
     assert torch.equal(model.block.experts, experts)
     assert not model.block.q.weight.isnan().any()
 
@@ -388,9 +388,9 @@ def test_what_cannot_be_rounded_stays_and_is_told(
     load(save(tmp_path, "llama"), quantize="int8")  # of 2 heads of 16: 32 outputs
     assert {name.rpartition(".")[2] for name in packings[0].unrounded} == {"k_proj", "v_proj"}
     assert packings[0].unrounded == packings[0].unrounded | dict.fromkeys(
-        packings[0].unrounded, "it has 32 outputs, and fewer than 64 are not rounded"
+        packings[0].unrounded, "it has 32 outputs, and fewer than 64 are not quantized"
     )
-    assert "6 of 22 linear layers are not int8: model.layers.0.self_attn.k_proj, since" in caplog.text
+    assert "6 of 22 linear layers are not int8: model.layers.0.self_attn.k_proj, because" in caplog.text
 
 
 def test_keys_and_values_of_rounded_weights_are_never_shared_with_others(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
 
     monkeypatch.setattr("rootstock.kernels.torch.quantized_linear.Int8", Broken)
     with pytest.raises(
-        InvalidOption, match="--quantize is 'int8', but must be none: this model computes no numbers"
+        InvalidOption, match="--quantize is 'int8', but must be none: this model computes NaN or infinity"
     ):
         load(save(tmp_path, "llama"), quantize="int8")
 
@@ -428,7 +428,7 @@ def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
     ("fields", "said"),
     [
         ({"quantize": "int3"}, "must be none | int8 | int4"),
-        ({"quantize": "int8", "dtype": "float16"}, "none with --dtype float16: ask for bfloat16 or float32"),
+        ({"quantize": "int8", "dtype": "float16"}, "none with --dtype float16: use bfloat16 or float32"),
     ],
 )
 def test_rounding_that_cannot_be_had_is_refused_with_what_to_do(fields: dict[str, str], said: str) -> None:
@@ -438,5 +438,5 @@ def test_rounding_that_cannot_be_had_is_refused_with_what_to_do(fields: dict[str
 
 
 def test_rounding_is_for_cpus() -> None:
-    with pytest.raises(InvalidOption, match="none on cuda: weights are rounded for CPUs only"):
+    with pytest.raises(InvalidOption, match="none on cuda: weights are quantized on CPUs only"):
         runner._refuse_rounding("int4", torch.device("cuda"), torch.bfloat16)

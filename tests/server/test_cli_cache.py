@@ -215,7 +215,7 @@ def test_a_directory_that_a_server_has_is_refused_with_its_process(
     ran = rootstock(command, tmp_path / "tier", *([tmp_path / "file"] if command == "export" else []))
     assert ran.status == 2
     assert f"in use by a server or another command (pid {os.getpid()})" in ran.err
-    assert "Stop that one first." in ran.err
+    assert "Stop that process first." in ran.err
     assert not (tmp_path / "file").exists()
     assert tier.load(two_conversations()[0].identity)
 

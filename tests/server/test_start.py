@@ -198,8 +198,11 @@ def test_a_generation_config_that_cannot_be_used_is_named(
         ('{"weight_map": {"a": 7}}', "does not name a safetensors file"),
         ('{"weight_map": {"a": "../outside.safetensors"}}', "does not name a safetensors file"),
         ('{"weight_map": {"a": "/tmp/outside.safetensors"}}', "does not name a safetensors file"),
-        (f'{{"weight_map": {{"a": "{"a" * 300}.safetensors"}}}}', "of 1 weight files not there"),
-        ('{"weight_map": {"a": "model-1.safetensors"}}', "model-1.safetensors of 1 weight files not there"),
+        (f'{{"weight_map": {{"a": "{"a" * 300}.safetensors"}}}}', "of 1 weight files do not exist"),
+        (
+            '{"weight_map": {"a": "model-1.safetensors"}}',
+            "model-1.safetensors of 1 weight files do not exist",
+        ),
     ],
 )
 def test_an_index_of_weights_that_cannot_be_used_is_named(
@@ -319,7 +322,7 @@ def test_a_tier_in_main_memory_is_refused_on_a_cpu_before_weights_are_read(
     refused: Refused, copy: Path
 ) -> None:
     line = refused(copy, "--device", "cpu", "--host-budget", "2GiB")
-    assert "--host-budget is '2.0 GiB', but must be left out on a CPU" in line
+    assert "--host-budget is '2.0 GiB', but must be omitted on a CPU" in line
 
 
 def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(checkpoint: Path) -> None:

@@ -520,7 +520,7 @@ def test_an_index_that_cannot_be_read_is_said_and_left_when_opened_as_found(tmp_
     (folder / INDEX_NAME).write_bytes(b"nothing of SQLite's" * 1000)
     found = DiskTier.open_as_found(folder)
     assert isinstance(found, Off)
-    assert "can't be read" in found.reason
+    assert "is unreadable" in found.reason
     assert (folder / INDEX_NAME).read_bytes() == b"nothing of SQLite's" * 1000
     open_tier(folder).close()  # the lock was given back
 

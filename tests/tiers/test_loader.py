@@ -253,7 +253,7 @@ def test_a_bug_of_whoever_waits_is_logged_and_the_thread_goes_on(
         loader.submit(tasks_of(IDENTITIES[:1]), fails)
         loader.submit(tasks_of(IDENTITIES[1:2]), told)
         assert told.wait().loaded == 1
-    assert "Whoever waited for a load failed" in caplog.text
+    assert "The callback of a load failed" in caplog.text
 
 
 def test_whoever_is_told_may_submit_more(loader: TierReader) -> None:

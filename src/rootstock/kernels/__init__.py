@@ -1,1 +1,1 @@
-"""Attention over the paged pool: one file per way of doing it, and `reference.py`, which they all must equal."""
+"""Attention kernels over the paged pool, by backend, and `reference.py`, the oracle that each of them must equal."""

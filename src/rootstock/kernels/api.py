@@ -1,4 +1,4 @@
-"""How a layer turns products of queries and keys into weights, and what a way of attending looks like."""
+"""Protocols of an attention backend, and the parameters that turn q·k products into softmax weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rootstock.kernels.spans import EVERYTHING, Span
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """weights = softmax(softcap · tanh(scale · q·k / softcap)), with one sink's score beside each head's."""
+    """Softmax parameters: weights = softmax(softcap · tanh(scale · q·k / softcap)).
+
+    `softcap` None: no soft capping. `sinks`: an extra score per query head, which enters the softmax's sum only.
+    """
 
     scale: float
     softcap: float | None = None
@@ -23,28 +26,28 @@ class Scores:
 
 
 class StepAttention(Protocol):
-    """Attention of one packed step: made once, called by every layer whose positions lie in the same slots."""
+    """Attention of one packed step. It is prepared once and called by every layer of the same family."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
-        """Causal attention of each row over what its family sees of its own sequence.
+        """Computes causal attention of each row over the positions of its own sequence that its family sees.
 
         query          [tokens, q_heads, head_dim]
-        key, value     [tokens, kv_heads, …] of the new positions: what the pool holds in their slots
-        keys, values   [blocks · block_size, kv_heads, …] the layer's pool, by slot; not every way knows rounded rows
+        key, value     [tokens, kv_heads, …] K and V of the new positions, equal to the pool's rows in their slots
+        keys, values   [blocks · block_size, kv_heads, …] the layer's pool by slot; some backends take no int8 rows
         returns        [tokens, q_heads, value_dim] in the query's dtype
         """
         ...
 
 
 class Attention(Protocol):
-    """A way of attending. It may keep scratch memory from step to step, so one thread uses it."""
+    """Attention backend. It may keep scratch memory between steps, so only one thread may use it."""
 
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
-        """Everything about a step that does not depend on the layer, for layers of one family.
+        """Prepares everything about a step that does not depend on the layer, for the layers of one family.
 
         `spans` cover the rows in order and hold the family's block tables. The row at position p attends to
-        family.tail_start(p) … p; blocks before the one that holds tail_start(past) are not read.
+        family.tail_start(p) … p. Blocks before the block of position tail_start(past) are not read.
         """
         ...

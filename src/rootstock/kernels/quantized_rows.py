@@ -1,13 +1,16 @@
-"""A pool's rows in 8 bits: of each position and head the largest absolute number / 127 as a scale, and of each number
-the nearest multiple of that, a signed byte.
+"""Pool rows quantized to int8, with one float32 scale for each position and head.
 
-A position of a head of 64 numbers takes 68 bytes instead of 128 in bfloat16, one of 128 numbers 132 instead of 256. A
-number comes back within half a scale: relative root mean square error of gaussian numbers 0.6 %, as tiers/int8.py
-measures it. Rows in which all numbers are smaller than 1.5e-36 become zeros, because their scale would be no normal
-float32; rows that hold an infinity or a NaN are NaN.
+The scale is the largest absolute number of the row / 127. Each number is stored as its nearest multiple of the scale,
+a signed byte.
 
-What is computed in float32 is the same up to its last bits however a prompt is cut into steps, and so is what is kept
-of it, but that such a bit may turn a code by one: seldom, and by less than rounding costs.
+A position of a head of 64 numbers takes 68 bytes instead of 128 in bfloat16; a head of 128 numbers takes 132 instead
+of 256. The error of a number is at most half a scale. The relative root mean square error of Gaussian numbers is 0.6
+%. Rows in which all numbers are smaller than 1.5e-36 become zeros, because their scale would not be a normal float32.
+Rows that hold an infinity or a NaN become NaN.
+
+Numbers computed in float32 are the same up to their last bits, however a prompt is cut into steps. The stored codes
+are therefore the same too, except that such a bit may change a code by 1. That is rare, and smaller than the error of
+rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ LARGEST = 127
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
-class Loops(Protocol):
-    """What is compiled for it: with the same results as here."""
+class RowQuantizer(Protocol):
+    """Compiled loops for reading and writing `RoundedRows`, with the same results as the code here."""
 
     def write(self, pool: RoundedRows, slots: Tensor, rows: Tensor) -> Tensor: ...
     def read(self, pool: RoundedRows, slots: Tensor | slice, out: Tensor) -> Tensor: ...
@@ -31,12 +34,12 @@ class Loops(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedRows:
-    """What a layer's pool holds of K or of V: codes · scales, read as numbers of the dtype `read_as`."""
+    """K or V of one layer's pool, quantized: codes · scales, read as numbers of the dtype `read_as`."""
 
     codes: Tensor  # [slots, heads, dim] int8, contiguous
     scales: Tensor  # [slots, heads] float32, contiguous
     read_as: torch.dtype
-    loops: Loops | None = None
+    loops: RowQuantizer | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -44,11 +47,12 @@ class RoundedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As what it is stored."""
+        """Returns the dtype of the stored codes."""
         return self.codes.dtype
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
-        """slots [tokens] int64, rows [tokens, heads, dim] → what reading them gives from now on, of this shape"""
+        """Quantizes `rows` [tokens, heads, dim] into `slots` [tokens] int64. Returns the numbers that `read` would
+        return for them, of the same shape."""
         if self.loops is not None:
             return self.loops.write(self, slots, rows)
         codes, scales = rounded(rows)
@@ -57,7 +61,8 @@ class RoundedRows:
         return widened(codes, scales, torch.empty(rows.shape, dtype=self.read_as, device=rows.device))
 
     def read(self, slots: Tensor | slice, out: Tensor) -> Tensor:
-        """slots [tokens] int64, or a slice of adjoining ones → `out` [tokens, heads, dim], of the dtype `read_as`"""
+        """Reads `slots`, [tokens] int64 or a slice of adjoining slots, into `out` [tokens, heads, dim] of the dtype
+        `read_as`. Returns `out`."""
         if self.loops is not None and out.is_contiguous():
             return self.loops.read(self, slots, out)
         if isinstance(slots, slice):
@@ -66,11 +71,11 @@ class RoundedRows:
 
 
 PoolRows = Tensor | RoundedRows
-"""A layer's K or V by slot, [slots, heads, dim]"""
+"""K or V of a layer's pool by slot, [slots, heads, dim]"""
 
 
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """rows […, dim] → codes […, dim] int8, scales […] float32"""
+    """Quantizes rows […, dim] to codes […, dim] int8 and scales […] float32."""
     rows = rows.float()
     scales = rows.abs().amax(-1) / LARGEST
     scales = torch.where(scales < LEAST_SCALE, 0.0, scales).where(scales.isfinite(), torch.nan)
@@ -80,12 +85,13 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """codes […, dim] int8, scales […] float32 → `out` […, dim]: their product, rounded to its dtype"""
+    """Dequantizes codes […, dim] int8 and scales […] float32: writes their product into `out` […, dim], rounded to
+    its dtype."""
     return out.copy_(codes).mul_(scales.unsqueeze(-1))
 
 
 def select_rows(rows: PoolRows, slots: Tensor) -> Tensor:
-    """slots [tokens] int64 → [tokens, heads, dim], new memory"""
+    """Copies `slots` [tokens] int64 of a pool to new memory, [tokens, heads, dim]."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, slots)
     return rows.read(slots, rows.codes.new_empty(len(slots), *rows.shape[1:], dtype=rows.read_as))

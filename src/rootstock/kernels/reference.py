@@ -1,6 +1,6 @@
-"""Paged attention as the textbook says it, one sequence, one head and one query at a time, in float64.
+"""Reference paged attention in float64, which follows the textbook: one sequence, head and query at a time.
 
-The oracle of every kernel's test, and slow on purpose: nothing here is clever enough to be wrong.
+It is the oracle of every kernel's test. It is slow on purpose: simple code is easy to check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attend(
     scores: Scores,
     family: TokenFamily = EVERYTHING,
 ) -> Tensor:
-    """Each query attends to the positions of its own sequence that its family sees, up to and including its own.
+    """Attends from each query to the positions of its own sequence that its family sees, up to its own position.
 
     query          [tokens, q_heads, head_dim]
     keys, values   [blocks, block_size, kv_heads, head_dim or value_dim]; hold the new positions already
@@ -48,7 +48,7 @@ def attend(
                 score = k[:, kv_head] @ query[span.row + i, head].double() * scores.scale  # [seen]
                 if scores.softcap is not None:
                     score = scores.softcap * torch.tanh(score / scores.softcap)
-                if scores.sinks is not None:  # one more thing to look at, which says nothing
+                if scores.sinks is not None:  # an extra score in the softmax's sum, with no value of its own
                     score = torch.cat([score, scores.sinks[head : head + 1].double()])
                 weights = torch.softmax(score, 0)[: len(seen)]
                 out[span.row + i, head] = weights @ v[:, kv_head]
@@ -64,7 +64,9 @@ def attend_latents(
     up: Tensor,
     family: TokenFamily = EVERYTHING,
 ) -> Tensor:
-    """So over latents: they are expanded to the K and V of every head, as a model does that keeps no cache.
+    """Attends like `attend`, but over latents, which are expanded to the K and V of every head.
+
+    The expansion is the one that a model without a cache does.
 
     query    [tokens, q_heads, nope + rope]
     latents  [blocks, block_size, 1, rank], rotary [blocks, block_size, 1, rope]
@@ -78,7 +80,7 @@ def attend_latents(
 
 
 def first_seen(family: TokenFamily, position: int) -> int:
-    """The first position that the row at `position` attends to, from the definition of its family."""
+    """Returns the first position that the row at `position` attends to, by the definition of its family."""
     match family:
         case FullAttention():
             return 0

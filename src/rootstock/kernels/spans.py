@@ -1,4 +1,4 @@
-"""Where one sequence's positions lie in a pool. NumPy only.
+"""Positions of a sequence as slots of a pool. NumPy only.
 
 A *slot* is a row of the pool seen as `[blocks · block_size, kv_heads, head_dim]`: block · block_size + offset.
 """
@@ -16,12 +16,14 @@ from rootstock.cache.plan import NO_BLOCK, BlockIds
 
 Slots = NDArray[np.int64]  # [positions]
 
-EVERYTHING = FullAttention(layers=1, bytes_per_token=1)  # for who attends to all and counts neither
+EVERYTHING = FullAttention(
+    layers=1, bytes_per_token=1
+)  # full attention for callers that need no layer or byte count
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's share of a packed step: rows `row` … `row + new - 1` are positions `past` … `end - 1`."""
+    """Span of one sequence in a packed step: rows `row` … `row + new - 1` are positions `past` … `end - 1`."""
 
     row: int
     new: int  # at least one
@@ -34,14 +36,14 @@ class Span:
 
 
 def slots_of(blocks: BlockIds, first: int, end: int, block_size: int) -> Slots:
-    """[end - first] slots of the positions first … end - 1."""
+    """Returns the slots [end - first] of the positions first … end - 1."""
     positions = np.arange(first, end, dtype=np.int64)
     slots: Slots = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
     return slots
 
 
 def common_blocks(tables: list[BlockIds], first: int) -> int:
-    """How many block ids, from block index `first` on, are the same in all tables."""
+    """Counts the block ids that all tables have in common, from block index `first` on."""
     shortest = min(len(table) for table in tables)
     leads = np.stack([table[first:shortest] for table in tables])
     alike = (leads == leads[0]).all(0)
@@ -55,24 +57,26 @@ def readings(
     worth: Callable[[int, int], bool],
     unit: int = 1,
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Which decodes together read which positions, first … end - 1; in order for each of them, its own last.
+    """Groups decodes that share blocks: yields (decodes, first, end), positions first … end - 1 that they read
+    together.
 
-    `worth` tells of (readers, positions) whether they read these together, which end at a multiple of `unit`.
+    For each decode the ranges come in order of position. The last range is read by that decode alone. `worth(readers,
+    positions)` decides whether a group reads a range together. Shared ranges end at a multiple of `unit`.
     """
-    # Only blocks before the one that a decode writes to can be shared, so each keeps something of its own.
+    # Only blocks before the block that a decode writes to can be shared, so each decode keeps a range of its own.
     tables = [span.blocks[: (span.end - 1) // block_size] for span in decodes]
-    # Groups that have read what they see before `begin` and have the blocks before `at` in common from there on, and
-    # the one at `at`. Last in, first out: a walk of the tree that they make, which may be deep.
+    # Stack of groups (rows, begin, at): the rows have read all that they see before position `begin`, and have the
+    # blocks from there up to and including index `at` in common. A stack, because the tree of groups may be deep.
     pending: list[tuple[list[int], int, int]] = []
 
     def part(rows: list[int], begin: int, at: int) -> None:
         groups: dict[int, list[int]] = {}
         for row in rows:
-            ended = NO_BLOCK - 1 - row  # no block's id, and nobody else's
+            ended = NO_BLOCK - 1 - row  # a key that is no block id and is unique to the row
             groups.setdefault(int(tables[row][at]) if at < len(tables[row]) else ended, []).append(row)
         pending.extend((group, begin, at) for group in reversed(groups.values()))
 
-    # What is read together begins at one position, so only decodes that see from the same one on can share.
+    # A shared range begins at one position, so only decodes with the same first visible position can share.
     alike: dict[int, list[int]] = {}
     for row, span in enumerate(decodes):
         alike.setdefault(family.tail_start(span.past), []).append(row)

@@ -1,1 +1,1 @@
-"""Runtimes execute what the cache plans: they own the pool's tensors and run the model's forward."""
+"""Runtimes execute the cache's plans: they own the pool's tensors and run the model's forward."""

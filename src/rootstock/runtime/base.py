@@ -1,4 +1,5 @@
-"""What the engine knows of a runtime: a description, a pool for each family, plans, and one packed forward."""
+"""Interface between engine and runtime: a model's description, a pool for each family, plans, and one packed
+forward."""
 
 from __future__ import annotations
 
@@ -14,64 +15,66 @@ from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, Sl
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 
-# How a model is run, from best to last resort. The load-time self-check steps down until the answers are right.
+# Execution modes of a model, from best to last resort. The self-check at load falls back until the answers are right.
 Rung = Literal[
     "packed",  # one forward a step, for all sequences
-    "packed, token-wise mixers",  # so, but its recurrent layers continue a stored state one token at a time
+    "packed, token-wise mixers",  # packed, but recurrent layers continue a stored state one token at a time
     "one sequence per forward",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What the rest of Rootstock may know about a loaded model."""
+    """Description of a loaded model for the rest of Rootstock."""
 
-    name: str  # as clients call it
+    name: str  # the name that clients use
     architecture: str  # e.g. "LlamaForCausalLM"
     vocab_size: int  # width of the logits
-    context_limit: int  # positions the model was made for
+    context_limit: int  # positions for which the model was made
     families: tuple[Family, ...]  # at most one FullAttention and one RecurrentState
     weights_fingerprint: str
-    dtype: str  # "float32" | "bfloat16" | "float16": of weights and activations
+    dtype: str  # of weights and activations: "float32" | "bfloat16" | "float16"
     kv_dtype: str  # of the pool
     device: str
     parameters: int
     rope_regime: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    rung: Rung = "packed"
-    rung_reason: str = ""  # why no better one
-    quantize: str = "none"  # "none" | "int8" | "int4": how weights of linear layers are kept
-    layout: str = ""  # names how rows lie as bytes, and what made them: a tier must not mix two of these
+    rung: Rung = "packed"  # the execution mode
+    rung_reason: str = ""  # reason why no better mode is used
+    quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
+    layout: str = (
+        ""  # identifies the byte layout of rows and the code that makes them; a tier must not mix two
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFormat:
-    """What numbers a buffer of `read` holds: vectors of `width`, for each of the part's positions one or several."""
+    """Element format of a buffer of `read`: vectors of `width`, for each of the part's positions one or several."""
 
-    dtype: str  # "float32" | "bfloat16" | "float16" | another name that torch has
-    width: int  # of the last axis: a head's, or a latent's
+    dtype: str  # "float32" | "bfloat16" | "float16" | another torch dtype name
+    width: int  # of the last axis: head_dim or rank
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's share of a packed forward.
+    """Segment of a packed forward: the share of one sequence.
 
-    The runtime writes what it keeps of `tokens` at positions past … past+new-1 through the block tables, then
-    attends what each family may see of positions 0 … past+new-1, and advances the recurrent state in place.
+    The runtime writes K/V of `tokens` at positions past … past+new-1 through the block tables. It then attends to the
+    positions in 0 … past+new-1 that each family sees, and advances the recurrent state in place.
     """
 
     tokens: Tokens  # [new] at least one
-    past: int  # positions that are computed already
-    # For each token family, in the order of the model's families: [≥ ceil((past + new) / block_size)] row of each
-    # block; read only, valid for this call. Blocks before tail_start(past) // block_size may be NO_BLOCK.
+    past: int  # number of positions that are already computed
+    # For each token family, in the order of the model's families: [≥ ceil((past + new) / block_size)] the row of each
+    # block. Read-only, valid during this call. Blocks before tail_start(past) // block_size may be NO_BLOCK.
     tables: tuple[BlockIds, ...]
     logits_to_keep: int  # number of last rows that need logits: 1 to sample, new to score a prompt, 0: none
-    state: SlotId = NO_SLOT  # the working state after `past` positions; with past = 0 its content is void
+    state: SlotId = NO_SLOT  # working state after `past` positions; undefined if past = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    segments: Sequence[Segment]  # at least one; sequences are distinct
+    segments: Sequence[Segment]  # at least one; each of another sequence
 
     @property
     def new_tokens(self) -> int:
@@ -79,42 +82,42 @@ class Batch:
 
 
 class Runtime(Protocol):
-    """Owned and called by one thread. Everything is synchronous; what it raises fails the step."""
+    """Runtime of a model. One thread owns and calls it. All calls are synchronous; an exception fails the step."""
 
     @property
     def description(self) -> ModelDescription: ...
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
-        """Make the pools: rows[i] blocks of `block_size` positions, or slots for states, of families[i].
+        """Make the pools: for families[i], rows[i] blocks of `block_size` positions, or rows[i] slots of states.
 
-        Called once, before anything else. Rows may be many more than the budget pays for, since families share it:
-        memory is to be taken from the system when a row is first written, where the device can do that.
+        Called once, before anything else. The rows may be many more than fit the budget, because families share it.
+        If the device supports it, memory must be taken from the system only when a row is first written.
         """
         ...
 
     def apply(self, plan: Plan) -> None:
-        """Execute a plan, in order; all but its stores, which `read` serves."""
+        """Execute a plan in order, except its stores, which `read` serves."""
         ...
 
     def read(self, part: RowPart) -> list[HostBytes]:
-        """What the row holds, copied to the host: for each of the family's layers in order, what it keeps of the
-        part's positions (K, then V, then whatever else), or its states. The bytes are the caller's."""
+        """Copy a row to the host. Returns buffers in the order of the family's layers: K and V of the part's
+        positions and any further tensors, or the layer's states. The caller owns the bytes."""
         ...
 
     def buffers(self, part: RowPart) -> list[HostBytes]:
-        """Where what `read` gave once may be written, in the same order and sizes, by another thread, while the
-        row's owner does not use it. `place` follows, or the row is given up."""
+        """Return buffers to write a row into, in the order and sizes of `read`. Another thread may fill them while
+        the row's owner does not use the row. Afterwards the caller calls `place`, or releases the row."""
         ...
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
-        """The buffers that `buffers` gave are written: they are the row's content now."""
+        """Make the filled buffers of `buffers` the row's content."""
         ...
 
     def formats(self, family: int) -> list[BufferFormat]:
-        """Of each buffer that `read` gives for a row of this family (an index into the model's families). Empty: only
-        whole bytes are known of it. May be asked before `allocate`."""
+        """Return the format of each buffer of `read` for a row of this family (an index into the model's families).
+        Empty: the buffers are known only as bytes. May be called before `allocate`."""
         ...
 
     def forward(self, batch: Batch) -> Logits:
-        """One packed forward. The rows asked for by `logits_to_keep`, segment by segment, in position order."""
+        """Run one packed forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position."""
         ...

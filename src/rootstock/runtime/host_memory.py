@@ -1,4 +1,4 @@
-"""Main memory that programs can still have."""
+"""Free main memory, within the limits of the system and of a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rootstock.units import in_units
 
 
 def free_host_bytes() -> int:
-    """What programs can still have of the main memory: the system's limit or the container's."""
+    """Return the main memory that this process can still use: the smaller of the system's and the container's."""
     limits = [_system_free_bytes()]
     for folder, limit, used, unused_file in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -31,12 +31,12 @@ def _system_free_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Without /proc nobody tells what is free: macOS and the BSDs know how much there is.
+    # Without /proc the free memory is unknown: macOS and the BSDs report only the total. Half of it is assumed free.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def refuse_host_tier(budget_bytes: int, device: str) -> None:
-    """Raise InvalidOption for a tier in main memory below a pool that is there itself."""
+    """Raise InvalidOption for a host tier below a pool that is in main memory itself."""
     if budget_bytes and device == "cpu":
-        remedy = "left out on a CPU, whose cache is in RAM: see --kv-budget"
+        remedy = "omitted on a CPU, where the cache is in RAM: see --kv-budget"
         raise InvalidOption("--host-budget", in_units(budget_bytes), remedy)

@@ -1,5 +1,5 @@
-"""A model's files, found on disk or on the Hub and checked. Imports neither torch nor transformers: a wrong path or a
-broken file is told at once."""
+"""Model files: finds them on disk or on the Hub and checks them. Imports neither torch nor transformers, so that a
+wrong path or a broken file is reported at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMi
 from rootstock.units import in_units
 
 Progress = Callable[[str, float], None]
-"""Called with a stage ("download", "hash", "load", "compile", "check", "pack") and its share that is done, 0 to 1."""
+"""Called with a stage ("download", "hash", "load", "compile", "check", "pack") and its progress, 0 to 1."""
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -27,21 +27,21 @@ _SINGLE = "model.safetensors"
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# Far above real files: the largest configurations, with lists of unquantised modules, have a few hundred KiB, and an
-# index of a thousand experts per layer has some tens of MiB.
+# Limits far above real files: the largest configurations, with lists of unquantized modules, have a few hundred KiB.
+# An index of a thousand experts per layer has some tens of MiB.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 256 << 20
-_MAX_LAYERS = 10_000  # a module is built for each before the weights are looked at
+_MAX_LAYERS = 10_000  # transformers builds a module for each layer before it reads the weights
 _MAX_EOS_TOKENS = 1000
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The header entry of a tensor in a safetensors file."""
+    """Header entry of a tensor in a safetensors file."""
 
     name: str
-    dtype: str  # as safetensors names it: "F32", "BF16", "I8", …
+    dtype: str  # safetensors' name: "F32", "BF16", "I8", …
     elements: int
 
 
@@ -49,7 +49,7 @@ class StoredTensor:
 
 
 def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
-    """Return the directory that holds the model: itself, or its snapshot from the Hub, fetched if missing.
+    """Return the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
 
     Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing.
     """
@@ -80,13 +80,13 @@ def _local_directory(model: str) -> Path | None:
     except (OSError, ValueError) as error:  # permissions, a loop of symbolic links, a name that is too long
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelPathNotFound(model, f"it cannot be opened ({reason})") from error
-    except RuntimeError as error:  # ~somebody, without such a user
+    except RuntimeError as error:  # ~user, without such a user
         raise ModelPathNotFound(model, "no such directory") from error
     return path
 
 
 def _kind_of(path: Path) -> int | None:
-    """Return the mode of what lies at a path, None if there is nothing. Raises OSError if that cannot be told."""
+    """Return the mode of the file at a path, None if there is none. Raises OSError if it cannot be determined."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -98,14 +98,14 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
-    """Return the snapshot of a repository on the Hub, from its cache or fetched."""
+    """Return the snapshot of a repository on the Hub, from the local cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = [*_TEXT_FILES, *(["*.py"] if with_code else [])]
     progress("download", 0.0)
     try:
-        # The weights are fetched by name: repositories hold other copies of them beside the ones that are meant.
+        # Weight files are fetched by name, because repositories hold other copies of the weights too.
         directory = Path(snapshot_download(model, allow_patterns=patterns))
         if not (directory / CONFIG).is_file():
             raise ModelPathNotFound(model, f"the repository on the Hub has no {CONFIG}")
@@ -115,7 +115,7 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
             model, "no such directory, it is not in the local Hub cache, and the Hub cannot be reached"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        detail = f"no such directory, and the Hub says: {first_line(error)}"
+        detail = f"no such directory, and the Hub answers: {first_line(error)}"
         raise ModelPathNotFound(model, detail) from error
     progress("download", 1.0)
     return directory
@@ -125,9 +125,9 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
 
 
 def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelFileInvalid, with the place of a syntax error."""
+    """Return the object in a JSON file. Raises ModelFileInvalid, with the position of a syntax error."""
     try:
-        if not stat.S_ISREG(os.stat(directory / name).st_mode):  # opening a pipe would wait for its other end
+        if not stat.S_ISREG(os.stat(directory / name).st_mode):  # opening a pipe would block
             raise ModelFileInvalid(model, name, "it is not a regular file")
         with (directory / name).open("rb") as file:
             raw = file.read(max_bytes + 1)
@@ -153,7 +153,7 @@ def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONF
 
 
 def check_configs(model: str, directory: Path) -> None:
-    """Check what config.json and generation_config.json say before code of the model's family reads them.
+    """Check config.json and generation_config.json before code of the model's family reads them.
 
     Raises ModelFileInvalid.
     """
@@ -197,10 +197,12 @@ def weight_files(model: str, directory: Path) -> list[Path]:
     if missing == [_SINGLE]:
         formats = ("*.bin", "*.pt", "*.pth", "*.gguf")
         others = sorted(path.name for format in formats for path in directory.glob(format))
-        found = f", but {', '.join(others[:3])}: convert it to safetensors" if others else ""
+        found = f", but there is {', '.join(others[:3])}: convert it to safetensors" if others else ""
         raise ModelWeightsMissing(model, f"there is no {_SINGLE} and no {_INDEX}{found}")
     if missing:
-        raise ModelWeightsMissing(model, f"{', '.join(missing[:3])} of {len(names)} weight files not there")
+        raise ModelWeightsMissing(
+            model, f"{', '.join(missing[:3])} of {len(names)} weight files do not exist"
+        )
     files = [directory / name for name in names]
     for file in files:
         if next(_headers(model, [file]), None) is None:
@@ -209,17 +211,17 @@ def weight_files(model: str, directory: Path) -> list[Path]:
 
 
 def stored_tensors(model: str, files: list[Path]) -> list[StoredTensor]:
-    """Return what the files' headers list. Raises ModelWeightsMissing."""
+    """Return the tensors that the files' headers list. Raises ModelWeightsMissing."""
     return list(_headers(model, files))
 
 
 def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
     for file in files:
         try:
-            # safetensors says of every file that it cannot open that it is not there.
+            # safetensors reports every file that it cannot open as missing, so the file is opened here first.
             with file.open("rb"):
                 pass
-            # Opening reads the header, and checks that the file is as long as it says.
+            # Opening reads the header and checks the file's length against it.
             with safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     tensor = opened.get_slice(name)
@@ -236,7 +238,7 @@ def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
 
 
 def _named_weights(model: str, directory: Path) -> list[str]:
-    """Return the names of the weight files, as the index lists them. Raises ModelFileInvalid."""
+    """Return the names of the weight files that the index lists. Raises ModelFileInvalid."""
     if not (directory / _INDEX).is_file():
         return [_SINGLE]
     listed = read_json(model, directory, _INDEX, _MAX_INDEX_BYTES).get("weight_map")

@@ -1,11 +1,11 @@
-"""The oracle runtime: its answers are a function of everything its block tables and states lead to.
+"""Oracle runtime: its logits are a function of everything that its block tables and states lead to.
 
 For each position a pool keeps the token, the position, and a hash chained over all tokens before it. The next token
-is derived from *all* that each family may see, read back through its block table: everything for full attention, the
-last window, the positions since the start of a chunk. A recurrent state is the position and the chained hash. So a
-block or state that is wrong, stale, misplaced, released too early or not yet copied changes the output, and
-`expected_logits`, which knows only the tokens, tells what the output must be. Pools start full of garbage, so reading
-what was never written shows as well.
+is derived from *all* positions that each family sees, read back through its block table: every position for full
+attention, the last window, or the positions since the start of a chunk. A recurrent state is the position and the
+chained hash. A block or state that is wrong, stale, misplaced, released too early or not yet copied therefore changes
+the output. `expected_logits`, which knows only the tokens, computes the correct output. Pools start full of garbage,
+so a read of memory that was never written shows too.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def chunked(positions: int) -> ChunkedAttention:
 
 
 def _mix(x: Hashes) -> Hashes:
-    """splitmix64's finalizer (Steele, Lea and Flood 2014), element by element; wraps on purpose."""
+    """Computes splitmix64's finalizer (Steele, Lea and Flood 2014), element by element. Overflow wraps on purpose."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
-    """hash[i] = hash[i-1] · odd constant + mix(token[i], position[i]), modulo 2^64."""
+    """Computes hash[i] = hash[i-1] · odd constant + mix(token[i], position[i]), modulo 2^64."""
     leaves = _mix(
         tokens.astype(np.uint64) << np.uint64(32) | np.arange(past, past + len(tokens), dtype=np.uint64)
     )
@@ -66,14 +66,15 @@ def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
 
 
 def _sums(tokens: Tokens, positions: NDArray[np.int32], hashes: Hashes, first: int) -> Hashes:
-    """[1 + n] running sums over items that depend on token, stored position, stored hash and true position."""
+    """Computes running sums [1 + n] over items that depend on token, stored position, stored hash and true
+    position."""
     place = np.arange(first, first + len(tokens), dtype=np.uint64)
     items = _mix(hashes + _mix(tokens.astype(np.uint64) * _SEED + positions.astype(np.uint64)) + _mix(place))
     return np.concatenate((np.zeros(1, np.uint64), np.cumsum(items, dtype=np.uint64)))
 
 
 class _Pool:
-    """One token family's rows, [blocks, block_size] of each of the three things."""
+    """Pool of one token family: tokens, positions and hashes, [blocks, block_size] each."""
 
     def __init__(self, family: TokenFamily, blocks: int, block_size: int) -> None:
         garbage = np.random.default_rng(blocks)
@@ -89,7 +90,7 @@ class _Pool:
             rows[copy.target, : copy.tokens] = rows[copy.source, : copy.tokens]
 
     def bytes_of(self, block: int, tokens: int) -> list[HostBytes]:
-        """Views of what the block's first positions hold."""
+        """Returns views of the bytes of the block's first positions."""
         rows = (self.tokens, self.positions, self.hashes)
         return [of_kind[block, :tokens].view(np.uint8) for of_kind in rows]
 
@@ -101,7 +102,7 @@ class _Pool:
         self.hashes[rows] = hashes
 
     def digests(self, blocks: BlockIds, end: int, rows: int) -> Hashes:
-        """[rows] of the last positions before `end`: each depends on all that the family sees from there."""
+        """Computes digests [rows] of the last positions before `end`. Each depends on all positions that it sees."""
         queries = np.arange(end - rows, end)
         first = self.family.tail_start(end - rows)
         at = self._at(blocks, np.arange(first, end))
@@ -121,15 +122,16 @@ def _seen(
     first: int,
     queries: NDArray[np.int64],
 ) -> Hashes:
-    """[queries] digests; the other arrays are of positions `first` on."""
+    """Computes digests [queries]. The other arrays begin at position `first`."""
     sums = _sums(tokens, positions, hashes, first)
-    # A query at q sees what a resumption at q needs, and itself.
+    # A query at position q sees the positions that a resumption at q needs, and its own.
     starts = np.array([family.tail_start(int(q)) for q in queries])
     return _mix(sums[queries + 1 - first] - sums[starts - first])
 
 
 class FakeRuntime:
-    """`fault` is called with every batch before it runs, and may raise: an injected failure of a step."""
+    """Fake runtime. `fault` is called with every batch before it runs, and may raise to inject a failure of a
+    step."""
 
     def __init__(
         self,
@@ -191,16 +193,16 @@ class FakeRuntime:
         return self._pool_of(family).bytes_of(part.row, part.tokens)
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
-        pass  # they were the row's own memory
+        pass  # the buffers are the row's own memory
 
     def formats(self, family: int) -> list[BufferFormat]:
-        return []  # hashes are not numbers that could be rounded
+        return []  # hashes must not be rounded
 
     def _pool_of(self, family: TokenFamily) -> _Pool:
         return self._pools[token_families(self.description.families).index(family)]
 
     def _spoil(self, returned: RowsReturned) -> None:
-        """Rows without memory hold garbage: whoever still reads them shows it."""
+        """Overwrites returned rows with garbage, so that a later read of them shows."""
         family = self.description.families[returned.family]
         if isinstance(family, RecurrentState):
             self._states[returned.rows] = 12345
@@ -223,7 +225,7 @@ class FakeRuntime:
         return np.concatenate(rows) if rows else np.empty((0, self.description.vocab_size), np.float32)
 
     def expected_logits(self, tokens: Tokens) -> Logits:
-        """[vocab] what follows these tokens, by the tokens alone."""
+        """Computes the logits [vocab] that follow these tokens, from the tokens alone."""
         hashes = _chain(int(_SEED), tokens, 0)
         positions = np.arange(len(tokens), dtype=np.int32)
         last = positions[-1:].astype(np.int64)
@@ -237,10 +239,10 @@ class FakeRuntime:
         return row
 
     def _write(self, segment: Segment) -> Hashes:
-        """Writes what each family keeps; returns the states that follow the stored one, one for each token."""
+        """Writes a segment's rows in each family. Returns the states after each of its tokens."""
         past = segment.past
         for pool, blocks in zip(self._pools, segment.tables, strict=True):
-            # The family's own past is what its chain goes on from, where it still has it.
+            # The chain continues from the family's own last position, if the family still keeps it.
             size = pool.block_size
             parent = int(_SEED)
             if past and pool.family.tail_start(past) < past:
@@ -253,20 +255,20 @@ class FakeRuntime:
         parent = int(_SEED)
         if past:
             stored_past, stored = (int(x) for x in self._states[segment.state])
-            parent = stored if stored_past == past else stored ^ 0x5BD1E995  # misplaced: it shows
+            parent = stored if stored_past == past else stored ^ 0x5BD1E995  # misplaced: output changes
         states = _chain(parent, segment.tokens, past)
         self._states[segment.state] = past + len(segment.tokens), states[-1]
         return states
 
     def _hash_before(self, segment: Segment) -> int:
-        """A family that keeps nothing from before `past` takes the chain's value from one that does."""
+        """Returns the chain's hash before the segment from a family that keeps it, for families that do not."""
         for pool, blocks in zip(self._pools, segment.tables, strict=True):
             if pool.family.tail_start(segment.past) < segment.past:
                 at = segment.past - 1
                 return int(pool.hashes[blocks[at // pool.block_size], at % pool.block_size])
         if self._has_states:
             return int(self._states[segment.state][1])
-        raise AssertionError("no family of this fake remembers the position before: give it one that does")
+        raise AssertionError("no family of this fake keeps the position before: give it one that does")
 
     def _read(self, segment: Segment, states: Hashes) -> Logits:
         end, rows = segment.past + len(segment.tokens), segment.logits_to_keep
@@ -279,19 +281,20 @@ class FakeRuntime:
 
     @staticmethod
     def _of_state(end: int, hashes: Hashes) -> Hashes:
-        """[hashes] of the last positions before `end`."""
+        """Computes digests [hashes] of the states at the last positions before `end`."""
         positions: Hashes = np.arange(end - len(hashes), end, dtype=np.uint64)
         return _mix(hashes + positions)
 
     def _logits(self, digests: Hashes) -> NDArray[np.float32]:
-        """[digests, vocab] pseudo-random in [0, 8), so that both greedy and sampled outputs tell digests apart."""
+        """Returns logits [digests, vocab], pseudo-random in [0, 8), so that outputs tell digests apart, greedy or
+        sampled."""
         vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
         bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
         return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)
 
 
 def _together(seen: Sequence[Hashes]) -> Hashes:
-    """One digest of all families', which depends on which is which."""
+    """Combines the families' digests into one that depends on their order."""
     digest = seen[0]
     for of_family in seen[1:]:
         digest = _mix(digest * _SEED + of_family)

@@ -1,6 +1,6 @@
-"""What a tier stores, and what it answers. Nothing here knows where the bytes lie.
+"""Interface of a tier: records, outcomes of stores and loads, states. Independent of where the bytes are.
 
-A record's `Identity` says whose memory of what it is, down to the tokens, and is checked on every load.
+A record's `Identity` names its owner and content down to the tokens. It is checked on every load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Buffer = memoryview | NDArray[np.uint8]  # contiguous
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """`payload` is written as it lies, one buffer after the other; it must not change until the store has ended."""
+    """Record to store. The payload's buffers are written in order; they must not change until the store has ended."""
 
     identity: Identity
     payload: Sequence[Buffer]
@@ -34,23 +34,23 @@ class Record:
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The buffer itself, byte by byte."""
+    """Returns a view of the buffer's bytes."""
     view = buffer if isinstance(buffer, memoryview) else buffer.data
-    assert view.c_contiguous, "a payload is written as it lies"
-    if view.format == "B" and view.ndim == 1:  # as nearly all are: there are many to a record
+    assert view.c_contiguous, "a payload is contiguous"
+    if view.format == "B" and view.ndim == 1:  # the common case; a record has many buffers
         return view
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What a tier knows of a record without reading its payload."""
+    """Entry of a tier's index: a record without its payload."""
 
     identity: Identity
     payload_bytes: int
     stored_bytes: int  # with its header
-    last_use_s: float  # since the epoch
-    uses: int  # how often it was touched
+    last_use_s: float  # since the Unix epoch
+    uses: int  # number of calls of `touch`
 
 
 # -- storing -----------------------------------------------------------------------------------------------------
@@ -58,27 +58,27 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Durable: it is there after a crash."""
+    """Outcome: the record is stored. On a disk it survives a crash."""
 
     stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyStored:
-    """Was there before; counts as used now."""
+    """Outcome: the record was there before. Counts as a use."""
 
 
 class Refusal(StrEnum):
-    UNAVAILABLE = "unavailable"  # the tier takes no stores; its state says why
+    UNAVAILABLE = "unavailable"  # the tier takes no stores; its state has the reason
     NO_ROOM = "no_room"  # nothing more can be freed under the cap
-    TOO_LARGE = "too_large"  # would never fit
+    TOO_LARGE = "too_large"  # larger than the cap
     QUEUE_FULL = "queue_full"  # the writer is behind
-    FAILED = "failed"  # the disk said no
+    FAILED = "failed"  # the disk or the system returned an error
 
 
 @dataclass(frozen=True, slots=True)
 class NotStored:
-    """Nothing of the record is visible, and nothing is counted for it."""
+    """Outcome: no part of the record is visible, and it is not counted."""
 
     why: Refusal
     detail: str = ""
@@ -91,29 +91,29 @@ StoreOutcome = Stored | AlreadyStored | NotStored
 
 class MissKind(StrEnum):
     ABSENT = "absent"  # no such record: an ordinary miss
-    MISSING_BYTES = "missing_bytes"  # the record ends too early, or its file is gone
+    MISSING_BYTES = "missing_bytes"  # the record ends too early, or its file does not exist
     CHECKSUM = "checksum"
-    # A whole record, of something else:
+    # The record is complete, but of something else:
     OTHER_NAMESPACE = "other_namespace"  # weights, RoPE regime, adapter or tenant
     OTHER_LAYERS = "other_layers"  # another family, number of layers or kind
     OTHER_DTYPE = "other_dtype"
     OTHER_POSITION = "other_position"
     OTHER_TOKENS = "other_tokens"
-    OTHER_SIZE = "other_size"  # the caller expects another number of bytes
+    OTHER_SIZE = "other_size"  # the caller expects a different number of bytes
     IO_ERROR = "io_error"
     UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """Verified. `payload` are the caller's buffers if it gave some, and otherwise new ones, split as stored."""
+    """Result: the payload is verified. It is in the caller's buffers, if given, or in new ones, split as stored."""
 
     payload: tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What the caller's buffers hold is void."""
+    """Result: not loaded. The content of the caller's buffers is undefined."""
 
     kind: MissKind
     detail: str = ""
@@ -131,7 +131,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class LoadsOnly:
-    """A store failed. Loads go on; stores are refused until `retry_at_s`, when one is tried again."""
+    """State after a failed store. Loads continue; stores are refused until `retry_at_s`, when one is tried again."""
 
     reason: str
     retry_at_s: float
@@ -139,7 +139,7 @@ class LoadsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """No tier: every load is a miss and every store is refused."""
+    """State without a tier: every load is a miss and every store is refused."""
 
     reason: str
 
@@ -147,18 +147,19 @@ class Off:
 TierState = Ready | LoadsOnly | Off
 
 Gone = Callable[[Sequence[RecordKey]], None]
-"""Told which records have been evicted or quarantined, by whichever thread did it, before it does anything else. That
-thread may be within a store: must not call the tier."""
+"""Called with the records that were evicted or quarantined, by the thread that did it, before it does anything else.
+That thread may be within a store, so the function must not call the tier."""
 
 
 class Tier(Protocol):
-    """No method raises for what a disk does: results and `state` say it."""
+    """Store of records below the device's memory. Methods do not raise disk errors: results and `state` report
+    them."""
 
     @property
     def state(self) -> TierState: ...
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
-        """One outcome for each record, in order."""
+        """Store records. Returns one outcome for each, in order."""
         ...
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult: ...
@@ -166,11 +167,11 @@ class Tier(Protocol):
     def touch(self, keys: Iterable[RecordKey]) -> None: ...
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """These are wrong: they are not given out again."""
+        """Remove records that are wrong, so that they are never loaded again."""
         ...
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Removes every record, or those whose identity has this namespace."""
+        """Remove every record, or those whose identity has this namespace."""
         ...
 
     def entries(self) -> Iterator[Entry]: ...

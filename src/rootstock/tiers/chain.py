@@ -1,13 +1,14 @@
-"""Two tiers as one: the host's memory above, and below it the one that it spills to, as a rule a disk.
+"""Chain of two tiers: host RAM above, and a lower tier, usually a disk, to which the upper one evicts.
 
-A record is stored above and goes down when the upper tier evicts it, through a mover of the chain's own. Whoever
-stores waits for the disk only when that mover's queue is full: it should be a thread that serves nobody, as another
-mover's.
+A record is stored in the upper tier. When it is evicted there, the chain's own writer stores it in the lower tier. A
+store waits for the disk only when that writer's queue is full. It should therefore run on a thread that serves no
+requests, such as another writer's.
 
-A record is in the upper tier, on its way, or in the lower one, with no gap between, and a load looks there in this
-order. What is loaded from below stays there; the accelerator, which asked for it, stores it above again in its time.
+A record is in the upper tier, in the writer's queue or in the lower tier, with no gap between, and a load looks there
+in this order. A record that is loaded from the lower tier stays there. The accelerator, which asked for it, stores it
+in the upper tier again later.
 
-Until it has gone down a record does not outlive the process. `close` brings down all that is left.
+A record outlives the process only in the lower tier. `close` moves all remaining records there.
 """
 
 from __future__ import annotations
@@ -36,34 +37,35 @@ from rootstock.tiers.base import (
 from rootstock.tiers.host import HostTier
 from rootstock.tiers.writer import Done, PutResult
 
-_GROUP_BYTES = 16 * 2**20  # brought down together when the chain closes
+_GROUP_BYTES = 16 * 2**20  # stored in the lower tier together when the chain closes
 
 
 class Below(Protocol):
-    """`TierWriter` over the lower tier, or a double of it."""
+    """Writer of the lower tier: `TierWriter`, or a double of it in tests."""
 
     def put(self, record: Record, done: Done | None = None) -> PutResult:
-        """Never blocks. If it answers `Queued`, `done` is called once the lower tier has stored or refused it."""
+        """Queues a record without blocking. If `Queued`, `done` is called once the lower tier has stored or refused
+        it."""
         ...
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """From the queue if it is there, or from the lower tier."""
+        """Loads a record from the queue, or from the lower tier if it is not there."""
         ...
 
     def drain(self) -> None:
-        """Everything that was queued has been stored or refused when this returns."""
+        """Waits until every queued record has been stored or refused."""
         ...
 
     def close(self) -> None:
-        """So, and nothing more is taken."""
+        """Drains the queue and takes no more records."""
         ...
 
 
 class TierChain:
-    """Owns both tiers and the mover from here on: the upper one spills to it. Thread-safe.
+    """Chain that owns both tiers and the writer: the upper tier evicts to the writer. Thread-safe.
 
-    `gone` is told of records that neither tier has any more because the lower one refused them or because they were
-    damaged. The lower tier tells its own: it may name records that the upper one still holds.
+    `gone` gets the records that neither tier has any more, because the lower tier refused them or because they were
+    damaged. The lower tier reports its own evictions, which may include records that the upper tier still holds.
     """
 
     def __init__(self, upper: HostTier, lower: Tier, mover: Below, *, gone: Gone | None = None) -> None:
@@ -72,20 +74,21 @@ class TierChain:
         self._mover = mover
         self._gone = gone
         self._lock = threading.Lock()
-        self._moving: dict[RecordKey, Record] = {}  # handed to the mover, and not yet below
-        self._condemned: set[RecordKey] = set()  # of those: not to stay below
-        self.lost_records = 0  # evicted above, refused below
+        self._moving: dict[RecordKey, Record] = {}  # passed to the writer, but not yet in the lower tier
+        self._condemned: set[RecordKey] = set()  # those of `_moving` that must not stay in the lower tier
+        self.lost_records = 0  # evicted by the upper tier, refused by the lower one
         upper.spilled = self._spill
 
     @property
     def state(self) -> TierState:
-        """The upper one's, which serves whatever becomes of the lower one. That one's own state tells of it."""
+        """Returns the state of the upper tier, which works whatever the lower tier's state is."""
         return self.upper.state
 
     # -- storing -------------------------------------------------------------------------------------------------
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
-        """One outcome for each record, in order. What the upper tier has no place for is stored below at once."""
+        """Stores records. Returns one outcome for each, in order. A record that does not fit in the upper tier is
+        stored in the lower one at once."""
         outcomes = self.upper.store(records)
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, NotStored) and outcome.why is not Refusal.UNAVAILABLE:
@@ -93,7 +96,7 @@ class TierChain:
         return outcomes
 
     def _spill(self, record: Record) -> None:
-        """Called by the upper tier, which gives the record out until this returns."""
+        """Passes an evicted record to the writer. Called by the upper tier, which can load it until this returns."""
         key = record.identity.key
         with self._lock:
             self._moving[key] = record
@@ -101,17 +104,17 @@ class TierChain:
         if put == NotStored(Refusal.QUEUE_FULL):
             self._mover.drain()
             put = self._mover.put(record, self._arrived)
-        if isinstance(put, NotStored):  # it is more than a queue, or others were quicker
+        if isinstance(put, NotStored):  # it is larger than the queue, or other threads filled the queue again
             (outcome,) = self.lower.store([record])
             self._arrived(key, outcome)
 
     def _arrived(self, key: RecordKey, outcome: StoreOutcome) -> None:
-        """Called by the mover's thread, or by whoever stores."""
+        """Ends the move of a record. Called by the writer's thread, or by the thread that stores."""
         with self._lock:
             condemned = key in self._condemned
         if condemned:
             self.lower.quarantine([key])
-        with self._lock:  # until now it was not given out
+        with self._lock:  # until here a condemned record cannot be loaded
             self._moving.pop(key, None)
             self._condemned.discard(key)
             lost = isinstance(outcome, NotStored) and not condemned
@@ -122,7 +125,7 @@ class TierChain:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """From the highest place that has it whole. A miss says what was wrong, if anything was."""
+        """Loads a record from the highest tier that has it intact. A miss reports damage, if there was any."""
         key = identity.key
         above = self.upper.load(identity, into)
         if isinstance(above, Loaded):
@@ -145,9 +148,9 @@ class TierChain:
         self.lower.touch(used)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """Strikes these in both, and those on their way as soon as they have arrived."""
+        """Removes these records from both tiers, and those in between as soon as they have arrived."""
         struck = list(keys)
-        self.upper.quarantine(struck)  # first: from here on none of them sets out
+        self.upper.quarantine(struck)  # first: afterwards none of them is evicted to the writer
         with self._lock:
             self._condemned.update(key for key in struck if key in self._moving)
         self.lower.quarantine(struck)
@@ -161,7 +164,8 @@ class TierChain:
         self.lower.clear(namespace)
 
     def entries(self) -> Iterator[Entry]:
-        """Every record once, what it continues before it. Of a record that both have, the upper one's use."""
+        """Yields every record's entry once, each after those of the prefix that it continues. Uses of a record in
+        both tiers are the upper tier's."""
         above = {entry.identity.key: entry for entry in self.upper.entries()}
         with self._lock:
             moving = [record for key, record in self._moving.items() if key not in self._condemned]
@@ -172,8 +176,8 @@ class TierChain:
         yield from merge(sorted(above.values(), key=_position), below, key=_position)
 
     def close(self) -> None:
-        """Brings down what only the upper tier has, least recently used first, so that the last used outlive the
-        others below. Takes as long as the lower tier takes."""
+        """Stores the records that only the upper tier has in the lower tier, least recently used first, so that the
+        lower tier evicts them in the right order. Takes as long as these stores."""
         self._mover.close()
         group: list[Record] = []
         group_bytes = 0

@@ -1,10 +1,10 @@
-"""The host's memory as a tier: between an accelerator and the disk, or on its own.
+"""Host RAM tier: between an accelerator and the disk, or on its own.
 
-Records are copied in, and go least recently used first to whoever was named to take them. Of the cap everything is
-charged: payloads, and an allowance for what a record takes beside its payload. Space is made before a copy, so that
-the cap holds at every instant; a record on its way out is charged, and can be loaded, until it has been taken.
+Records are copied in. The least recently used are evicted first, and passed to `spilled`. The cap covers everything:
+payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so the cap
+holds at every instant. A record that is being evicted counts, and can be loaded, until `spilled` has returned.
 
-Nothing here outlives the process: `Stored` means that a load finds it.
+Nothing here outlives the process: `Stored` means that a load finds the record.
 """
 
 from __future__ import annotations
@@ -45,32 +45,33 @@ from rootstock.tiers.disk.record import difference
 
 _log = logging.getLogger(__name__)
 
-# A record beside its payload and tokens: its objects (measured: 1.1 KB), and the rest of its last page of memory.
+# Memory of a record beside its payload and tokens: its objects (measured: 1.1 KB), and the rest of its last memory
+# page.
 _RECORD_BYTES = 6 * 1024
-_BUFFER_BYTES = 48  # a length each
+_BUFFER_BYTES = 48  # for the length of each buffer
 
 Spilled = Callable[[Record], None]
-"""Given a record that was evicted, whose payload never changes. Called by the thread that stores, which holds no lock
-of the tier's then; the record can be loaded here until this returns. Must not store, quarantine or clear here."""
+"""Called with an evicted record, whose payload never changes, by the thread that stores, which holds no lock of the
+tier then. The record can be loaded here until this returns. It must not store, quarantine or clear here."""
 
 
 @dataclass(slots=True)
 class HostCounts:
     stored_records: int = 0
-    stored_bytes: int = 0  # as charged
+    stored_bytes: int = 0  # counted as `charge` does
     refused: Counter[Refusal] = field(default_factory=Counter)
     loaded_records: int = 0
     loaded_bytes: int = 0
     misses: Counter[MissKind] = field(default_factory=Counter)
     evicted_records: int = 0
-    evicted_bytes: int = 0  # as charged
+    evicted_bytes: int = 0  # counted as `charge` does
     quarantined_records: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
     identity: Identity
-    content: HostBytes  # of all buffers, one after the other; never written again
+    content: HostBytes  # all buffers in sequence; never written again
     buffer_bytes: tuple[int, ...]
     checksum: bytes  # xxh3-128 of the content
     charged_bytes: int
@@ -82,7 +83,7 @@ class _Held:
         return Record(self.identity, self.divided(self.content))
 
     def is_of(self, namespace: bytes | None) -> bool:
-        """Whether it has this namespace; None is any."""
+        """Returns whether the record has this namespace; None matches any."""
         return namespace in (None, self.identity.namespace)
 
     @property
@@ -90,14 +91,14 @@ class _Held:
         return _checksum([self.content]) == self.checksum
 
     def divided(self, content: HostBytes) -> list[HostBytes]:
-        """Views of the content, or of a copy, in buffers as they were stored."""
+        """Returns views of the content, or of a copy of it, split into the original buffers."""
         ends = list(accumulate(self.buffer_bytes, initial=0))
         return [content[first:end] for first, end in pairwise(ends)]
 
 
 class HostTier:
-    """Thread-safe. `gone` is told of what was quarantined or cleared, and of what was evicted while `spilled` is
-    None; `spilled` is set before the first store."""
+    """Tier in host RAM. Thread-safe. `gone` gets the records that were quarantined or cleared, and those evicted
+    while `spilled` is None. `spilled` is set before the first store."""
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class HostTier:
         self._clock = clock
         self._changed = threading.Condition()
         self._held: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
-        self._leaving: dict[RecordKey, _Held] = {}  # evicted, and not yet taken
-        self._used_bytes = 0  # charged: held, leaving, and reserved for copies that are being made
+        self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `spilled` has not returned yet
+        self._used_bytes = 0  # charged: held, leaving, and reserved for copies in progress
         self._closed = False
         self.counts = HostCounts()
 
@@ -124,20 +125,20 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Charged now; never more than the cap."""
+        """Returns the bytes that are charged now; never more than the cap."""
         return self._used_bytes
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __contains__(self, key: RecordKey) -> bool:
-        """Whether it is held, and not on its way out."""
+        """Returns whether a record is held and not being evicted."""
         return key in self._held
 
     # -- storing -------------------------------------------------------------------------------------------------
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
-        """One outcome for each record, in order. Later ones may evict earlier ones."""
+        """Stores records. Returns one outcome for each, in order. Later records may evict earlier ones."""
         outcomes = []
         for record in records:
             outcome = self._store(record)
@@ -164,7 +165,7 @@ class HostTier:
         return self._insert(held)
 
     def _insert(self, held: _Held) -> StoreOutcome:
-        """Room is reserved for it."""
+        """Inserts a record for which space is reserved."""
         key = held.identity.key
         with self._changed:
             if not self._closed and key not in self._held:
@@ -174,7 +175,7 @@ class HostTier:
             self._unreserve(held.charged_bytes)
             if self._closed:
                 return NotStored(Refusal.UNAVAILABLE, _CLOSED)
-            self._use(self._held[key])  # somebody else was quicker
+            self._use(self._held[key])  # another thread stored it first
             return AlreadyStored()
 
     def _unreserve(self, charged_bytes: int) -> None:
@@ -183,7 +184,7 @@ class HostTier:
             self._changed.notify_all()
 
     def _reserve(self, key: RecordKey, charged_bytes: int) -> AlreadyStored | NotStored | None:
-        """Charges for a copy that is to be made, once there is room for it; or says why none is to be made."""
+        """Reserves space for a copy when there is room. Returns an outcome if no copy is needed or possible."""
         while True:
             with self._changed:
                 if self._closed:
@@ -197,13 +198,14 @@ class HostTier:
                     return None
                 victims = self._evict(short_bytes)
                 if not victims:
-                    # All of it is leaving, or being copied by others, who will say when they are done.
+                    # Everything is being evicted or copied by other threads, which notify when they are done.
                     self._changed.wait()
             for victim in victims:
                 self._hand_on(victim)
 
     def _evict(self, short_bytes: int) -> list[_Held]:
-        """Records that make up for what is missing: others are leaving for others' sake. The lock is held."""
+        """Moves enough records to `_leaving` to free `short_bytes`. Records that already leave are not counted,
+        because they free space for other stores. The caller holds the lock."""
         victims: list[_Held] = []
         for key, held in self._held.items():
             if short_bytes <= 0:
@@ -218,15 +220,15 @@ class HostTier:
 
     def _hand_on(self, victim: _Held) -> None:
         key = victim.identity.key
-        # Whoever takes it makes a checksum of his own: what is damaged now would never be found again.
+        # The receiver computes its own checksum, so damage that is not detected now would never be found.
         intact = victim.is_intact
         try:
             if intact and self.spilled is not None:
                 self.spilled(victim.record)
             else:
                 self._tell_gone([key])
-        except Exception:  # a bug of the taker's: the record is lost to him, the store is not
-            _log.exception("Whoever takes what the host's memory evicts failed. The record is lost.")
+        except Exception:  # a bug in `spilled`: the record is lost, but the store continues
+            _log.exception("Passing on a record evicted from host RAM failed. The record is lost.")
         finally:
             with self._changed:
                 del self._leaving[key]
@@ -239,8 +241,8 @@ class HostTier:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """Copies into the caller's writable buffers, which together have as many bytes as the payload, or into new
-        ones. What turns out to be something else, or damaged, is a miss and is struck."""
+        """Loads a record into the caller's writable buffers, whose total size is the payload's, or into new ones. A
+        record that is damaged or of another identity is a miss and is removed."""
         key = identity.key
         with self._changed:
             closed = self._closed
@@ -281,7 +283,7 @@ class HostTier:
                     self._use(held)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """Strikes these. One that was on its way out has been handed on when this returns."""
+        """Removes these records. If one is being evicted, this returns after `spilled` has returned."""
         struck = []
         for key in keys:
             with self._changed:
@@ -293,8 +295,8 @@ class HostTier:
         self._tell_gone(struck)
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Drops every record, or those of a namespace, for good. Those that were on their way out have been handed
-        on when this returns."""
+        """Drops every record, or those of a namespace, for good. If some are being evicted, this returns after
+        `spilled` has returned."""
         with self._changed:
             cleared = [key for key, held in self._held.items() if held.is_of(namespace)]
             for key in cleared:
@@ -304,7 +306,7 @@ class HostTier:
         self._tell_gone(cleared)
 
     def entries(self) -> Iterator[Entry]:
-        """Every record, what it continues before it."""
+        """Yields every record's entry, each after those of the prefix that it continues."""
         with self._changed:
             there = list((self._leaving | self._held).values())
         for held in sorted(there, key=lambda held: (held.identity.start, held.identity.end)):
@@ -312,14 +314,14 @@ class HostTier:
             yield Entry(held.identity, payload_bytes, held.charged_bytes, held.last_use_s, held.uses)
 
     def records(self) -> list[Record]:
-        """Those that are held and whole, least recently used first. Their payloads are the tier's own, and never
-        change."""
+        """Returns the records that are held and intact, least recently used first. Their payloads belong to the tier,
+        and never change."""
         with self._changed:
             there = list(self._held.values())
         return [held.record for held in there if held.is_intact]
 
     def close(self) -> None:
-        """Drops everything; `gone` is not told."""
+        """Drops every record, without calling `gone`."""
         with self._changed:
             self._closed = True
             for key in list(self._held):
@@ -328,18 +330,19 @@ class HostTier:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _use(self, held: _Held) -> None:
-        """The lock is held."""
+        """Counts a use. The caller holds the lock."""
         held.last_use_s = self._clock()
         held.uses += 1
         self._held.move_to_end(held.identity.key)
 
     def _drop(self, key: RecordKey) -> None:
-        """The lock is held. A load that copies from it just now keeps its memory until it has ended."""
+        """Drops a record. The caller holds the lock. A load that is copying from it keeps its memory until it has
+        ended."""
         self._used_bytes -= self._held.pop(key).charged_bytes
         self._changed.notify_all()
 
     def _wait_until_it_has_left(self, key: RecordKey) -> None:
-        """The lock is held, and let go while this waits."""
+        """Waits until a record is no longer being evicted. The caller holds the lock, which is released meanwhile."""
         held = self._leaving.get(key)
         self._changed.wait_for(lambda: held is None or self._leaving.get(key) is not held)
 
@@ -352,7 +355,7 @@ _CLOSED = "closed"
 
 
 def charge(record: Record) -> int:
-    """What a record takes of the cap."""
+    """Returns the bytes of the cap that a record uses."""
     return (
         record.payload_bytes
         + record.identity.tokens.nbytes
@@ -362,21 +365,21 @@ def charge(record: Record) -> int:
 
 
 def _copied(identity: Identity, payload: Sequence[memoryview], charged_bytes: int, now_s: float) -> _Held:
-    """Raises MemoryError."""
+    """Copies a record. Raises MemoryError."""
     buffers = [np.frombuffer(view, np.uint8) for view in payload]
     content: HostBytes = np.concatenate(buffers) if buffers else np.empty(0, np.uint8)
     content.flags.writeable = False
-    # The tokens may be a view of a whole prompt.
+    # Copied, because the tokens may be a view of a whole prompt.
     own = replace(identity, tokens=identity.tokens.copy())
     lengths = tuple(view.nbytes for view in payload)
     return _Held(own, content, lengths, _checksum([content]), charged_bytes, now_s)
 
 
 def _read(held: _Held, asked: Identity, into: Sequence[Buffer] | None) -> LoadResult:
-    """What is checked is what the caller gets, after it was copied."""
+    """Copies a record to the caller, and verifies the copy."""
     kind = difference(asked, held.identity)
     if kind is not None:
-        return Miss(kind, "the key leads to another record")
+        return Miss(kind, "the key belongs to another record")
     if into is None:
         target = held.divided(np.empty_like(held.content))
     else:
@@ -391,7 +394,7 @@ def _read(held: _Held, asked: Identity, into: Sequence[Buffer] | None) -> LoadRe
         buffer[:] = held.content[offset : offset + buffer.nbytes]
         offset += buffer.nbytes
     if _checksum(target) != held.checksum:
-        return Miss(MissKind.CHECKSUM, "the payload is not as it was stored")
+        return Miss(MissKind.CHECKSUM, "the payload has changed since it was stored")
     return Loaded(tuple(as_bytes(buffer) for buffer in target))
 
 

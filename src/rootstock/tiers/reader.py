@@ -1,6 +1,6 @@
-"""One thread that loads, so that nobody who serves requests waits for a disk.
+"""Reader of tiers: a thread that loads records, so that requests do not wait for a disk.
 
-A job is a row of records that are of use only from the first one on: it stops at its first miss.
+A job is a sequence of records in which each is useful only together with those before it. It stops at its first miss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LoadFrom = Callable[[Identity, Sequence[Buffer] | None], LoadResult]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadTask:
-    """One record. The buffers belong to the job until it has ended."""
+    """Task to load one record. The buffers belong to the job until it has ended."""
 
     identity: Identity
     into: Sequence[HostBytes]
@@ -34,29 +34,30 @@ class LoadTask:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """All tasks are loaded, or there is a miss, or the job was cancelled: never two of these."""
+    """End of a job: all tasks are loaded, or one missed, or the job was cancelled. Exactly one of these holds."""
 
-    loaded: int  # tasks, from the first on: their buffers hold what was asked for, the others' are void
-    miss: Miss | None  # what ended the job early
-    missed: RecordKey | None  # whose miss it was
-    payload_bytes: int  # of the tasks that are loaded
-    seconds: float  # that loading these took, without waiting in line
-    cancelled: bool  # tasks were skipped because nobody wants them any more
+    loaded: int  # number of tasks loaded, from the first on; the buffers of the others are undefined
+    miss: Miss | None  # the miss that ended the job early
+    missed: RecordKey | None  # the record of that miss
+    payload_bytes: int  # of the loaded tasks
+    seconds: float  # time to load these, without waiting in the queue
+    cancelled: bool  # tasks were skipped because the job was cancelled
 
 
 Ended = Callable[[LoadEnded], None]
-"""Called once for each job, by the loader's thread, when the job touches none of its buffers any more. It may submit
-and cancel, but waits for nothing of the loader's."""
+"""Called once for each job, by the reader's thread, when the job no longer uses any of its buffers. It may submit and
+cancel jobs, but must not wait for the reader."""
 
 
 class LoadJob:
-    """What `TierReader.submit` gives back. It keeps nothing of the job alive."""
+    """Handle of a job from `TierReader.submit`. It keeps none of the job's buffers alive."""
 
     def __init__(self) -> None:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """The rest is skipped: the job ends as soon as no task of it is under way. It may have ended already."""
+        """Skips the remaining tasks: the job ends as soon as the current task has ended. It may have ended
+        already."""
         self.cancelled = True
 
 
@@ -92,25 +93,25 @@ class _Pending:
 
 
 class TierReader:
-    """Owns its thread; what it loads from belongs to the caller, and outlives it. Thread-safe."""
+    """Reader with its own thread. The caller owns the source of loads, which outlives the reader. Thread-safe."""
 
     def __init__(self, load: LoadFrom, clock: Callable[[], float] = time.perf_counter) -> None:
         self._load = load
         self._clock = clock
-        self._pending: list[_Pending] = []  # the first one is under way
+        self._pending: list[_Pending] = []  # the first job is being loaded
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="rootstock-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rootstock-reader", daemon=True)
         self._thread.start()
 
     @property
     def waiting_bytes(self) -> int:
-        """Of payloads that are still to be loaded, the one under way among them."""
+        """Returns the bytes of payloads that are still to be loaded, including the current one."""
         with self._changed:
             return sum(pending.waiting_bytes for pending in self._pending)
 
     def submit(self, tasks: Sequence[LoadTask], done: Ended) -> LoadJob:
-        """Never blocks. Jobs are loaded in the order in which they come. After `close`, `done` is called at once."""
+        """Queues a job without blocking. Jobs run in order of submission. After `close`, `done` is called at once."""
         pending = _Pending(LoadJob(), tuple(tasks), done, sum(task.payload_bytes for task in tasks))
         with self._changed:
             accepted = not self._closing
@@ -123,13 +124,13 @@ class TierReader:
         return pending.job
 
     def drain(self) -> None:
-        """Returns when no job is queued or under way, and everybody has been told."""
+        """Waits until no job is queued or running, and every `Ended` has been called."""
         self._assert_another_thread()
         with self._changed:
             self._changed.wait_for(lambda: not self._pending or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Cancels all jobs, and ends the thread when the task under way has ended."""
+        """Cancels all jobs, and ends the thread when the current task has ended."""
         self._assert_another_thread()
         with self._changed:
             self._closing = True
@@ -139,7 +140,7 @@ class TierReader:
         self._thread.join()
 
     def _assert_another_thread(self) -> None:
-        assert threading.current_thread() is not self._thread, "the loader would wait for itself"
+        assert threading.current_thread() is not self._thread, "the reader would wait for itself"
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -148,9 +149,9 @@ class TierReader:
             pass
 
     def _step(self) -> bool:
-        """Ends a job that is over, whichever it is, or else loads one record. False: nothing is left, nor will come.
+        """Ends any job that is over, or otherwise loads one record. Returns False when the reader is closed and idle.
 
-        A function of its own, so that nothing refers to a job's buffers while the thread waits for work.
+        A function of its own, so that no local variable refers to a job's buffers while the thread waits for work.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
@@ -172,8 +173,8 @@ class TierReader:
         began_s = self._clock()
         try:
             result = self._load(task.identity, task.into)
-        except Exception as error:  # a bug of ours: this record cannot be had, the next ones perhaps can
-            _log.exception("Loading failed. The request goes on without this record.")
+        except Exception as error:  # a bug in the tier: this record is missed, later ones may be loaded
+            _log.exception("Loading failed. The request continues without this record.")
             result = Miss(MissKind.IO_ERROR, str(error))
         took_s = self._clock() - began_s
         with self._changed:
@@ -190,4 +191,4 @@ def _tell(pending: _Pending) -> None:
     try:
         pending.done(pending.ended)
     except Exception:
-        _log.exception("Whoever waited for a load failed. The loader goes on.")
+        _log.exception("The callback of a load failed. The reader continues.")

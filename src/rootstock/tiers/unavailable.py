@@ -1,4 +1,4 @@
-"""The tier that could not be had: everything is a miss, and its state says why."""
+"""Tier that could not be opened: every load is a miss, and its state has the reason."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from rootstock.tiers.base import (
 
 
 class UnavailableTier:
+    """Tier that stores nothing. Its state is `off`."""
+
     def __init__(self, off: Off) -> None:
         self._off = off
 

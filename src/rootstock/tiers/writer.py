@@ -1,6 +1,6 @@
-"""One thread that stores, so that nobody who serves requests waits for a disk.
+"""Writer of a tier: a thread that stores records, so that requests do not wait for a disk.
 
-A record is readable at every instant: from the queue until its store has ended, from the tier after it.
+A record is readable at every instant: from the queue until its store has ended, then from the tier.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rootstock.tiers.disk.record import difference
 _log = logging.getLogger(__name__)
 
 Done = Callable[[RecordKey, StoreOutcome], None]
-"""Called once for each record that was queued, by the writer's thread: the payload may change from then on."""
+"""Called once for each queued record, by the writer's thread. From then on the payload may change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The record will be stored, or its `Done` will say why not."""
+    """Result: the record will be stored, or its `Done` will be called with the reason why not."""
 
 
 PutResult = Queued | NotStored
@@ -45,49 +45,51 @@ class _Pending:
     key: RecordKey
     record: Record
     done: list[Done]
-    readers: int = 0  # loads that copy from the record just now
+    readers: int = 0  # loads that are copying from the record
 
 
 @dataclass(slots=True)
 class TierWriterCounts:
     queued_records: int = 0
-    refused_records: int = 0  # the queue was full
+    refused_records: int = 0  # because the queue was full
     hits_in_queue: int = 0
 
 
 @dataclass(slots=True)
 class _Queue:
     waiting: list[_Pending] = field(default_factory=list)
-    by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting, or being stored
-    bytes: int = 0  # of payloads, in `by_key`
+    by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting or being stored
+    bytes: int = 0  # of the payloads in `by_key`
 
 
 class TierWriter:
-    """Owns its thread; the tier belongs to the caller, and outlives it. Thread-safe."""
+    """Writer of a tier, with its own thread. The caller owns the tier, which outlives the writer. Thread-safe."""
 
     def __init__(
         self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20, *, linger_s: float = 0.0
     ) -> None:
         self._tier = tier
         self._queue_bytes = queue_bytes
-        self._group_bytes = group_bytes  # stored, synced and committed together, if so much is waiting
-        self._linger_s = linger_s  # waited for a group to grow: a sync costs the same for one record or many
-        self._in_a_hurry = 0  # who drain
+        self._group_bytes = group_bytes  # stored, synced and committed together, if that much is waiting
+        # Time to let a group grow: a sync costs the same for one record and for many.
+        self._linger_s = linger_s
+        self._in_a_hurry = 0  # number of threads in `drain`
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._closing = False
-        self._telling: list[_Pending] = []  # a group that has left the queue, while its ends are told
+        self._telling: list[_Pending] = []  # a group that has left the queue, while its `Done` are called
         self.counts = TierWriterCounts()
-        self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rootstock-writer", daemon=True)
         self._thread.start()
 
     @property
     def waiting_bytes(self) -> int:
-        """Of payloads that are queued or being stored; never more than the queue's size."""
+        """Returns the bytes of payloads that are queued or being stored; never more than the queue's size."""
         return self._queue.bytes
 
     def put(self, record: Record, done: Done | None = None) -> PutResult:
-        """Never blocks. Unless it answers `Queued`, `done` is not called and the payload is not kept."""
+        """Queues a record without blocking. If it does not return `Queued`, `done` is not called and the payload not
+        kept."""
         key, payload_bytes = record.identity.key, record.payload_bytes
         with self._changed:
             if self._closing:
@@ -109,7 +111,7 @@ class TierWriter:
         return Queued()
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """From the queue if it is there, or from the tier. The caller owns what it gets."""
+        """Loads a record from the queue, or from the tier if it is not there. The caller owns the result."""
         key = identity.key
         with self._changed:
             pending = self._queue.by_key.get(key)
@@ -129,8 +131,8 @@ class TierWriter:
         self._tier.touch(keys)
 
     def drain(self) -> None:
-        """Returns when everything that was queued has been stored or refused, and everybody has been told. What is
-        queued meanwhile is not waited for."""
+        """Waits until every record that is queued now has been stored or refused, and its `Done` called. Later
+        records are not waited for."""
         with self._changed:
             queued = {*self._queue.by_key.values(), *self._telling}
             self._in_a_hurry += 1
@@ -144,7 +146,7 @@ class TierWriter:
             self._in_a_hurry -= 1
 
     def close(self) -> None:
-        """Stores what is queued, and ends the thread."""
+        """Stores the queued records and ends the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -168,13 +170,13 @@ class TierWriter:
                     try:
                         done(pending.key, outcome)
                     except Exception:
-                        _log.exception("Whoever waited for a store failed. The writer goes on.")
+                        _log.exception("The callback of a store failed. The writer continues.")
             with self._changed:
                 self._telling = []
                 self._changed.notify_all()
 
     def _next_group(self) -> list[_Pending]:
-        """Waits for work; empty when there is none and will be none."""
+        """Waits for work and returns it. Empty when the writer is closing and nothing is queued."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue.waiting or self._closing)
             if self._linger_s:
@@ -193,8 +195,8 @@ class TierWriter:
     def _store(self, group: Sequence[_Pending]) -> Sequence[StoreOutcome]:
         try:
             return self._tier.store([pending.record for pending in group])
-        except Exception as error:  # a bug of ours: these records are lost, the next ones may not be
-            _log.exception("Storing failed. Requests go on without these records.")
+        except Exception as error:  # a bug in the tier: these records are lost, later ones may be stored
+            _log.exception("Storing failed. Requests continue without these records.")
             return [NotStored(Refusal.FAILED, str(error))] * len(group)
 
 

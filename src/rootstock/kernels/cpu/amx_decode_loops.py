@@ -1,12 +1,13 @@
-"""The decode loops of `decode_loops.py` for bfloat16, by matrix units where a processor has them.
+"""Decode loops of `decode_loops.py` for bfloat16 on a processor's matrix units (AMX).
 
-The queries of all rows that read an item, with the heads of a group side by side, are the columns of one problem for
-each KV head. Scores are K · Qᵀ, 16 positions at a time, read from the pool as they lie; one row of scores, of all
-heads, stands for each position, so maxima, weights and sums go down columns. Weights are rounded to bfloat16, and
-what is left of them is what they are divided by; their products with V, two positions side by side, add up in
-float32.
+For each KV head, the queries of all rows that read an item are the columns of one matrix product; the heads of a
+group lie side by side. Scores are K · Qᵀ for 16 positions at a time, with K read in place from the pool. Each
+position is one row of scores of all heads, so maxima, weights and sums are computed down the columns. Weights are
+rounded to bfloat16. The softmax divides by the sum of the rounded weights. Products of weights and V take two
+positions side by side and accumulate in float32.
 
-A column's sums depend on nothing but that column, so neither does a row's result on who reads with it.
+A column's sums depend on nothing but that column. A row's result therefore does not depend on the other rows that
+read an item with it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from rootstock.kernels.cpu.amx_tiles import (
     weights_of_columns,
 )
 from rootstock.kernels.cpu.compiler import c_function, compiled, exp, fetch_add, nb, pointer_to
-from rootstock.kernels.cpu.decode_loops import JOB, NOTHING, arrays_of, attend, claim, end_item, scratch_of
+from rootstock.kernels.cpu.decode_loops import JOB, LOWEST, arrays_of, attend, claim, end_item, scratch_of
 
 _SIZES = ("q_heads", "kv_heads", "key_dim", "value_dim")
 
-# For each number of columns: how tiles are configured for scores, and for sums.
+# For each number of columns: the tile configurations for scores and for sums.
 _CONFIGURATIONS = np.array(
     [
         [scores_configuration(max(columns, 1)), sums_configuration(max(columns, 1))]
@@ -53,13 +54,14 @@ assert _CONFIGURATIONS.shape == (TILE_ROWS + 1, 2, CONFIGURATION_BYTES)
 
 
 def fit_matrix_units(block_size: int, key_dim: int, value_dim: int) -> bool:
-    """Whether there are such units, and loops for pools of such blocks."""
+    """Returns whether AMX is available and the loops support pools with these dimensions."""
     fit = block_size % TILE_ROWS == 0 and key_dim % PAIRED == 0 and value_dim % PAIRED == 0
     return fit and are_there()
 
 
 def scratch_bytes(readers: int, positions: int, job: NDArray[np.void]) -> int:
-    """What a thread needs for items of so many rows and, at most, positions; as `_attend` uses it."""
+    """Computes the bytes of scratch memory that `_attend` needs for an item of `readers` rows and up to
+    `positions`."""
     q_heads, kv_heads, key_dim, value_dim = (int(job[name]) for name in _SIZES)
     of_head = readers * (q_heads // kv_heads)
     tiles = -(-of_head // TILE_ROWS)
@@ -72,7 +74,8 @@ def scratch_bytes(readers: int, positions: int, job: NDArray[np.void]) -> int:
 
 @compiled
 def _lay_out_queries(job: Any, rows: Any, of_readers: Any, width: Any, tiles: Any, to: Any) -> None:
-    """Queries [q_heads, key_dim] bfloat16 of some rows → tiles of B, of each KV head and `width` columns at a time"""
+    """Copies the queries [q_heads, key_dim] bfloat16 of some rows to tiles of B, for each KV head `width` columns at
+    a time."""
     group = job.q_heads // job.kv_heads
     steps = job.key_dim // PAIRED
     pairs = nb.carray(pointer_to(to), (job.kv_heads * tiles, steps, 16, 16), np.uint32)
@@ -93,9 +96,9 @@ def _lay_out_queries(job: Any, rows: Any, of_readers: Any, width: Any, tiles: An
 def _score(
     job: Any, table: Any, begin: Any, end: Any, b: Any, tiles: Any, width: Any, to: Any, stride: Any
 ) -> None:
-    """Scores of the positions begin … end - 1, the first a multiple of 16, and as many more as make whole tiles.
+    """Computes the scores of the positions begin … end - 1, rounded up to whole tiles; `begin` is a multiple of 16.
 
-    b: queries as tiles; to: [positions, columns] float32, their rows `stride` bytes apart
+    b: queries as tiles; to: [positions, columns] float32, with rows `stride` bytes apart
     """
     steps = job.key_dim // PAIRED
     row_bytes = 2 * job.key_dim
@@ -106,7 +109,7 @@ def _score(
         at = _place(job.keys, table, position, job.block_size, pool_stride)
         c = to + (position - begin) * stride
         for p0 in range(0, last + 1, AT_ONCE):
-            # Where fewer are left, the last one is computed again: it takes no longer.
+            # If fewer than four are left, the last product is computed again: it takes no extra time.
             p1, p2, p3 = min(p0 + 1, last), min(p0 + 2, last), min(p0 + 3, last)
             multiply_four(
                 at + p0 // tiles * row_bytes,
@@ -129,22 +132,23 @@ def _score(
 
 @compiled
 def _place(pool: Any, table: Any, position: Any, block_size: Any, stride: Any) -> Any:
-    """The address of a position's row."""
+    """Returns the address of a position's row."""
     return pool + (np.int64(table[position // block_size]) * block_size + position % block_size) * stride
 
 
 @compiled
 def _hide(scores: Any, first: Any, end: Any, begin: Any, until: Any) -> None:
-    """scores [positions, columns]: as good as nothing but for the positions first … end - 1, in some columns."""
+    """Sets scores [positions, columns] to LOWEST outside the positions first … end - 1, in columns begin … until -
+    1."""
     for position in range(scores.shape[0]):
         if position < first or position >= end:
             for column in range(begin, until):
-                scores[position, column] = NOTHING
+                scores[position, column] = LOWEST
 
 
 @compiled
 def _cap(scores: Any, scale: Any, softcap: Any) -> None:
-    """scores → softcap · tanh(scale · scores / softcap)"""
+    """Replaces scores by softcap · tanh(scale · scores / softcap)."""
     every = scores.reshape(-1)
     for i in range(len(every)):
         score = every[i] * scale
@@ -168,11 +172,11 @@ def _weigh(
     values: Any,
     sums: Any,
 ) -> None:
-    """sums += weights · V over the positions first … end - 1; weights are those of `begin` and what follows.
+    """Adds weights · V over the positions first … end - 1 to sums. The weights' first position is `begin`.
 
-    weights: [columns, positions] bfloat16, their rows `weights_stride` bytes apart; zeros [value_dim] bfloat16;
-    values: room for 32 positions of a head; sums [columns, value_dim] float32, with their dimensions as `pair_rows`
-    leaves them
+    weights: [columns, positions] bfloat16, with rows `weights_stride` bytes apart; zeros [value_dim] bfloat16;
+    values: scratch for 32 positions of a head; sums [columns, value_dim] float32, with dimensions in the order of
+    `pair_rows`
     """
     of_head = 2 * job.value_dim
     stride = job.kv_heads * of_head
@@ -205,7 +209,8 @@ def _weigh(
 def _lay_out_edge(
     job: Any, table: Any, position: Any, first: Any, end: Any, along: Any, zeros: Any, to: Any
 ) -> None:
-    """Sixteen positions of V of which not all are seen: what was never written may be anything, even NaN."""
+    """Copies sixteen positions of V of which not all are visible: the others become zeros, because rows that were
+    never written may hold anything, even NaN."""
     stride = 2 * job.kv_heads * job.value_dim
     for pair in range(TILE_ROWS // 2):
         even, odd = position + 2 * pair, position + 2 * pair + 1
@@ -219,7 +224,7 @@ def _lay_out_edge(
 
 @compiled
 def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> None:
-    """Writes the partial results of an item."""
+    """Computes an item's partial results and writes them."""
     table = nb.carray(pointer_to(job.tables + 4 * item[0]), (1,), np.int32)
     first, end = item[1], item[2]
     readers = len(of_readers)
@@ -230,7 +235,7 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
     wide = (columns + 15) // 16 * 16
     begin = first // TILE_ROWS * TILE_ROWS
     positions = (end - begin + PAIRED - 1) // PAIRED * PAIRED
-    # Where things lie in a thread's memory; `scratch_bytes` says how much of it there must be.
+    # Layout of a thread's scratch memory; `scratch_bytes` computes its size.
     zeros = scratch
     queries = zeros + 2 * job.value_dim
     values = queries + job.kv_heads * tiles * (job.key_dim // PAIRED) * TILE_BYTES
@@ -287,8 +292,8 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
     for reader in range(readers):
         partial = item[3] + reader
         row = rows[of_readers[reader]]
-        if max(first, row[1]) >= min(end, row[2]):  # it sees nothing of these
-            largest[partial, :] = NOTHING
+        if max(first, row[1]) >= min(end, row[2]):  # the row sees no position of this item
+            largest[partial, :] = LOWEST
             total[partial, :] = np.float32(0)
             weighted[partial, :, :] = np.float32(0)
             continue
@@ -302,8 +307,11 @@ def _attend(job: Any, item: Any, rows: Any, of_readers: Any, scratch: Any) -> No
 
 @compiled
 def _work(job: Any) -> None:
-    """One thread's share: items, as long as there are any. Those that one row reads, by vectors: memory limits them,
-    and vectors read it in the better order."""
+    """Runs one thread's share of a call: claims items until none is left.
+
+    An item that only one row reads is computed with vectors: it is limited by memory, and vectors read memory in the
+    better order.
+    """
     items, rows, partial_rows, counters = arrays_of(job)
     keys = nb.carray(pointer_to(job.keys), (1, job.block_size, job.kv_heads, job.key_dim), np.uint16)
     values = nb.carray(pointer_to(job.values), (1, job.block_size, job.kv_heads, job.value_dim), np.uint16)
@@ -329,5 +337,6 @@ def _work_bfloat16(jobs: Any) -> None:
 
 @cache
 def matrix_loops() -> int:
-    """As `loops_for`, for pools in bfloat16. Only where `fit_matrix_units` says so."""
+    """Returns the address of the loops, like `decode_loops.loops_for`, for pools in bfloat16. Requires
+    `fit_matrix_units`."""
     return c_function(_work_bfloat16, JOB)

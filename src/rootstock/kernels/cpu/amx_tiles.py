@@ -1,11 +1,11 @@
-"""The matrix units of Intel's processors (AMX), and what lays numbers out for them, for compiled loops.
+"""Matrix units of Intel processors (AMX) for compiled loops, and the operations that lay numbers out for them.
 
-A tile register holds up to 16 rows of 64 bytes. One instruction adds to a tile C [m, n] of float32 the product of A
-[m, 32] and B [32, n] of bfloat16: 16 times as much as a vector instruction does. Of B two rows at a time lie side by
-side: a row of its tile holds, for each column, the elements of rows 2k and 2k + 1.
+A tile register holds up to 16 rows of 64 bytes. One instruction adds the product of A [m, 32] and B [32, n] of
+bfloat16 to a tile C [m, n] of float32: 16 times as much work as a vector instruction. Rows of B lie side by side in
+pairs: a row of B's tile holds, for each column, the elements of rows 2k and 2k + 1.
 
-Rows lie in memory at any distance from each other, so tiles are read from a pool as it is. All addresses and strides
-are int64, in bytes.
+Rows may lie at any distance from each other in memory, so tiles are read from a pool in place. All addresses and
+strides are int64, in bytes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from rootstock.kernels.cpu.vector_lanes import (
 )
 
 TILE_ROWS = 16
-TILE_BYTES = 1024  # of 16 rows of 64 bytes
+TILE_BYTES = 1024  # 16 rows of 64 bytes
 PAIRED = 32  # rows of B, columns of A
 CONFIGURATION_BYTES = 64
-AT_ONCE = 4  # products that are under way at a time: each takes 52 cycles, and one begins every 16
+AT_ONCE = 4  # products in flight: each takes 52 cycles, and a new product can begin every 16
 
 _FEATURES = ("amx-tile", "amx-bf16", "avx512bw")
-_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl
+_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # arguments of Linux's arch_prctl
 _ARCH_PRCTL = 158
 
 _BYTES = I8.as_pointer()
@@ -55,7 +55,7 @@ _HALVES = ir.VectorType(I16, 32)
 
 @cache
 def are_there() -> bool:
-    """Whether this processor has such units for bfloat16, and Numba and the system let this process use them."""
+    """Returns whether the processor has AMX for bfloat16, and Numba and the system let this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvm.get_host_cpu_features()
@@ -65,7 +65,7 @@ def are_there() -> bool:
 
 
 def configuration(shapes: list[tuple[int, int]]) -> NDArray[np.uint8]:
-    """[64]: of registers 0, 1, … the rows and the bytes of a row."""
+    """Builds a tile configuration [64] from the rows and the bytes of a row of registers 0, 1, …"""
     told = np.zeros(CONFIGURATION_BYTES, np.uint8)
     told[0] = 1
     for number, (rows, row_bytes) in enumerate(shapes):
@@ -96,7 +96,7 @@ def _multiply(builder: ir.IRBuilder, c: int, a: int, b: int) -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def configure(typing: Any, address: Any) -> Any:
-    """Tiles from here on are as the `configuration` at this address says, and hold zeros."""
+    """Configures the tiles by the `configuration` at this address, and sets them to zero."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(given[0], _BYTES))
@@ -107,7 +107,7 @@ def configure(typing: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def release(typing: Any) -> Any:
-    """A thread that leaves its tiles configured slows down whoever saves its registers, and others expect none."""
+    """Releases the tiles. Configured tiles make saving a thread's registers slower, and other code expects none."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         _call(builder, "llvm.x86.tilerelease")
@@ -116,14 +116,14 @@ def release(typing: Any) -> Any:
     return types.none(), compile_call
 
 
-# Registers 0 to 3 are sums, 4 and 5 hold what is A and 6 and 7 what is B.
+# Registers 0 to 3 hold sums (C), 4 and 5 hold A, 6 and 7 hold B.
 def scores_configuration(columns: int) -> NDArray[np.uint8]:
-    """For `multiply_four`, where C and B are so many columns wide."""
+    """Returns the configuration for `multiply_four` with C and B of so many columns."""
     return configuration([(16, 4 * columns)] * 4 + [(16, 64)] * 2 + [(16, 4 * columns)] * 2)
 
 
 def sums_configuration(rows: int) -> NDArray[np.uint8]:
-    """For `add_four_products` and `add_two_products`, where C and A have so many rows."""
+    """Returns the configuration for `add_four_products` and `add_two_products` with C and A of so many rows."""
     return configuration([(rows, 64)] * 4 + [(rows, 64)] * 2 + [(16, 64)] * 2)
 
 
@@ -146,7 +146,8 @@ def multiply_four(
     c3: Any,
     c_stride: Any,
 ) -> Any:
-    """Four times C = A · B, A [16, 32 · steps] bfloat16 with its rows in one piece, B so many tiles in a row."""
+    """Computes C = A · B four times. A [16, 32 · steps] bfloat16, each row contiguous; B is `steps` tiles in
+    sequence."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         a, a_stride, b, steps, c, c_stride = (
@@ -159,7 +160,7 @@ def multiply_four(
         )
         for i in range(AT_ONCE):
             _call(builder, "llvm.x86.tilezero", I8(i))
-        # One after the other, for the sake of the memory, which likes to be read in order; they overlap all the same.
+        # One product after the other, because memory is faster when it is read in order. They still overlap.
         for i in range(AT_ONCE):
             with cgutils.for_range(builder, steps, intp=I64) as loop:
                 along_a, along_b = (
@@ -178,7 +179,7 @@ def multiply_four(
 
 def _add_products(count: int) -> Any:
     def add_products(typing: Any, a: Any, a_stride: Any, b: Any, c: Any, c_stride: Any) -> Any:
-        """`count` times C += A · B, tiles of C side by side, tiles of B one after the other; A [rows, 32]."""
+        """Adds A · B to C `count` times: tiles of C side by side, tiles of B in sequence; A [rows, 32]."""
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             a, a_stride, b, c, c_stride = given
@@ -202,16 +203,17 @@ add_four_products, add_two_products = _add_products(4), _add_products(2)
 # ---- vectors
 
 
-# Of each 32 neighbours, what lies in the first and in the second half of each 128 bits: one instruction each.
+# Of each 32 neighbours, those in the first and in the second half of each 128 bits: one shuffle instruction each.
 _LANES = [[8 * q + 4 * half + e for q in range(4) for e in range(4)] for half in range(2)]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_rows(typing: Any, even: Any, odd: Any, count: Any, to: Any) -> Any:
-    """Two neighbouring rows of B [count] bfloat16, at `even` and `odd`, become a row of each tile from `to` on.
+    """Interleaves two neighbouring rows of B [count] bfloat16, at `even` and `odd`, into a row of each tile from `to`
+    on.
 
-    Tiles 2t and 2t + 1 have the columns of 32t … 32t + 31 whose number's bit of 4 is clear, and set; `in_order` is
-    how they find their way back.
+    Of the columns 32t … 32t + 31, tile 2t takes those with bit 2 (value 4) of the number clear, and tile 2t + 1 those
+    with it set. `in_order` restores the order.
     """
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
@@ -230,7 +232,7 @@ def pair_rows(typing: Any, even: Any, odd: Any, count: Any, to: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def in_order(typing: Any, source: Any, count: Any, to: Any) -> Any:
-    """A row of C [count] float32, with columns as `pair_rows` left them, in their own order."""
+    """Copies a row of C [count] float32 from the column order of `pair_rows` to the natural order."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, count, to = given
@@ -252,14 +254,14 @@ def in_order(typing: Any, source: Any, count: Any, to: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: Any) -> Any:
-    """[16, 16] of 4 bytes each."""
+    """Transposes a matrix [16, 16] of 4-byte elements."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, source_stride, to, to_stride = given
         rows = [
             load(builder, builder.add(source, builder.mul(source_stride, I64(i))), INTS) for i in range(16)
         ]
-        # Squares of `span` change places across the diagonal of each of twice the size.
+        # Squares of size `span` change places across the diagonal of each square of twice that size.
         for span in (1, 2, 4, 8):
             low = [lane if not lane & span else 16 + (lane ^ span) for lane in range(16)]
             high = [lane | span if not lane & span else 16 + lane for lane in range(16)]
@@ -276,7 +278,7 @@ def transpose(typing: Any, source: Any, source_stride: Any, to: Any, to_stride: 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def largest_of_columns(typing: Any, source: Any, stride: Any, rows: Any, to: Any) -> Any:
-    """[rows, 16] float32 → [16] at `to`"""
+    """Writes the maximum of each column of [rows, 16] float32 to `to` [16]."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, stride, rows, to = given
@@ -294,10 +296,10 @@ def largest_of_columns(typing: Any, source: Any, stride: Any, rows: Any, to: Any
 def weights_of_columns(
     typing: Any, source: Any, stride: Any, pairs: Any, scale: Any, top: Any, total: Any, to: Any
 ) -> Any:
-    """exp(scale · source - top), rounded to bfloat16, two rows side by side; and the sum of each column, of what is
-    left after rounding.
+    """Computes exp(scale · source - top), rounded to bfloat16, two rows side by side, and the sum of each column of
+    the rounded weights.
 
-    source [2 · pairs, 16] float32, top and total [16], to [pairs, 16] of two bfloat16 each, with the same stride
+    source [2 · pairs, 16] float32; top, total [16]; to [pairs, 16] of two bfloat16 each, with the stride of source
     """
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:

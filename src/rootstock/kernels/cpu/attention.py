@@ -1,7 +1,9 @@
-"""Attention on CPUs whose decodes run compiled, in place through the block table; prefill goes another way.
+"""CPU attention backend: compiled decodes that read K/V in place through the block table; prefills go to another
+backend.
 
-What is compiled is in `decode_loops.py`. Here a step is laid out for it once, for all layers of a family: which
-positions of which sequence make an item of work, which rows read it, and where the partial results lie.
+The compiled loops are in `decode_loops.py`. The code here lays out a step for them, once for all layers of a family:
+the positions of a sequence that make an item of work, the rows that read the item, and the place of the partial
+results.
 """
 
 from __future__ import annotations
@@ -29,54 +31,57 @@ from rootstock.kernels.spans import EVERYTHING, Span, readings
 
 Numbers = NDArray[np.int64]
 
-# As what Numba sees the elements of a pool.
+# NumPy dtype by which Numba reads a pool's elements.
 _SEEN_AS: dict[torch.dtype, np.dtype[Any]] = {
     torch.bfloat16: np.dtype(np.uint16),
     torch.float32: np.dtype(np.float32),
     torch.int8: np.dtype(np.int8),
 }
 
-# New positions up to which a span is attended here. (Time relative to torch's flash attention, contexts of 512 and
-# 4096, heads of 128: at 8 rows 0.3 in bfloat16 by matrix units, 0.5 in float32, 0.4 in 8 bits, and 0.8 in bfloat16
-# with heads that do not fit them, which from 12 on are slower; the others break even at 24 to 32.)
+# Largest number of new positions of a span that the compiled loops take. (Time relative to torch's flash attention,
+# for contexts of 512 and 4096 and heads of 128, at 8 rows: 0.3 in bfloat16 with matrix units, 0.5 in float32, 0.4 in
+# 8 bits, and 0.8 in bfloat16 with heads that do not fit matrix units. The last is slower from 12 rows on; the others
+# break even at 24 to 32.)
 FEW_ROWS = 8
-LATENT_ROWS = 4  # so, of latents
-# Query heads up to which latents are, in float32; in bfloat16 matrix units are always faster.
+LATENT_ROWS = 4  # the same limit for latents
+# Largest number of query heads for latents in float32. In bfloat16 the other backend, on matrix units, is always
+# faster.
 LATENT_HEADS = 32
-SERIAL_BYTES = 64 << 10  # of K and V that are read, below which threads cost more than they bring
+SERIAL_BYTES = 64 << 10  # bytes of K and V to read, below which threads cost more than they save
 PAGE_BYTES = 4096
 LEAST_ITEM = 128  # positions: short enough that two threads share a short context
-# Decodes that read an item together: K and V are read an eighth as often, and threads have a choice.
+# Most decodes that read an item together: K and V are read an eighth as often, and enough items are left for threads.
 MOST_READERS = 8
 
 
 def has_loops_for(dtype: torch.dtype) -> bool:
-    """Whether there are loops for pools of this dtype at all."""
+    """Returns whether there are compiled loops for pools of this dtype."""
     return dtype in _SEEN_AS
 
 
 def loops_for(dtype: torch.dtype) -> int:
-    """The address of the loops for pools of this dtype: compiled, or loaded, at the first call in a process."""
+    """Returns the address of the loops for pools of this dtype: compiled, or loaded, at the first call in a
+    process."""
     return decode_loops.loops_for(_SEEN_AS[dtype])
 
 
 def compile_loops(dtype: torch.dtype) -> None:
-    """All that may be called for pools of this dtype, so that no request waits for it."""
+    """Compiles all loops that may be called for pools of this dtype, so that no request waits for a compilation."""
     loops_for(dtype)
     if dtype == torch.bfloat16 and are_there():
         matrix_loops()
 
 
 class NumbaAttention:
-    """For pools in bfloat16, float32 and rounded to int8, on a CPU. `beside` attends the chunks, and pools of other
-    dtypes.
+    """Attention backend for pools on a CPU in bfloat16, float32, or quantized to int8. The backend `beside` attends
+    the prefill chunks, and pools of other dtypes.
 
-    What several decodes have in common is read once for all of them, and their sums are in float32 those of each
-    alone, bit for bit: they add up the same items in the same order.
+    Positions that several decodes have in common are read once for all of them. In float32 the sums equal, bit for
+    bit, those of each decode alone, because the same items are added in the same order.
 
-    `latents`: keys [slots, 1, rank] are the values too, and values [slots, 1, rope] the keys' other part; a step
-    returns [tokens, q_heads, rank].
-    It keeps scratch memory from step to step, so one thread uses it.
+    `latents`: keys [slots, 1, rank] also serve as the values, and values [slots, 1, rope] hold the rotary part of the
+    keys; a step returns [tokens, q_heads, rank].
+    It keeps scratch memory between steps, so only one thread may use it.
     """
 
     def __init__(
@@ -109,20 +114,21 @@ class NumbaAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The work of a step, as `decode_loops.JOB` describes its arrays."""
+    """Work of a step: the arrays that `decode_loops.JOB` describes."""
 
     tables: NDArray[np.int32]
     items: Numbers  # [items, 5]
     rows: Numbers  # [rows, 5]
     partial_rows: Numbers  # [partials]
     order: Numbers  # [partials]
-    counters: Numbers  # [1 + rows + threads] as they are before a call
+    counters: Numbers  # [1 + rows + threads], initial values for a call
     most_readers: int
-    longest: int  # positions of an item, from a multiple of 16 on
-    positions: int  # that are read
+    longest: int  # positions of the longest item, counted from a multiple of 16
+    positions: int  # read by all items together
 
     def fill_in(self, job: NDArray[np.void]) -> None:
-        """What a job says of a layout, alike for all layers: NumPy takes a microsecond to tell an address."""
+        """Fills in the fields of a job that are the same for all layers. Done once, because NumPy takes a microsecond
+        to return an address."""
         for name in ("tables", "items", "rows", "partial_rows", "order"):
             job[name] = getattr(self, name).ctypes.data
         job["item_count"] = len(self.items)
@@ -132,25 +138,26 @@ class _Layout:
 
 
 def _item_positions(ends: Numbers, least: int) -> Numbers:
-    """How many positions make an item, from a sequence's length alone: so batch mates do not change its sums.
+    """Returns the positions per item for each sequence. They depend only on its length, so that a sequence's sums do
+    not depend on the batch.
 
-    Partial results are about a hundredth of what is read.
+    Partial results are about a hundredth of the bytes that are read.
     """
     return least * np.where(ends <= 2048, 1, np.where(ends <= 8192, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Positions that several decodes read together."""
+    """Range of positions that several decodes read together."""
 
-    spans: list[int]  # numbers of the decodes' spans
+    spans: list[int]  # indices of the decodes' spans
     first: int
     end: int
     unit: int  # positions of an item
 
 
 def _shared(spans: Sequence[Span], family: TokenFamily, block_size: int, units: Numbers) -> list[_Shared]:
-    """Whole items that several decodes have in common; in order for each of them."""
+    """Returns the whole items that several decodes have in common, in order of position for each decode."""
     found = []
     decodes = [number for number, span in enumerate(spans) if span.new == 1]
     for unit in sorted({int(units[number]) for number in decodes}):
@@ -175,7 +182,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
     lengths = np.array([len(span.blocks) for span in spans])
     table_starts = np.cumsum(lengths) - lengths
     row_starts = np.cumsum(new) - new
-    # What is read together: items of several rows each.
+    # Shared items, each read by several rows.
     shared_items: list[tuple[int, int, int]] = []
     shared_rows: list[Numbers] = []
     own_from = firsts.copy()
@@ -195,7 +202,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
     owner = np.repeat(np.arange(len(spans)), counts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + lowest[owner]
     items = np.empty((len(shared_items) + len(owner), 5), np.int64)
-    if shared_items:  # first, since they are the longest
+    if shared_items:  # first, because they are the longest
         items[: len(shared_items), :3] = shared_items
     own = items[len(shared_items) :]
     own[:, 0] = table_starts[owner]
@@ -204,7 +211,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
     readers = np.concatenate([np.array([len(rows) for rows in shared_rows], np.int64), new[owner]])
     items[:, 4] = np.cumsum(readers)
     items[:, 3] = items[:, 4] - readers
-    # Each row of an item is a partial result; a row adds up its own in the order of their positions.
+    # Each row of an item is a partial result. A row adds up its partial results in the order of their positions.
     total = int(new.sum())
     own_rows = np.repeat(row_starts[owner], new[owner])
     if total > len(spans):
@@ -239,7 +246,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
 
 
 class _Runner:
-    """Fills in jobs and has them run. Owns the memory of partial results."""
+    """Runner of jobs: fills them in and starts the threads. Owns the memory of partial results."""
 
     def __init__(self, block_size: int, latents: bool, serial_bytes: int) -> None:
         self._latents = latents
@@ -257,7 +264,7 @@ class _Runner:
         self._job["are_latents"] = latents
 
     def attends(self, query: Tensor, keys: PoolRows) -> bool:
-        """Whether this is the faster way for such layers, if it is one at all."""
+        """Returns whether the compiled loops support these layers and are the faster way."""
         if self._latents and (keys.dtype != torch.float32 or query.shape[1] > LATENT_HEADS):
             return False
         return has_loops_for(keys.dtype) and has_loops_for(query.dtype)
@@ -271,7 +278,7 @@ class _Runner:
         scores: Scores,
         out: Tensor,
     ) -> None:
-        """Writes the layout's rows of out [tokens, q_heads, value_dim]; query [tokens, q_heads, key_dim]."""
+        """Writes the layout's rows of out [tokens, q_heads, value_dim]. query: [tokens, q_heads, key_dim]."""
         _, q_heads, key_dim = query.shape
         value_dim = out.shape[2]
         if query.stride(2) != 1:
@@ -377,7 +384,7 @@ class _NumbaStep:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """The spans that are attended another way, as a step of their own."""
+    """Spans that the other backend attends, as a step of their own."""
 
     rows: slice | Tensor  # of the whole step
     step: StepAttention

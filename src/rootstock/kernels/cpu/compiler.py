@@ -1,9 +1,9 @@
-"""Numba, asked for the widest vectors of this CPU, and the few operations that loops over bfloat16 need.
+"""Numba, configured for the widest vectors of this CPU, and the operations that loops over bfloat16 need.
 
-Import `nb` from here and nowhere else: what LLVM compiles for is settled when Numba is first imported. LLVM avoids
-512-bit vectors unless told otherwise, which made attention 4 to 8 % slower.
+Import `nb` only from this module: LLVM's target is fixed when Numba is first imported. By default LLVM avoids 512-bit
+vectors, which made attention 4 to 8 % slower.
 
-bfloat16 is the upper half of a float32: arrays hold it as uint16, registers as float32.
+bfloat16 is the upper half of a float32. Arrays hold it as uint16, registers as float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from llvmlite import ir
 
 
 def _ask_for_wide_vectors() -> None:
-    """Leaves alone what the environment says, and a Numba that somebody has imported already."""
+    """Sets Numba's CPU name and features. Leaves the environment's settings and an already imported Numba
+    unchanged."""
     if "numba" in sys.modules or "NUMBA_CPU_FEATURES" in os.environ or "NUMBA_CPU_NAME" in os.environ:
         return
     features = llvm.get_host_cpu_features()
@@ -31,14 +32,14 @@ def _ask_for_wide_vectors() -> None:
 
 
 def forget_older_code(directory: Path) -> None:
-    """Removes what Numba keeps on disk for the modules of a directory and what is older than any of their sources.
+    """Removes Numba's cached code of a directory's modules if it is older than any of their sources.
 
-    Numba looks at the source of the function itself, and not at what it calls: what another module says would stay
-    as it was when the function was compiled.
+    Numba compares the cache only with the source of the function itself, not of the functions that it calls. Without
+    this, a change in a called module would have no effect.
     """
-    newest = max((source.stat().st_mtime for source in directory.glob("numba_*.py")), default=0.0)
-    for index in (directory / "__pycache__").glob("numba_*.nbi"):
-        with contextlib.suppress(OSError):  # another process was as quick, or nobody may write here
+    newest = max((source.stat().st_mtime for source in directory.glob("*.py")), default=0.0)
+    for index in (directory / "__pycache__").glob("*.nbi"):
+        with contextlib.suppress(OSError):  # another process removed it first, or the directory is read-only
             if index.stat().st_mtime < newest:
                 index.unlink()
 
@@ -77,15 +78,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def c_function(function: Callable[[Any], None], job: np.dtype[Any]) -> int:
-    """The address of a C function void (job *): compiled, or loaded from disk, and alive as long as the process.
+    """Returns the address of a C function void (job *). It is compiled or loaded from disk, and lives as long as the
+    process.
 
-    Where neither the package's directory nor the user's cache can be written, it is compiled at each start.
+    If neither the package's directory nor the user's cache is writable, it is compiled at each start.
     """
     signature = nb.types.void(nb.types.CPointer(nb.from_dtype(job)))
     try:
         made = nb.cfunc(signature, cache=True)(function)
     except RuntimeError as refusal:
-        _log.warning("Loops are compiled at each start, as there is no place to keep them: %s", refusal)
+        _log.warning(
+            "Loops are compiled at each start, because there is no directory to cache them in: %s", refusal
+        )
         made = nb.cfunc(signature)(function)
     _kept.append(made)
     return int(made.address)
@@ -93,20 +97,23 @@ def c_function(function: Callable[[Any], None], job: np.dtype[Any]) -> int:
 
 _kept: list[Any] = []
 
-_IN_ORDER = {"nnan", "ninf", "nsz", "contract"}  # of LLVM's fast-math flags, those that reorder nothing
+_IN_ORDER = {"nnan", "ninf", "nsz", "contract"}  # LLVM's fast-math flags that reorder nothing
 
 
 def compiled(function: Function) -> Function:
-    """Compiled on its first call for each combination of types, and kept on disk.
+    """Compiles a function on its first call for each combination of types, and caches the code on disk.
 
-    Sums are added up in any order, as vectors need; nothing is checked; other threads run meanwhile.
+    Sums may be reassociated, as vectors need. There are no bounds checks. The code runs without the GIL.
     """
     return _decorated(function)
 
 
 def compiled_exactly(function: Function) -> Function:
-    """So, but nothing is computed in another order than it is written. A loop that writes is compiled twice, in
-    vectors and one by one for arrays that lie close to each other, and only so do both give the same bits."""
+    """Compiles like `compiled`, but without fast-math reassociation.
+
+    LLVM compiles a loop that writes twice: with vectors, and with scalars for arrays that may overlap. Both give the
+    same bits only without reassociation.
+    """
     return _decorated(function, fastmath=_IN_ORDER)
 
 
@@ -117,11 +124,11 @@ def _decorated(function: Function, **more: Any) -> Function:
 
 
 def compiles_for(*features: str) -> bool:
-    """Whether the environment leaves LLVM these features of the host (NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic).
+    """Returns whether Numba's settings (NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic) let LLVM use these host features.
 
-    Asked for an instruction of which it was not told, LLVM ends the process.
+    LLVM ends the process if it is asked for an instruction of a feature that it was not given.
     """
-    told = nb.config.CPU_FEATURES  # None: all that the host has
+    told = nb.config.CPU_FEATURES  # None: all features of the host
     return told is None or {f"+{feature}" for feature in features} <= set(told.split(","))
 
 
@@ -136,7 +143,7 @@ def _bfloat16_to_float32(typing: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float32_bits(typing: Any, value: Any) -> Any:
-    """Of a float32: uint32."""
+    """Returns the bits of a float32 as uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.bitcast(given[0], _I32)
@@ -146,7 +153,7 @@ def float32_bits(typing: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float32_from(typing: Any, bits: Any) -> Any:
-    """int32 → the float32 of these bits"""
+    """Returns the float32 with these int32 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.bitcast(given[0], _F32)
@@ -156,7 +163,7 @@ def float32_from(typing: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _to_int32(typing: Any, value: Any) -> Any:
-    """Of a float32 that is whole: no checks."""
+    """Converts a float32 that is a whole number, without checks."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.fptosi(given[0], _I32)
@@ -209,17 +216,17 @@ def _choose_narrow(value, array):  # type: ignore[no-untyped-def]
 overload(_widen, inline="always")(_choose_widen)
 overload(_narrow, inline="always")(_choose_narrow)
 
-# widen(element): an array's element, float32, int8, or bfloat16 as uint16, as float32.
+# widen(element): an array's element (float32, int8, or bfloat16 as uint16) as float32.
 widen: Callable[[Any], Any] = _widen
-# narrow(value, array): a float32 as an element of `array`, rounded to nearest, ties to even, if that holds bfloat16.
+# narrow(value, array): a float32 as an element of `array`; rounded to nearest, ties to even, if it holds bfloat16.
 narrow: Callable[[Any, Any], Any] = _narrow
 
 
 @_inlined_exactly
 def exp(x: Any) -> Any:
-    """e^x for x ≤ 0 in float32, to about 2 units in the last place, in vectors; below -87 it is that of -87.
+    """Computes e^x for x ≤ 0 in float32, in vectors, to about 2 units in the last place. Below -87 returns e^-87.
 
-    By 2^n · e^r, |r| ≤ ln 2 / 2, with Cephes's polynomial for e^r (Moshier, expf).
+    Computed as 2^n · e^r with |r| ≤ ln 2 / 2, by Cephes's polynomial for e^r (Moshier, expf).
     """
     x = max(x, np.float32(-87.0)) * np.float32(1.44269504)
     whole = np.floor(x + np.float32(0.5))
@@ -236,7 +243,7 @@ def exp(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer_to(typing: Any, address: Any) -> Any:
-    """int64 → what `carray` makes an array of."""
+    """Converts an int64 address to the pointer that `carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
@@ -246,7 +253,7 @@ def pointer_to(typing: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(typing: Any, array: Any, index: Any, amount: Any) -> Any:
-    """array[index] += amount by one thread at a time → what was there before. array [n] int64"""
+    """Adds `amount` to array[index] atomically. Returns the previous value. array [n] int64"""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, given[0]).data

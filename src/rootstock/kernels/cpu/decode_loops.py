@@ -1,9 +1,10 @@
-"""Attention of few rows over long contexts, read in place through the block table: the compiled loops.
+"""Compiled loops for attention of few rows over long contexts, reading K/V in place through the block table.
 
-Memory is what it costs, so K and V are read once, in order, widened to float32 in registers, and prefetched. A
-context is cut into items, which threads claim one after the other; each gives the largest score, the sum of weights
-and the weighted sum of values (flash-decoding) of every row that reads it, and whoever ends a row's last item merges
-them in the order of their positions. So a row's result depends neither on threads nor on what else is in the step.
+The cost is reading memory. K and V are therefore read once, in order, prefetched, and widened to float32 in
+registers. A context is cut into items, which threads claim one after the other. For every row that reads an item, the
+item yields the largest score, the sum of weights and the weighted sum of values (flash-decoding). The thread that
+ends a row's last item merges the row's partial results in the order of their positions. A row's result therefore
+depends neither on the threads nor on the other rows of the step.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ from rootstock.kernels.cpu.vector_products import (
 
 TILE = 64  # positions whose scores are weighed together
 AHEAD = 4  # rows of a pool that are prefetched before they are needed
-NOTHING = np.float32(-1e30)  # the largest score of a row that sees nothing
+LOWEST = np.float32(-1e30)  # stands for -infinity: the largest score of a row that sees no position
 
 JOB = np.dtype(
     [
-        # Of a call: filled in by `OF_CALL`, in this order.
-        ("query", "i8"),  # address of [rows, q_heads, key_dim], the rows and heads so many elements apart
+        # Fields of a call, filled in by `OF_CALL` in this order.
+        ("query", "i8"),  # address of [rows, q_heads, key_dim]; strides of rows and heads follow, in elements
         ("query_row", "i8"),
         ("query_head", "i8"),
-        ("query_is_bfloat16", "i8"),  # else float32
+        ("query_is_bfloat16", "i8"),  # 0: float32
         ("out", "i8"),  # address of [rows, q_heads, value_dim], contiguous, of the same dtype
-        ("keys", "i8"),  # address of [slots, kv_heads, key_dim]; of latents [slots, 1, value_dim]
-        ("values", "i8"),  # address of [slots, kv_heads, value_dim]; of latents rotary keys, [slots, 1, rope]
+        ("keys", "i8"),  # address of [slots, kv_heads, key_dim]; with latents [slots, 1, value_dim]
+        # address of [slots, kv_heads, value_dim]; with latents rotary keys, [slots, 1, rope]
+        ("values", "i8"),
         ("key_scales", "i8"),  # address of [slots, kv_heads] float32 if keys are int8, or 0
         ("value_scales", "i8"),
         ("q_heads", "i8"),
@@ -65,7 +67,7 @@ JOB = np.dtype(
         ("threads", "i8"),
         ("scale", "f4"),
         ("softcap", "f4"),  # or 0
-        # Of a step.
+        # Fields of a step.
         ("tables", "i8"),  # address of int32: block tables, one after the other
         ("items", "i8"),  # address of [items, 5] int64: see ITEM
         ("item_count", "i8"),
@@ -74,18 +76,20 @@ JOB = np.dtype(
         ("partial_count", "i8"),
         ("partial_rows", "i8"),  # address of [partials] int64: the index in `rows` of each partial result
         ("order", "i8"),  # address of [partials] int64: partial results, row by row
-        ("most_readers", "i8"),  # of one item
-        # Of all steps.
-        # Address of [1 + rows + threads] int64: how many threads have come, of each row how many items are left, and
-        # of each thread's items how many are claimed.
+        ("most_readers", "i8"),  # largest number of rows of an item
+        # Fields that are the same for all steps.
+        # Address of [1 + rows + threads] int64: number of threads that have started; for each row the number of items
+        # left; for each thread's part the number of items claimed.
         ("counters", "i8"),
-        ("scratch", "i8"),  # address of so many bytes for each thread, for the matrix units
+        ("scratch", "i8"),  # address of `scratch_bytes` bytes for each thread, for the matrix units
         ("scratch_bytes", "i8"),
         ("are_latents", "i8"),
         ("block_size", "i8"),
     ]
 )
-OF_CALL = struct.Struct("=18q2f")  # one call of it takes a tenth of the time of as many assignments
+OF_CALL = struct.Struct(
+    "=18q2f"
+)  # packing all fields at once takes a tenth of the time of single assignments
 ITEM = ("table", "first", "end", "first_partial", "end_partial")  # columns of `items`
 ROW = ("row", "first", "end", "first_order", "end_order")  # columns of `rows`
 
@@ -104,10 +108,10 @@ def _score_block(
     at: Any,
     readers: Any,
 ) -> None:
-    """scores[h, at + i] += query[h, start: start + dim] · pool[block, offset + i, kv head of h], for i < n
+    """Adds query[h, start: start + dim] · pool[block, offset + i, kv head of h] to scores[h, at + i], for i < n.
 
-    query [readers · q_heads, key_dim], pool [blocks, block_size, kv_heads, dim], scores [readers · q_heads, TILE];
-    `next_block` of `next_pool` is read after this one.
+    query [readers · q_heads, key_dim], pool [blocks, block_size, kv_heads, dim], scores [readers · q_heads, TILE].
+    `next_block` of `next_pool` is the block that is read next; its rows are prefetched.
     """
     q_heads = query.shape[0] // readers
     _, size, kv_heads, dim = pool.shape
@@ -123,7 +127,7 @@ def _score_block(
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
                     prefetch_rows(next_pool, next_block, ahead - size, kv_head)
-                for reader in range(readers):  # all, while these rows are in the first level of the cache
+                for reader in range(readers):  # all readers, while these rows are in the first-level cache
                     h = reader * q_heads + kv_head * group
                     end = h + group
                     while h + 2 <= end:
@@ -154,7 +158,7 @@ def _score_block(
 
 @compiled
 def _are_parted(pool: Any) -> Any:
-    """Whether the loops part even and odd dimensions; pool [blocks, block_size, kv_heads, dim]"""
+    """Returns whether the loops separate even and odd dimensions. pool [blocks, block_size, kv_heads, dim]"""
     return holds_bfloat16(pool) and pool.shape[3] % (2 * LANES) == 0
 
 
@@ -162,9 +166,9 @@ def _are_parted(pool: Any) -> Any:
 def _weigh_block(
     scores: Any, at: Any, pool: Any, block: Any, next_block: Any, offset: Any, n: Any, weighted: Any
 ) -> None:
-    """weighted[h] += Σ scores[h, at + i] · pool[block, offset + i, kv head of h], over i < n
+    """Adds Σ scores[h, at + i] · pool[block, offset + i, kv head of h] over i < n to weighted[h].
 
-    scores [q_heads, TILE] are weights by now, pool [blocks, block_size, kv_heads, dim], weighted [q_heads, dim]
+    scores [q_heads, TILE] hold weights here, pool [blocks, block_size, kv_heads, dim], weighted [q_heads, dim]
     """
     q_heads, dim = weighted.shape
     _, size, kv_heads, _ = pool.shape
@@ -176,7 +180,8 @@ def _weigh_block(
             ahead = offset + i + AHEAD
             row = offset + i
             for kv_head in range(kv_heads):
-                # As for keys, and written again: in a function of its own this cost a tenth of all.
+                # Prefetching like that of keys. The code is repeated: a shared function cost a tenth of the total
+                # time.
                 if ahead + ROWS <= size:
                     prefetch_rows(pool, block, ahead, kv_head)
                 elif ahead >= size:
@@ -210,7 +215,7 @@ def _weigh_block(
 
 @compiled
 def _scale_tile(scores: Any, scales: Any, table: Any, first: Any, n: Any, readers: Any, by_head: Any) -> None:
-    """scores[h, i] *= the scale of position first + i and the KV head of h, for i < n
+    """Multiplies scores[h, i] by the scale of position first + i and the KV head of h, for i < n.
 
     scores [readers · q_heads, TILE], scales [blocks, block_size, kv_heads], by_head [kv_heads, TILE] scratch
     """
@@ -229,9 +234,9 @@ def _scale_tile(scores: Any, scales: Any, table: Any, first: Any, n: Any, reader
 
 @compiled
 def _weights_of(scores: Any, n: Any, softcap: Any, largest: Any, total: Any, weighted: Any) -> None:
-    """Scores become weights relative to the largest score so far, to which all that was summed before is brought.
+    """Replaces scores by weights relative to the largest score so far, and rescales the previous sums to it.
 
-    scores [q_heads, TILE], of which n; largest and total [q_heads], weighted [q_heads, value_dim]
+    scores [q_heads, TILE], of which n are used; largest and total [q_heads], weighted [q_heads, value_dim]
     """
     for h in range(scores.shape[0]):
         row = scores[h]
@@ -242,7 +247,7 @@ def _weights_of(scores: Any, n: Any, softcap: Any, largest: Any, total: Any, wei
                 row[i] = softcap * (tanh if row[i] > 0 else -tanh)
         vectors = (n + LANES - 1) // LANES
         for i in range(n, vectors * LANES):
-            row[i] = NOTHING
+            row[i] = LOWEST
         top = largest_score(scores, h, vectors, largest[h])
         s = weights_of_scores(scores, h, vectors, top)
         if top != largest[h]:
@@ -275,12 +280,13 @@ def _attend_tile(
     total: Any,
     weighted: Any,
 ) -> None:
-    """Some rows over the positions first … first + n - 1 of one sequence, n ≤ TILE; adds to largest, total, weighted.
+    """Attends rows to the positions first … first + n - 1 of one sequence, n ≤ TILE. Adds to largest, total,
+    weighted.
 
     query [readers · q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [readers · q_heads,
-    TILE] scratch, largest and total [readers · q_heads], weighted [readers · q_heads, value_dim]
-    Scales, where keys and values are rounded: [blocks, block_size, kv_heads]. A key's belongs to its score, a value's
-    to its weight, so nothing is ever multiplied out. by_head [kv_heads, TILE] is scratch for them.
+    TILE] scratch, largest and total [readers · q_heads], weighted [readers · q_heads, value_dim] Scales of quantized
+    keys and values: [blocks, block_size, kv_heads]. A key's scale multiplies its score and a value's scale its
+    weight, so rows are never dequantized. by_head [kv_heads, TILE] is scratch for scales.
     """
     size = keys.shape[1]
     begin, last = first // size, (first + n - 1) // size
@@ -288,7 +294,7 @@ def _attend_tile(
         for i in range(n):
             scores[h, i] = np.float32(0)
     rank = np.int64(weighted.shape[1])
-    beginning = np.int64(0)  # typed, for a literal 0 would have the loops compiled once more
+    beginning = np.int64(0)  # typed, because a literal 0 would compile the loops a second time
     at = beginning
     for index in range(begin, last + 1):
         offset = (first + at) % size
@@ -296,7 +302,7 @@ def _attend_tile(
         block = np.int64(table[index])
         following = np.int64(table[index + 1] if index < last else table[begin])
         if are_latents:
-            # What comes after the last keys are values: keys again, and in the cache.
+            # After the last keys the values are read. With latents these are the keys again, which are in the cache.
             _score_block(query, beginning, keys, block, keys, following, offset, count, scores, at, readers)
             _score_block(query, rank, values, block, values, following, offset, count, scores, at, readers)
         elif index < last:
@@ -311,7 +317,7 @@ def _attend_tile(
         _scale_tile(scores, value_scales, table, first, n, readers, by_head)
     weighed = keys if are_latents else values
     q_heads = weighted.shape[0] // readers
-    for reader in range(readers):  # one at a time, while its sums are in the first level of the cache
+    for reader in range(readers):  # one reader at a time, while its sums are in the first-level cache
         own = slice(reader * q_heads, (reader + 1) * q_heads)
         at = beginning
         for index in range(begin, last + 1):
@@ -325,7 +331,7 @@ def _attend_tile(
 
 @compiled
 def _read_query(job: Any, row: Any, query: Any) -> None:
-    """A row of the step → query [q_heads, key_dim] float32, times the scale"""
+    """Reads a row of the step into query [q_heads, key_dim] float32, multiplied by the scale."""
     for h in range(job.q_heads):
         start = row * job.query_row + h * job.query_head
         to = query[h]
@@ -341,10 +347,10 @@ def _read_query(job: Any, row: Any, query: Any) -> None:
 
 @compiled
 def _merge(job: Any, row: Any, partials: Any, largest: Any, total: Any, weighted: Any) -> None:
-    """Writes a row of the step from its partial results, in their order."""
+    """Merges a row's partial results in their order, and writes the row's output."""
     scratch = np.empty(job.value_dim, np.float32)
     for h in range(job.q_heads):
-        top = NOTHING
+        top = LOWEST
         for p in partials:
             top = max(top, largest[p, h])
         s = np.float32(0)
@@ -374,7 +380,7 @@ def _merge(job: Any, row: Any, partials: Any, largest: Any, total: Any, weighted
 
 @compiled
 def end_item(job: Any, item: Any, rows: Any, partial_rows: Any, counters: Any) -> None:
-    """Merges the rows of which this was the last item."""
+    """Marks an item as done, and merges the rows for which it was the last."""
     largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
     total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
     weighted = nb.carray(
@@ -390,7 +396,7 @@ def end_item(job: Any, item: Any, rows: Any, partial_rows: Any, counters: Any) -
 
 @compiled
 def arrays_of(job: Any) -> Any:
-    """items, rows, partial_rows and counters"""
+    """Returns items, rows, partial_rows and counters as arrays."""
     return (
         nb.carray(pointer_to(job.items), (job.item_count, 5), np.int64),
         nb.carray(pointer_to(job.rows), (job.row_count, 5), np.int64),
@@ -401,7 +407,8 @@ def arrays_of(job: Any) -> Any:
 
 @compiled
 def claim(job: Any, counters: Any, thread: Any) -> Any:
-    """The next item for a thread, or -1: of its own part, which its core may have cached, or else of another's."""
+    """Claims the next item for a thread, or returns -1 if none is left. A thread first takes items of its own part,
+    which its core may have cached, then those of other threads' parts."""
     for other in range(job.threads):
         part = (thread + other) % job.threads
         first, end = part * job.item_count // job.threads, (part + 1) * job.item_count // job.threads
@@ -413,7 +420,7 @@ def claim(job: Any, counters: Any, thread: Any) -> Any:
 
 @compiled
 def scratch_of(job: Any) -> Any:
-    """by_head, scores and queries of a thread: see `_attend_tile`"""
+    """Allocates a thread's by_head, scores and queries: see `_attend_tile`."""
     return (
         np.empty((job.kv_heads, TILE), np.float32),
         np.empty((job.most_readers * job.q_heads, TILE), np.float32),
@@ -423,7 +430,7 @@ def scratch_of(job: Any) -> Any:
 
 @compiled
 def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows: Any, scratch: Any) -> None:
-    """Writes the partial results of an item."""
+    """Computes an item's partial results and writes them."""
     by_head, scores, queries = scratch
     largest = nb.carray(pointer_to(job.largest), (job.partial_count, job.q_heads), np.float32)
     total = nb.carray(pointer_to(job.total), (job.partial_count, job.q_heads), np.float32)
@@ -442,7 +449,7 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
         row = rows[partial_rows[p]]
         _read_query(job, row[0], queries[reader * job.q_heads : (reader + 1) * job.q_heads])
         all_see_all = all_see_all and row[1] <= item[1] and item[2] <= row[2]
-        largest[p, :] = NOTHING
+        largest[p, :] = LOWEST
         total[p, :] = np.float32(0)
         weighted[p, :, :] = np.float32(0)
     if _are_parted(keys):
@@ -450,7 +457,8 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
             part_row(queries, row_of_query)
     at_once = readers if all_see_all else 1
     heads = at_once * job.q_heads
-    # Cut at multiples of the tile, wherever the item begins: under a window, too, a draft's rows add up as alone.
+    # Tiles begin at multiples of TILE, wherever the item begins. Under a sliding window, too, the rows of a draft are
+    # then summed in the same order as each row alone.
     for tile in range(item[1] // TILE * TILE, item[2], TILE):
         tile_end = min(tile + TILE, item[2])
         for reader in range(0, readers, at_once):
@@ -493,7 +501,7 @@ def attend(job: Any, item: Any, keys: Any, values: Any, rows: Any, partial_rows:
 
 @compiled
 def _work(job: Any, keys: Any, values: Any) -> None:
-    """One thread's share: items, as long as there are any."""
+    """Runs one thread's share of a call: claims items until none is left."""
     items, rows, partial_rows, counters = arrays_of(job)
     scratch = scratch_of(job)
     thread = fetch_add(counters, 0, 1)
@@ -536,8 +544,8 @@ _FUNCTIONS = {
 
 @cache
 def loops_for(element: np.dtype[Any]) -> int:
-    """The address of a C function void (JOB *) for pools of this dtype: uint16 as bfloat16, float32, or int8.
+    """Returns the address of a C function void (JOB *) for pools of this dtype: uint16 (bfloat16), float32 or int8.
 
-    Compiled, or loaded from disk, at the first call in a process.
+    It is compiled, or loaded from disk, at the first call in a process.
     """
     return c_function(_FUNCTIONS[element], JOB)

@@ -1,7 +1,8 @@
-"""Rows of K and V rounded to 8 bits on their way to the pool, and widened on their way to attention, in one pass
-each: what `RoundedRows` does by torch, in Numba, to the same bits.
+"""Compiled loops that quantize K and V to int8 on writing to the pool and dequantize them on reading, in one pass
+each.
 
-What is written is given back as it will be read: a step attends to what the pool holds.
+They give the same bits as the torch code of `RoundedRows`. Writing also returns the dequantized rows, so that a step
+attends to the numbers that the pool holds.
 """
 
 from __future__ import annotations
@@ -39,17 +40,15 @@ JOB = np.dtype(
         ("rows", "i8"),
         ("heads", "i8"),
         ("dim", "i8"),
-        (
-            "given",
-            "i8",
-        ),  # address of [rows, heads, dim], the rows and heads so many elements apart; 0: only read
+        # Address of [rows, heads, dim]; strides of rows and heads follow, in elements. 0: only read.
+        ("given", "i8"),
         ("given_row", "i8"),
         ("given_head", "i8"),
-        ("slots", "i8"),  # address of [rows] int64, or 0: adjoining ones from `first_slot` on
+        ("slots", "i8"),  # address of [rows] int64; 0: adjoining slots from `first_slot` on
         ("first_slot", "i8"),
         ("codes", "i8"),  # address of [slots, heads, dim] int8
         ("scales", "i8"),  # address of [slots, heads] float32
-        ("read", "i8"),  # address of [rows, heads, dim]: what reading them gives, written
+        ("read", "i8"),  # address of [rows, heads, dim]: the dequantized rows, written
         ("claimed", "i8"),  # address of an int64: rows that threads have begun
     ]
 )
@@ -57,7 +56,8 @@ JOB = np.dtype(
 
 @compiled
 def _largest_of(given: Any) -> Any:
-    """The bits of the largest absolute one: they are ordered as the numbers are, and what is none comes last."""
+    """Returns the bits of the largest absolute value: bits are ordered like the numbers, and infinity and NaN come
+    last."""
     largest = np.int32(0)
     for d in range(given.shape[0]):
         largest = max(largest, np.int32(float32_bits(widen(given[d])) & np.uint32(0x7FFFFFFF)))
@@ -66,9 +66,9 @@ def _largest_of(given: Any) -> Any:
 
 @compiled_exactly
 def _round_head(given: Any, codes: Any, read: Any) -> Any:
-    """given, codes, read [dim] → the scale's bits"""
+    """Quantizes `given` [dim] into `codes` [dim], and dequantizes it into `read` [dim]. Returns the scale's bits."""
     largest = _largest_of(given)
-    if largest >= _INFINITY:  # nothing is to be had of this row; kept away from what assumes numbers
+    if largest >= _INFINITY:  # infinity or NaN: handled apart, because the loop below assumes finite numbers
         for d in range(given.shape[0]):
             codes[d] = np.int8(0)
             read[d] = narrow(float32_from(_NO_NUMBER), read)
@@ -93,7 +93,7 @@ def _widen_head(codes: Any, scale: Any, read: Any) -> None:
 
 @compiled
 def _work(job: Any, element: Any, element_bytes: Any) -> None:
-    """One thread's share: some rows, as long as there are any."""
+    """Runs one thread's share of a job: claims rows until none is left."""
     claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
     slots = nb.carray(pointer_to(job.slots), (job.rows,), np.int64)
     codes = nb.carray(pointer_to(job.codes), (1, job.heads, job.dim), np.int8)
@@ -129,12 +129,13 @@ DTYPES = frozenset(_FUNCTIONS)
 
 @cache
 def _loops_for(dtype: torch.dtype) -> int:
-    """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
+    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
     return c_function(_FUNCTIONS[dtype], JOB)
 
 
 class RoundingLoops:
-    """For rows of one of `DTYPES` on a CPU; compiled when this is made. For one thread at a time."""
+    """Loops that quantize and dequantize rows of a dtype in `DTYPES` on a CPU. Compiled on construction; one thread
+    at a time may use them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -146,7 +147,7 @@ class RoundingLoops:
         self._address = self._jobs.ctypes.data
 
     def write(self, pool: RoundedRows, slots: Tensor, rows: Tensor) -> Tensor:
-        """As `RoundedRows.write`."""
+        """Quantizes rows into a pool, like `RoundedRows.write`."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         job = self._job
         job["given"], job["slots"] = rows.data_ptr(), slots.data_ptr()
@@ -154,7 +155,7 @@ class RoundingLoops:
         return self._run(pool, torch.empty(rows.shape, dtype=rows.dtype))
 
     def read(self, pool: RoundedRows, slots: Tensor | slice, out: Tensor) -> Tensor:
-        """As `RoundedRows.read`; `out` is contiguous."""
+        """Reads rows of a pool, like `RoundedRows.read`. `out` is contiguous."""
         job = self._job
         job["given"] = 0
         if isinstance(slots, slice):

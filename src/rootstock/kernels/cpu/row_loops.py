@@ -1,13 +1,15 @@
-"""What a decoder layer does row by row between its linear layers, each in one pass over memory, in Numba.
+"""Compiled loops for the row-wise operations of a decoder layer between its linear layers, each in one pass over
+memory.
 
-Normalisation, the sum of a residual and normalisation, rotation of queries and keys with their normalisation, and the
-gate of an MLP: a handful of operations each in torch, every one of which reads and writes memory and costs some
-microseconds to start, which at few rows is most of the time. Here a row stays in registers in float32 from its first
-value to its last, and is rounded once.
+The operations are normalisation, residual sum with normalisation, rotation of queries and keys with their
+normalisation, and an MLP's gate. In torch each of them takes several operations. Each such operation reads and writes
+memory and takes some microseconds to start, which is most of the time if there are few rows. Here a row stays in
+registers in float32 and is rounded once.
 
-All of them are one C function for each dtype, which takes a job: what to do with which memory. Few rows are done by
-the calling thread, since to wake a second one costs more than they do; more of them by torch's threads, which claim
-some at a time. A row's result depends neither on that nor on other rows.
+All operations are one C function for each dtype. It takes a job that names the operation and the addresses. The
+calling thread computes few rows itself, because waking a second thread costs more than computing them. Torch's
+threads compute many rows; each claims some at a time. A row's result depends neither on the threads nor on other
+rows.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ JOB = np.dtype(
     [
         ("operation", "i8"),
         ("rows", "i8"),
-        ("width", "i8"),  # of a row of `out`; of a head, where there are heads
+        ("width", "i8"),  # of a row of `out`; with heads, of a head
         ("claimed", "i8"),  # address of an int64: rows that threads have begun
         ("given", "i8"),  # addresses from here on
         ("more", "i8"),
@@ -63,7 +65,7 @@ JOB = np.dtype(
         ("eps", "f4"),
     ]
 )
-_FIELDS = struct.Struct("=19qf")  # one call of it takes a tenth of the time of as many assignments
+_FIELDS = struct.Struct("=19qf")  # packing all fields at once takes a tenth of the time of single assignments
 
 
 # ---- one row
@@ -96,7 +98,7 @@ def _silu_row(gate_up: Any, out: Any) -> None:
     width = out.shape[0]
     for i in range(width):
         gate = widen(gate_up[i])
-        # 1 / (1 + e^-|x|) cannot overflow; for x < 0 it is turned around.
+        # 1 / (1 + e^-|x|) cannot overflow; for x < 0 the quotient is e^-|x| / (1 + e^-|x|).
         small = exp(-abs(gate))
         sigmoid = (np.float32(1) if gate >= 0 else small) / (np.float32(1) + small)
         out[i] = narrow(gate * sigmoid * widen(gate_up[width + i]), out)
@@ -104,11 +106,11 @@ def _silu_row(gate_up: Any, out: Any) -> None:
 
 @compiled_exactly
 def _gelu_row(gate_up: Any, out: Any) -> None:
-    """tanh's approximation of the Gaussian error linear unit (Hendrycks and Gimpel 2016, arXiv 1606.08415)"""
+    """Computes gelu(gate) · up by the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
     width = out.shape[0]
     for i in range(width):
         gate = widen(gate_up[i])
-        # (1 + tanh z) / 2 = 1 / (1 + e^-2z), without the difference of nearly equal numbers.
+        # (1 + tanh z) / 2 = 1 / (1 + e^-2z), without subtracting nearly equal numbers.
         twice = np.float32(2 * 0.7978845608) * (gate + np.float32(0.044715) * gate * gate * gate)
         small = exp(-abs(twice))
         share = (np.float32(1) if twice >= 0 else small) / (np.float32(1) + small)
@@ -117,9 +119,9 @@ def _gelu_row(gate_up: Any, out: Any) -> None:
 
 @compiled_exactly
 def _rotate_head(head: Any, weight: Any, has_weight: Any, eps: Any, cos: Any, sin: Any, out: Any) -> None:
-    """Normalised if there is a weight, then its first 2 · half dimensions rotated in pairs (i, i + half).
+    """Normalises a head if there is a weight, then rotates its first 2 · half dimensions in pairs (i, i + half).
 
-    Half by half: a loop that writes to two places near each other is not compiled to vectors.
+    Each half has a loop of its own: LLVM does not vectorise a loop that writes to two places near each other.
     """
     dim = head.shape[0]
     half = cos.shape[0] // 2
@@ -208,7 +210,7 @@ def _plain_rows(job: Any, first: Any, end: Any, element: Any) -> None:
 
 @compiled
 def _work(job: Any, element: Any) -> None:
-    """One thread's share: some rows, as long as there are any."""
+    """Runs one thread's share of a job: claims rows until none is left."""
     claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
     while True:
         first = fetch_add(claimed, 0, _AT_ONCE)
@@ -239,17 +241,18 @@ DTYPES = tuple(_FUNCTIONS)
 
 @cache
 def _compiled_for(dtype: torch.dtype) -> int:
-    """The address of a C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
+    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
     return c_function(_FUNCTIONS[dtype], JOB)
 
 
-# ---- what others call
+# ---- public interface
 
 
 class RowLoops:
-    """The loops for rows of one dtype, float32 or bfloat16, on a CPU. They are compiled when this is made.
+    """Row-wise loops for rows of one dtype, float32 or bfloat16, on a CPU. They are compiled on construction.
 
-    All tensors are contiguous and of that dtype, but for weights, which are float32. For one thread at a time.
+    All tensors are contiguous and of that dtype, except weights, which are float32. One thread at a time may use
+    them.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -262,20 +265,21 @@ class RowLoops:
         self._job_at = job.ctypes.data
 
     def rms_norm(self, rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467)
+        """Computes out = rows / √(mean(rows²) + eps) · weight (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-        rows, out [rows, width], which may be the same; weight [width] float32
+        rows, out [rows, width], which may be the same tensor; weight [width] float32
         """
         self._run(_NORM, rows, out, weight=weight.data_ptr(), eps=eps)
 
     def add(self, rows: Tensor, more: Tensor, out: Tensor) -> None:
-        """out = rows + more, [rows, width] each; `out` may be one of the others"""
+        """Computes out = rows + more, [rows, width] each. `out` may be one of the inputs."""
         self._run(_ADD, rows, out, more=self._address_of(more))
 
     def add_rms_norm(
         self, rows: Tensor, more: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
     ) -> None:
-        """total = rows + more, rounded; out = its `rms_norm`. Shapes as there; `total` may be `rows`."""
+        """Computes total = rows + more, rounded, and out = rms_norm(total). Shapes as in `rms_norm`; `total` may be
+        `rows`."""
         self._run(
             _ADD_NORM,
             rows,
@@ -287,11 +291,12 @@ class RowLoops:
         )
 
     def silu_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) · up; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        """Computes out = silu(gate) · up. gate_up [rows, 2 · width], the gate first; out [rows, width]"""
         self._run(_SILU, gate_up, out)
 
     def gelu_tanh_and_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out = gelu(gate) · up, by tanh; gate_up [rows, 2 · width], the gate first; out [rows, width]"""
+        """Computes out = gelu(gate) · up by the tanh approximation. gate_up [rows, 2 · width], the gate first; out
+        [rows, width]"""
         self._run(_GELU, gate_up, out)
 
     def rotate(
@@ -305,15 +310,16 @@ class RowLoops:
         key: Tensor,
         pool: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Queries and keys of all heads, each normalised if there are weights for that, and rotated by its position
-        (Su et al. 2021, arXiv 2104.09864; dimension i is paired with i + rotary_dim / 2).
+        """Normalises queries and keys of all heads if weights are given, and rotates them by their positions.
+
+        The rotation is RoPE (Su et al. 2021, arXiv 2104.09864); dimension i is paired with i + rotary_dim / 2.
 
         rows       [rows, q_heads + 2 · kv_heads, head_dim] queries, keys, values
-        weights    [head_dim] float32 of the `rms_norm` of a head
+        weights    [head_dim] float32, for the `rms_norm` of a head
         rotation   cosines and sines of each row's position, [rows, rotary_dim]; further dimensions are not rotated
         query, key [rows, q_heads, head_dim], [rows, kv_heads, head_dim], written
-        pool       keys and values [slots, kv_heads, head_dim], and slots [rows] int64 in them, to which K and V are
-                   written as well
+        pool       keys and values [slots, kv_heads, head_dim], and the slots [rows] int64 to which K and V are also
+                   written
         """
         cos, sin = (None, None) if rotation is None else rotation
         keys, values, slots = (None, None, None) if pool is None else pool

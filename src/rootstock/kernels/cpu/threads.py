@@ -1,8 +1,8 @@
-"""Runs compiled functions on several threads: on torch's own where that can be had.
+"""Threads for compiled functions: those of torch's own OpenMP runtime where it is libgomp.
 
-Numba would bring threads of its own. After each parallel region OpenMP's threads spin for a while in the hope of more
-work, and those of two runtimes take the processor from each other. On Linux torch computes with libgomp, whose entry
-for compilers, GOMP_parallel, runs a function on the very team that torch uses; it takes 2 to 5 µs.
+Numba would start threads of its own. After each parallel region, OpenMP's threads spin for a while to wait for more
+work, and the threads of two runtimes compete for the processor. On Linux torch computes with libgomp. Its entry point
+for compilers, GOMP_parallel, runs a function on the same thread team that torch uses. A call takes 2 to 5 µs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Run = Callable[[int, int, int], None]
 
 
 def run_on_threads(function: int, argument: int, threads: int) -> None:
-    """function(argument) on each of so many threads, which divide the work among themselves; returns when all have.
+    """Calls function(argument) on `threads` threads, which divide the work among themselves. Returns when all are
+    done.
 
-    function: the address of a C function void (void *), which may not raise; argument: an address. For one thread at
-    a time.
+    function: the address of a C function void (void *), which must not raise; argument: an address. Only one thread
+    at a time may call this.
     """
     if threads == 1:
         _VOID_OF_POINTER(function)(argument)
@@ -32,10 +33,11 @@ def run_on_threads(function: int, argument: int, threads: int) -> None:
 
 
 def end_team() -> None:
-    """The threads that help the calling one end, where torch's runtime is libgomp; computing again, it gets others.
+    """Ends the helper threads of the calling thread if torch's runtime is libgomp. A later computation starts new
+    ones.
 
-    For a thread that has computed and will not any more. libgomp counts the helpers of all threads, and where there
-    are more than processors it lets none of them spin for long: every parallel region then has to wake somebody.
+    Called by a thread that has finished computing. libgomp counts the helpers of all threads. If they are more than
+    the processors, it lets none of them spin for long, and every parallel region then has to wake its threads.
     """
     openmp = _torch_openmp()
     if openmp is not None:
@@ -57,14 +59,12 @@ def _runner() -> Run:
 
 @cache
 def _torch_openmp() -> Any:
-    """The OpenMP runtime that torch is linked with if it is libgomp, or None."""
+    """Loads the OpenMP runtime that torch is linked with. Returns None if it is not libgomp."""
     for library in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
         try:
             openmp = ctypes.CDLL(str(library))
-            parallel, pause = (
-                openmp.GOMP_parallel,
-                openmp.omp_pause_resource_all,
-            )  # of what the library depends on
+            # Both symbols are found in the libraries that this one depends on.
+            parallel, pause = openmp.GOMP_parallel, openmp.omp_pause_resource_all
         except (OSError, AttributeError):
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -74,12 +74,12 @@ def _torch_openmp() -> Any:
     return None
 
 
-_PAUSE_SOFT = 1  # omp_pause_soft: what was set stays set
-_VOID_OF_POINTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # calls without the interpreter's lock
+_PAUSE_SOFT = 1  # omp_pause_soft: keeps the settings
+_VOID_OF_POINTER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # releases the GIL during the call
 
 
 def _run_on_python_threads(function: int, argument: int, threads: int) -> None:
-    """Where torch's runtime has no such entry: tens of microseconds a call."""
+    """Runs a function on Python's threads, for runtimes without GOMP_parallel: a call takes tens of microseconds."""
     call = _VOID_OF_POINTER(function)
     others = [_pool(threads - 1).submit(call, argument) for _ in range(threads - 1)]
     call(argument)

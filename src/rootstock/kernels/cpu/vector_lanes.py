@@ -1,4 +1,4 @@
-"""Vectors of 16 float32 in LLVM's intermediate code, for the intrinsics of compiled loops."""
+"""Vectors of 16 float32 in LLVM's intermediate representation, for the intrinsics of compiled loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, vector: Any = FLOATS) -> ir.Value:
-    """From an address of int64, of which nothing is known but that it is even."""
+    """Loads a vector from an int64 address, which need only be even."""
     return builder.load(builder.inttoptr(address, vector.as_pointer()), align=2)
 
 
@@ -24,7 +24,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
 
 
 def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-    """Lanes of a, and of b counted on from a's."""
+    """Selects lanes of a and b. The lanes of b are numbered after those of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
@@ -66,7 +66,7 @@ def sum_of_lanes(builder: ir.IRBuilder, a: ir.Value) -> ir.Value:
 
 
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """As `numba_target.exp`."""
+    """Computes e^x like `compiler.exp`."""
     x = builder.fmul(greater(builder, x, floats(-87.0)), floats(1.44269504))
     whole = _call(builder, "llvm.floor.v16f32", FLOATS, builder.fadd(x, floats(0.5)))
     r = builder.fmul(builder.fsub(x, whole), floats(0.693147182))

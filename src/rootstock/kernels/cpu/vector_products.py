@@ -1,12 +1,12 @@
-"""Products of a few rows in explicit vector instructions, for compiled loops: what attention does per cache line.
+"""Vector products of a few rows in explicit vector instructions: the inner loops of attention, per cache line.
 
-LLVM turns a loop over a head's dimensions into vectors by itself, but checks before each that nothing overlaps, and
-adds up the lanes of each sum on its own: at 128 dimensions that cost three times what the arithmetic does. Here the
-vectors, their order and the sums of eight products at once are written down in LLVM's intermediate code, which it
-compiles for any processor.
+LLVM vectorises a loop over a head's dimensions by itself. It checks before each loop that the arrays do not overlap,
+and adds up the lanes of each sum separately. At 128 dimensions that costs three times as much as the arithmetic. The
+code here states the vectors, their order and the sums of eight products at once in LLVM's intermediate
+representation, which LLVM compiles for any processor.
 
-Dimensions are multiples of `LANES`. Of bfloat16, where they are multiples of twice as many, the even and the odd ones
-of each 32 are parted in registers, and so they are in queries and sums.
+The number of dimensions is a multiple of `LANES`. In bfloat16, if it is a multiple of 2 · `LANES`, the even and the
+odd dimensions of each 32 are separated ("parted") in registers. Queries and sums are then parted in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LINE_BYTES = 64
 
 
 def _load(builder: ir.IRBuilder, address: ir.Value, dtype: Any) -> ir.Value:
-    """`LANES` elements of this dtype as float32: float32, bfloat16 as uint16, or int8."""
+    """Loads `LANES` elements of float32, bfloat16 (as uint16) or int8, as float32."""
     element = {types.float32: F32, types.uint16: I16, types.int8: I8}[dtype]
     vector = ir.VectorType(element, LANES)
     loaded = builder.load(builder.inttoptr(address, vector.as_pointer()), align=_size_of(dtype))
@@ -58,9 +58,9 @@ def _load(builder: ir.IRBuilder, address: ir.Value, dtype: Any) -> ir.Value:
 
 
 def _load_pairs(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """`2 · LANES` elements of bfloat16 as float32: those with even numbers, and those with odd ones.
+    """Loads `2 · LANES` elements of bfloat16 as float32: a vector of the even elements and a vector of the odd ones.
 
-    To part what lies in 32 bits takes an instruction for each half; to widen in order takes two.
+    Separating the halves of 32 bits takes one instruction for each half; widening in order takes two.
     """
     both = builder.load(builder.inttoptr(address, INTS.as_pointer()), align=2)
     even = builder.shl(both, ints(16))
@@ -77,18 +77,18 @@ def _size_of(dtype: Any) -> int:
 
 
 def _neighbours(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: int) -> ir.Value:
-    """The first `lanes` lanes of a and b side by side, every two neighbours added."""
+    """Joins the first `lanes` lanes of a and b, and adds each pair of neighbours."""
     even, odd = (shuffle(builder, a, b, [lane + i for lane in range(0, lanes, 2)]) for i in range(2))
     return builder.fadd(even, odd)
 
 
 def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """The sum over the lanes of each of 4 or 8 vectors, as one vector."""
+    """Returns the sum over the lanes of each of 4 or 8 vectors, as one vector."""
     count = len(vectors)
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [_neighbours(builder, a, b, 2 * LANES) for a, b in pairs]
-    (total,) = vectors  # of each sum some lanes, side by side
+    (total,) = vectors  # some lanes of each sum, side by side
     while total.type.count > count:
         total = _neighbours(builder, total, total, total.type.count)
     return total
@@ -99,7 +99,7 @@ def _splat(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 class _Array:
-    """An array that compiled code was given: where its elements are."""
+    """Array argument of compiled code: computes the addresses of its elements."""
 
     def __init__(self, context: Any, builder: ir.IRBuilder, kind: Any, given: Any) -> None:
         array = context.make_array(kind)(context, builder, given)
@@ -116,7 +116,7 @@ class _Array:
         return address
 
 
-# ---- what compiled code calls
+# ---- intrinsics for compiled code
 
 
 def _score_rows(heads: int, rows: int, paired: bool) -> Any:
@@ -132,7 +132,8 @@ def _score_rows(heads: int, rows: int, paired: bool) -> Any:
         scores: Any,
         at: Any,
     ) -> Any:
-        """scores[head + h, at + r] += query[head + h, start …] · pool[block, row + r, kv_head], over some rows
+        """Adds query[head + h, start …] · pool[block, row + r, kv_head] to scores[head + h, at + r], over `rows`
+        rows.
 
         query [q_heads, ≥ start + dim] and scores [q_heads, …] float32, pool [blocks, block_size, kv_heads, dim]
         """
@@ -183,7 +184,7 @@ def _weigh_rows(heads: int, rows: int, paired: bool) -> Any:
         kv_head: Any,
         sums: Any,
     ) -> Any:
-        """sums[head + h] += Σ weights[head + h, at + r] · pool[block, row + r, kv_head], over some rows
+        """Adds Σ weights[head + h, at + r] · pool[block, row + r, kv_head] over `rows` rows to sums[head + h].
 
         weights [q_heads, …] and sums [q_heads, dim] float32, pool [blocks, block_size, kv_heads, dim]
         """
@@ -221,7 +222,7 @@ def _weigh_rows(heads: int, rows: int, paired: bool) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def holds_bfloat16(typing: Any, pool: Any) -> Any:
-    """Whether an array's elements are; settled when a loop is compiled."""
+    """Returns whether an array holds bfloat16. Known when a loop is compiled."""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return context.get_constant(types.boolean, pool.dtype == types.uint16)
@@ -231,7 +232,8 @@ def holds_bfloat16(typing: Any, pool: Any) -> Any:
 
 def _rearranged(into_pairs: bool) -> Any:
     def rearrange(typing: Any, rows: Any, row: Any) -> Any:
-        """Parts the even and the odd ones of each 32 elements of rows[row], or joins them; rows [n, dim] float32"""
+        """Separates the even and the odd elements of each 32 of rows[row], or interleaves them; rows [n, dim]
+        float32."""
 
         def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             array = _Array(context, builder, signature.args[0], given[0])
@@ -257,7 +259,7 @@ def _rearranged(into_pairs: bool) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def largest_score(typing: Any, scores: Any, row: Any, vectors: Any, before: Any) -> Any:
-    """The largest of `before` and scores[row, : 16 · vectors]; scores [n, …] float32"""
+    """Returns the largest of `before` and scores[row, : 16 · vectors]. scores [n, …] float32"""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         array = _Array(context, builder, signature.args[0], given[0])
@@ -272,7 +274,7 @@ def largest_score(typing: Any, scores: Any, row: Any, vectors: Any, before: Any)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def weights_of_scores(typing: Any, scores: Any, row: Any, vectors: Any, top: Any) -> Any:
-    """scores[row, : 16 · vectors] become exp(… - top); their sum. scores [n, …] float32"""
+    """Replaces scores[row, : 16 · vectors] by exp(… - top), and returns their sum. scores [n, …] float32"""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         array = _Array(context, builder, signature.args[0], given[0])
@@ -290,7 +292,7 @@ def weights_of_scores(typing: Any, scores: Any, row: Any, vectors: Any, top: Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) -> Any:
-    """Asks for pool[block, row … row + ROWS - 1, kv_head]; pool [blocks, block_size, kv_heads, dim]"""
+    """Prefetches pool[block, row … row + ROWS - 1, kv_head]. pool [blocks, block_size, kv_heads, dim]"""
 
     def compile_call(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         rows = _Array(context, builder, signature.args[0], given[0])
@@ -301,17 +303,17 @@ def prefetch_rows(typing: Any, pool: Any, block: Any, row: Any, kv_head: Any) ->
         with cgutils.for_range_slice(builder, I64(0), rows.shape[3], line, I64) as (d, _):
             for r in range(ROWS):
                 address = rows.address(given[1], builder.add(given[2], I64(r)), given[3], d)
-                # To read, into the first level, of data.
+                # Arguments of llvm.prefetch: read, keep in the first-level cache, data.
                 builder.call(ask, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
         return context.get_dummy_value()
 
     return types.none(pool, types.int64, types.int64, types.int64), compile_call
 
 
-# `two` query heads or `one`, over `ROWS` rows; `last`: one head, over one row.
+# `two` query heads or `one` head over `ROWS` rows; `last`: one head over one row.
 score_two, score_one, score_last = (_score_rows(*size, False) for size in ((2, ROWS), (1, ROWS), (1, 1)))
 weigh_two, weigh_one, weigh_last = (_weigh_rows(*size, False) for size in ((2, ROWS), (1, ROWS), (1, 1)))
-# So, of bfloat16 whose dimensions are a multiple of 32: queries and sums are parted.
+# The same for bfloat16 with a multiple of 32 dimensions: queries and sums are parted.
 score_two_parted, score_one_parted, score_last_parted = (
     _score_rows(*size, True) for size in ((2, ROWS), (1, ROWS), (1, 1))
 )

@@ -1,15 +1,15 @@
-"""Weights rounded to 8 and 4 bits, and back, in Numba: what torch has no fast loops for.
+"""Compiled loops that quantize weights to 8 and 4 bits and dequantize them. Torch has no fast loops for this.
 
-8 bits: one scale for each output, the largest weight is 127. 4 bits: for each group of inputs of an output a scale
-and a middle, q = 0 … 15 means (q - 8) · scale + middle. The range of a group is not its smallest to its largest
-weight but that range shrunk by one of a few factors, whichever gives the least squared error: what is clipped is
-rare, and everything else gets finer steps. Relative root mean square error of normally distributed weights: 0.008 in
-8 bits (1,024 inputs), in 4 bits 0.086 in groups of 64 (0.090 without shrinking), 0.094 in groups of 128, 0.076 of 32.
+8 bits: one scale for each output; its largest absolute weight is 127. 4 bits: a scale and a middle for each group of
+inputs of an output; q = 0 … 15 stands for (q - 8) · scale + middle. The range of a group is the range from its
+smallest to its largest weight, shrunk by the factor that gives the least squared error. Few weights are clipped, and
+all others get finer steps. Relative root mean square error of normally distributed weights: 0.008 in 8 bits (1,024
+inputs); in 4 bits 0.086 in groups of 64 (0.090 without shrinking), 0.094 in groups of 128, 0.076 in groups of 32.
 
-Arrays are contiguous; weights and what goes with them are float32, or bfloat16 as uint16; scales and middles are what
-the kernels will read, rounded as they hold them. Each way is one C function for each of the two, run on torch's
-threads, which claim some rows at a time: Numba's own would take the processor from torch's. What is rounded depends
-neither on that nor on where arrays lie.
+Arrays are contiguous. Weights, scales and middles are float32, or bfloat16 as uint16. Weights are quantized with
+scales and middles that are already rounded to that dtype, as the kernels read them. There is one C function for each
+dtype. It runs on torch's threads, which claim some rows at a time, because Numba's own threads would compete with
+torch's. The result depends neither on the threads nor on the addresses of arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rootstock.kernels.cpu.threads import run_on_threads
 Array = NDArray[Any]
 
 LANES = 64  # outputs of a block of packed 4-bit weights: byte j of an input holds lanes j and j + 32
-_SHRINK_STEP, _SHRINKS = np.float32(0.05), 8  # ranges of 1, 0.95, … 0.65
+_SHRINK_STEP, _SHRINKS = np.float32(0.05), 8  # factors of a range: 1, 0.95, … 0.65
 
 _ROUND_8, _WIDEN_8, _ROUND_4, _WIDEN_4 = range(4)
 
@@ -45,12 +45,12 @@ JOB = np.dtype(
     [
         ("operation", "i8"),
         ("count", "i8"),  # rows, or blocks of outputs
-        ("at_once", "i8"),  # of them that a thread claims
-        ("claimed", "i8"),  # address of an int64: how many were begun
+        ("at_once", "i8"),  # rows or blocks that a thread claims at a time
+        ("claimed", "i8"),  # address of an int64: the number that threads have claimed
         ("inputs", "i8"),
-        ("group", "i8"),  # inputs that share a scale, in 4 bits
-        ("outputs", "i8"),  # of all that `scales` has, in 4 bits
-        ("first", "i8"),  # of these
+        ("group", "i8"),  # inputs that share a scale; 4 bits only
+        ("outputs", "i8"),  # outputs of `scales`; 4 bits only
+        ("first", "i8"),  # first output to compute; 4 bits only
         ("weight", "i8"),  # addresses from here on
         ("scales", "i8"),
         ("q", "i8"),
@@ -63,7 +63,7 @@ JOB = np.dtype(
 
 @compiled_exactly
 def _round_row(weight: Any, scale: Any, q: Any) -> None:
-    """weight [in] → scale [1], q [in] int8"""
+    """Quantizes weight [in] into scale [1] and q [in] int8."""
     largest = np.float32(0)
     for k in range(weight.shape[0]):
         largest = max(largest, abs(widen(weight[k])))
@@ -93,7 +93,8 @@ def _round_to_steps(weight: Any, middle: Any, inverse: Any, q: Any) -> None:
 
 @compiled
 def _squared_error(weight: Any, step: Any, middle: Any, q: Any) -> Any:
-    """Apart from what writes `q`: a loop that writes is compiled twice, and the sums would differ."""
+    """Returns the squared error of a group. A function apart from the loop that writes `q`: LLVM compiles a loop that
+    writes twice, and the two would add up the sums in different orders."""
     error = np.float32(0)
     for k in range(weight.shape[0]):
         off = widen(weight[k]) - (np.float32(q[k] - np.int32(8)) * step + middle)
@@ -103,13 +104,13 @@ def _squared_error(weight: Any, step: Any, middle: Any, q: Any) -> Any:
 
 @compiled_exactly
 def _round_group(weight: Any, scale_middle: Any, q: Any) -> None:
-    """weight [group] → scale_middle [2], q [group] int32"""
+    """Quantizes weight [group] into scale_middle [2] and q [group] int32."""
     low = high = widen(weight[0])
     for k in range(weight.shape[0]):
         low, high = min(low, widen(weight[k])), max(high, widen(weight[k]))
     least, best = np.float32(np.inf), np.float32(1)
     for attempt in range(_SHRINKS + 1):
-        # The last attempt is the best one again, to keep what it rounds.
+        # The last attempt repeats the best factor, to write its result.
         share = np.float32(1) - _SHRINK_STEP * np.float32(attempt) if attempt < _SHRINKS else best
         scale_middle[0] = narrow((high - low) * share / np.float32(15), scale_middle)
         step = widen(scale_middle[0])
@@ -124,7 +125,8 @@ def _round_group(weight: Any, scale_middle: Any, q: Any) -> None:
 
 @compiled_exactly
 def _widen_block(packed: Any, group: Any, scales_middles: Any, first: Any, column: Any, out: Any) -> None:
-    """packed [in, LANES / 2]: outputs first … first + LANES, into the columns of `out` from `column` on"""
+    """Dequantizes packed [in, LANES / 2], the outputs first … first + LANES - 1, into `out`'s columns from `column`
+    on."""
     half = LANES // 2
     for k in range(packed.shape[0]):
         scales = scales_middles[k // group]
@@ -183,7 +185,7 @@ def _widen_4(job: Any, begin: Any, end: Any, element: Any) -> None:
 
 @compiled
 def _work(job: Any, element: Any) -> None:
-    """One thread's share: some rows, as long as there are any."""
+    """Runs one thread's share of a job: claims rows until none is left."""
     claimed = nb.carray(pointer_to(job.claimed), (1,), np.int64)
     while True:
         begin = fetch_add(claimed, 0, job.at_once)
@@ -216,7 +218,7 @@ _FUNCTIONS: dict[np.dtype[Any], Callable[[Any], None]] = {
 
 @cache
 def _compiled_for(element: np.dtype[Any]) -> int:
-    """A C function void (JOB *): compiled, or loaded from disk, at the first call in a process."""
+    """Returns the address of a C function void (JOB *): compiled, or loaded, at the first call in a process."""
     return c_function(_FUNCTIONS[element], JOB)
 
 
@@ -238,29 +240,31 @@ def _run(
     run_on_threads(_compiled_for(weight.dtype), jobs.ctypes.data, threads)
 
 
-# ---- what others call
+# ---- public interface
 
-_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 64, 8  # that a thread claims
+_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 64, 8  # that a thread claims at a time
 
 
 def round_to_8_bits(weight: Array, scales: Array, q: Array) -> None:
-    """weight [out, in] → scales [out], q [out, in] int8"""
+    """Quantizes weight [out, in] into scales [out] and q [out, in] int8."""
     _run(_ROUND_8, len(weight), _ROWS_AT_ONCE, weight, scales, q, inputs=weight.shape[1])
 
 
 def from_8_bits(q: Array, scales: Array, out: Array) -> None:
-    """q [out, in] int8, scales [out] → out [out, in]"""
+    """Dequantizes q [out, in] int8 with scales [out] into out [out, in]."""
     _run(_WIDEN_8, len(q), _ROWS_AT_ONCE, out, scales, q, inputs=q.shape[1])
 
 
 def round_to_4_bits(weight: Array, group: int, scales_middles: Array, q: Array) -> None:
-    """weight [out, in] → scales_middles [out, in / group, 2], q [out, in] int32"""
+    """Quantizes weight [out, in] into scales_middles [out, in / group, 2] and q [out, in] int32."""
     _run(_ROUND_4, len(weight), _ROWS_AT_ONCE, weight, scales_middles, q, inputs=weight.shape[1], group=group)
 
 
 def from_4_bits(packed: Array, group: int, scales_middles: Array, first: int, out: Array) -> None:
-    """packed [blocks, in, LANES / 2] uint8: the outputs from `first` on; scales_middles [in / group, all outputs, 2]
-    → out [in, blocks · LANES]"""
+    """Dequantizes packed [blocks, in, LANES / 2] uint8, the outputs from `first` on, into out [in, blocks · LANES].
+
+    scales_middles [in / group, all outputs, 2]
+    """
     _run(
         _WIDEN_4,
         len(packed),

@@ -1,14 +1,15 @@
-"""Attention on CUDA devices, in Triton: K and V are read in place, through the block tables.
+"""CUDA attention backend in Triton, which reads K and V in place through the block tables.
 
-One program attends some rows of one sequence, with all query heads of a group (they are rows of one small matrix, so
-K and V are read once for the group), to one part of what these rows see. A decode has few rows and a long context, so
-the context is split over programs and their results are merged by log-sum-exp (flash-decoding, Dao et al. 2023); a
-chunk has enough rows to fill the device. Softmax goes slice by slice, as in FlashAttention-2 (arXiv 2307.08691).
+One program attends some rows of one sequence, with all query heads of a group, to one part of the positions that
+these rows see. The query heads are rows of one small matrix, so K and V are read once for the group. A decode has few
+rows and a long context: the context is split over programs, and their results are merged by log-sum-exp
+(flash-decoding, Dao et al. 2023). A prefill chunk has enough rows to fill the device. Softmax is computed slice by
+slice, as in FlashAttention-2 (arXiv 2307.08691).
 
-What a launch depends on besides shapes (block tables, rows, positions) is in tensors on the device, uploaded once for
-a step and a family, so a CUDA graph can be replayed with other contents.
+Block tables, rows and positions, on which a launch depends besides shapes, are tensors on the device. They are
+uploaded once for a step and a family, so a CUDA graph can be replayed with other contents.
 
-With TRITON_INTERPRET=1 in the environment before this is imported the same code runs on CPUs, in NumPy.
+If TRITON_INTERPRET=1 is in the environment before this module is imported, the same code runs on CPUs, in NumPy.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from rootstock.kernels.spans import EVERYTHING, Span
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _FULL, _WINDOW, _CHUNKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_TILE = tl.constexpr(5)  # numbers of a tile's record: see `Tiles`
+_TILE = tl.constexpr(5)  # columns of a tile's record: see `Tiles`
 
-_LEAST_DIM = 16  # of matrices that tl.dot takes
+_LEAST_DIM = 16  # smallest dimension of a matrix that tl.dot takes
 _MOST_SPLITS = 32
-_SLICE_BYTES = 32 << 10  # of K and V that a program has in shared memory at once, twice for overlap
+_SLICE_BYTES = 32 << 10  # bytes of K and V that a program holds in shared memory at once, twice for overlap
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_seen(position: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """`TokenFamily.tail_start`"""
+    """Returns the first visible position: `TokenFamily.tail_start`."""
     if KIND == _WINDOW:
         return tl.maximum(position - SIZE + 1, 0)
     if KIND == _CHUNKED:
@@ -51,8 +52,8 @@ def _first_seen(position: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dot(a: tl.tensor, b: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """In float32 never by way of tf32. The interpreter multiplies bfloat16 as the integers that it stores, so it is
-    given what they stand for: products of bfloat16 are exact in float32 either way."""
+    """Multiplies matrices, float32 never by way of tf32. The interpreter would multiply bfloat16 as the integers that
+    store it, so WIDEN converts to float32 first. Products of bfloat16 are exact in float32 either way."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
@@ -66,8 +67,8 @@ def _attend(
     sinks: tl.tensor,  # [q_heads] or None
     tiles: tl.tensor,  # int32 [tiles, 5]
     tables: tl.tensor,  # int32 [sequences, width]
-    out: tl.tensor,  # [tokens, q_heads, VALUE_DIM]; of a split float32 [rows, q_heads, splits, VALUE_DIM]
-    sums: tl.tensor,  # float32 [rows, q_heads, splits] log-sum-exps of a split
+    out: tl.tensor,  # [tokens, q_heads, VALUE_DIM]; with SPLIT float32 [rows, q_heads, splits, VALUE_DIM]
+    sums: tl.tensor,  # float32 [rows, q_heads, splits] log-sum-exps, with SPLIT
     scale: tl.tensor,
     softcap: tl.tensor,
     query_row: tl.tensor,  # strides, in elements
@@ -77,7 +78,7 @@ def _attend(
     value_slot: tl.tensor,
     value_head: tl.tensor,
     width: tl.tensor,
-    least: tl.tensor,  # positions of a split
+    least: tl.tensor,  # smallest number of positions of a split
     GROUP: tl.constexpr,  # noqa: N803
     KEY_DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
@@ -92,7 +93,7 @@ def _attend(
     SLICE: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Grid: [tiles, kv_heads, splits]."""
+    """Attends one tile to one split of its context. Grid: [tiles, kv_heads, splits]."""
     head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     q_heads = tl.num_programs(1) * GROUP
     record = tiles + tl.program_id(0) * _TILE
@@ -113,10 +114,10 @@ def _attend(
         other=0.0,
     )
 
-    # A sink is one more score, which adds nothing to the result: the first split begins with it.
+    # A sink is an extra score that adds nothing to the weighted sum. The first split begins with it.
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+    if sinks is not None:  # noqa: SIM102 (the outer test is decided at compile time, the inner at run time)
         if split == 0:
             highest = tl.load(sinks + q_head, mask=used, other=0.0).to(tl.float32)
             total += 1.0
@@ -142,7 +143,7 @@ def _attend(
         seen = there[None, :] & (position[None, :] >= first[:, None]) & (position[None, :] <= own[:, None])
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that have seen nothing so far
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # 0 for rows that have seen no position yet
         weights = tl.exp(score - base[:, None])
         shrink = tl.exp(highest - base)
         v = tl.load(
@@ -173,15 +174,15 @@ def _attend(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(
-    parts: tl.tensor,  # float32 [rows, q_heads, SPLITS, VALUE_DIM]; undefined where a split saw nothing
-    sums: tl.tensor,  # float32 [rows, q_heads, SPLITS], -inf there
-    rows: tl.tensor,  # int32 [rows] of the step
+    parts: tl.tensor,  # float32 [rows, q_heads, SPLITS, VALUE_DIM]; undefined where a split sees no position
+    sums: tl.tensor,  # float32 [rows, q_heads, SPLITS], -inf where a split sees no position
+    rows: tl.tensor,  # int32 [rows]: the rows of the step
     out: tl.tensor,  # [tokens, q_heads, VALUE_DIM]
     SPLITS: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
     VALUE_PAD: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Grid: [rows, q_heads]."""
+    """Merges the splits of one row and head. Grid: [rows, q_heads]."""
     number, head, q_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     place = (number.to(tl.int64) * q_heads + head) * SPLITS + tl.arange(0, SPLITS)
     log_sum = tl.load(sums + place)
@@ -205,16 +206,16 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What the programs of one launch attend: each tile some consecutive rows of one sequence."""
+    """Tiles of one launch: each is a number of consecutive rows of one sequence."""
 
-    # int32 [tiles, 5]: the sequence, its first row in the step, that row's position, how many rows, and how many rows
-    # of the launch come before it
+    # int32 [tiles, 5]: the sequence, the tile's first row in the step, that row's position, the number of rows, and
+    # the number of rows of the launch before the tile
     records: Tensor
-    rows: Tensor  # int32 [rows] of the step
+    rows: Tensor  # int32 [rows]: the rows of the step
 
     @staticmethod
     def of(spans: Sequence[tuple[int, Span]], tokens: int, device: torch.device) -> Tiles:
-        """Tiles of at most so many tokens. `spans`: each with the row of its block table."""
+        """Builds tiles of at most `tokens` tokens. `spans`: each span with the row of its block table."""
         records, rows = tile_records(spans, tokens)
         return Tiles(torch.from_numpy(records).to(device), torch.from_numpy(rows).to(device))
 
@@ -222,7 +223,7 @@ class Tiles:
 def tile_records(
     spans: Sequence[tuple[int, Span]], tokens: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """`Tiles.records` and `Tiles.rows` on the host."""
+    """Builds `Tiles.records` and `Tiles.rows` on the host."""
     records, before = [], 0
     for number, span in spans:
         for begin in range(0, span.new, tokens):
@@ -234,8 +235,8 @@ def tile_records(
 
 
 def table_rows(spans: Sequence[Span], block_size: int) -> NDArray[np.int32]:
-    """int32 [spans, width] the blocks of each, zeros behind them. Its width is a multiple of 16, so that Triton
-    compiles for one kind of width."""
+    """Returns the block tables int32 [spans, width], padded with zeros. The width is a multiple of 16, so that Triton
+    compiles for only one kind of width."""
     needed = [-(-span.end // block_size) for span in spans]
     tables = np.zeros((len(spans), -(-max(needed) // 16) * 16), np.int32)
     for table, span, blocks in zip(tables, spans, needed, strict=True):
@@ -244,10 +245,10 @@ def table_rows(spans: Sequence[Span], block_size: int) -> NDArray[np.int32]:
 
 
 class TritonAttention:
-    """For K and V of any dimensions, with softcap and sinks.
+    """Attention backend for K and V of any dimensions, with softcap and sinks.
 
-    `least_split`: a context is split into parts of at least so many positions. It changes no compiled code, so small
-    ones let a short test see all of it.
+    `least_split`: the smallest number of positions of a split. It does not change the compiled code, so a short test
+    can use a small number to reach all of the code.
     """
 
     def __init__(self, block_size: int, device: torch.device, least_split: int) -> None:
@@ -269,13 +270,13 @@ class TritonAttention:
     def decodes(
         self, tables: Tensor, records: Tensor, rows: Tensor, longest: int, family: TokenFamily
     ) -> StepAttention:
-        """Of one row for each table, whatever the tensors hold when the step is called: `Tiles` says what they mean.
-        `longest`: positions that a sequence may have by then."""
+        """Prepares decodes of one row for each table, for the contents of the tensors when the step is called.
+        `Tiles` describes `records` and `rows`. `longest`: the most positions that a sequence may have then."""
         return TritonStep(self, family, tables, longest, Tiles(records, rows))
 
     def splits(self, programs: int, longest: int) -> int:
-        """Into how many parts, a power of two, contexts of at most `longest` positions are split for a launch of so
-        many programs: enough for two waves of the device's processors."""
+        """Computes into how many splits, a power of two, contexts of at most `longest` positions are cut. For a
+        launch of `programs` programs that is enough for two waves of the device's processors."""
         wanted = min(2 * self._processors // programs, -(-longest // self._least_split), _MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
 
@@ -292,8 +293,8 @@ class TritonAttention:
         rows: int,
         out: Tensor,
     ) -> None:
-        """Attends the rows of the tiles, `rows` rows of a matrix each. out [tokens, q_heads, value_dim], contiguous;
-        the rest as in `StepAttention`"""
+        """Attends the rows of the tiles, with matrices of `rows` rows. out [tokens, q_heads, value_dim], contiguous;
+        the other arguments as in `StepAttention`."""
         q_heads, key_dim = query.shape[1:]
         kv_heads, value_dim = values.shape[1:]
         key_pad, value_pad = (max(_LEAST_DIM, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
@@ -346,8 +347,8 @@ class TritonAttention:
 
 
 class TritonStep:
-    """`decodes`: tiles of one token each. `chunks`: spans, each with the row of its table; into which tiles they are
-    cut depends on the layer's heads."""
+    """Attention of one step. `decodes`: tiles of one token each. `chunks`: spans, each with the row of its block
+    table; their tiles depend on the number of the layer's heads."""
 
     def __init__(
         self,
@@ -369,7 +370,7 @@ class TritonStep:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Tensor:
-        assert isinstance(keys, Tensor), "rounded rows are for CPUs"
+        assert isinstance(keys, Tensor), "quantized rows are for CPUs"
         assert isinstance(values, Tensor)
         assert keys.stride(-1) == values.stride(-1) == 1
         query = query if query.stride(-1) == 1 else query.contiguous()
@@ -394,20 +395,21 @@ class TritonStep:
 
 
 def chunk_rows(group: int, dim: int, element_bytes: int) -> int:
-    """Rows of a chunk's matrices; a group is never cut. The results are in registers while K and V go by, so wide
-    ones are low: by what compilers keep in registers, 64 of 128 in bfloat16, and half of it in float32."""
+    """Returns the number of rows of a chunk's matrices; a group is never cut. The results stay in registers while K
+    and V are read, so wide dimensions get fewer rows: 64 rows of 128 in bfloat16, and half of it in float32, by the
+    registers that compilers use."""
     fit = 16384 // (int(triton.next_power_of_2(dim)) * element_bytes)
     rows = min(max(_LEAST_DIM, fit), 128 // element_bytes)
     return max(rows, int(triton.next_power_of_2(group)))
 
 
 def slice_positions(position_bytes: int) -> int:
-    """How many positions are read at once, a power of two, when K and V of one take so much."""
+    """Returns the positions to read at once, a power of two, if K and V of a position take `position_bytes`."""
     return min(64, max(_LEAST_DIM, 1 << ((_SLICE_BYTES // position_bytes).bit_length() - 1)))
 
 
 def _kind(family: TokenFamily) -> tuple[int, int]:
-    """KIND and SIZE of the kernel."""
+    """Returns the kernel's KIND and SIZE for a family."""
     match family:
         case FullAttention():
             return _FULL.value, 0

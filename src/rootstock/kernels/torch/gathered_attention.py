@@ -1,4 +1,4 @@
-"""Attention that gathers what each sequence sees and lets torch attend to it: any device, any shape, any score."""
+"""Attention backend that gathers each sequence's visible K/V for torch's attention: any device, shape and score."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rootstock.kernels.api import Scores, StepAttention
 from rootstock.kernels.quantized_rows import PoolRows, select_rows
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
 
-_MOST_SCORES = 1 << 24  # 64 MiB in float32
+_MOST_SCORES = 1 << 24  # 64 MiB of scores in float32
 
 Gather = Callable[[PoolRows, PoolRows, Tensor], tuple[Tensor, Tensor]]
 
 
 def gather(keys: PoolRows, values: PoolRows, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """keys, values [slots, kv_heads, …], slots [tokens] int64 → [tokens, kv_heads, …] of these slots"""
+    """Copies the `slots` [tokens] int64 of keys and values [slots, kv_heads, …] to [tokens, kv_heads, …]."""
     return select_rows(keys, slots), select_rows(values, slots)
 
 
 class GatherAttention:
-    """`most_scores`: how many scores, over all heads, are in memory at once, however long chunk and context are."""
+    """Attention backend that gathers. `most_scores`: the most scores, over all heads, that are in memory at once."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class GatherAttention:
 @dataclass(frozen=True, slots=True)
 class _Gathered:
     span: Span
-    starts: list[int]  # [new] the first position that each row sees; they never fall
-    starts_there: Tensor  # [new] int64, so, on the device
-    slots: Tensor  # [end - starts[0]] int64, of what any row sees
+    starts: list[int]  # [new] the first position that each row sees; never decreases
+    starts_there: Tensor  # [new] int64, the same on the device
+    slots: Tensor  # [end - starts[0]] int64, the positions that any row sees
 
     def mask(self, rows: slice) -> Tensor:
-        """[rows, starts[rows.start] … past + rows.stop - 1] bool: which positions these rows see."""
+        """Returns a mask [rows, starts[rows.start] … past + rows.stop - 1] bool: true where a row sees a position."""
         past, device = self.span.past, self.slots.device
         positions = torch.arange(self.starts[rows.start], past + rows.stop, device=device)
         own = torch.arange(past + rows.start, past + rows.stop, device=device)
@@ -78,14 +78,14 @@ class _GatherStep:
     def _attend(
         self, part: _Gathered, query: Tensor, keys: PoolRows, values: PoolRows, scores: Scores
     ) -> Iterator[Tensor]:
-        """[rows, q_heads, value_dim] of all new rows, in order, some at a time"""
+        """Yields the outputs [rows, q_heads, value_dim] of the new rows in order, some rows at a time."""
         span, first = part.span, part.starts[0]
         q = query[span.row : span.row + span.new].transpose(0, 1)  # [q_heads, new, head_dim]
         # [kv_heads, end - first, …]
         k, v = (gathered.transpose(0, 1) for gathered in self._gather(keys, values, part.slots))
         plain = scores.softcap is None and scores.sinks is None
         if plain and first == span.past == part.starts[-1] and k.shape[-1] == v.shape[-1]:
-            # Nothing but themselves, row by row: torch needs neither a mask nor memory for the scores.
+            # The rows see only each other, causally: torch needs neither a mask nor memory for the scores.
             yield _attend_plainly(q, k, v, None, span.new > 1, scores.scale).transpose(0, 1)
             return
         at_once = max(1, self._most_scores // (q.shape[0] * k.shape[1]))
@@ -126,16 +126,15 @@ def attend_dense(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Every kind of score, on one sequence's dense K and V; weights are computed in float32 or better.
+    """Attends one sequence's dense K and V with every kind of score. Weights are computed in float32 or better.
 
-    It goes by some rows at a time, so that the scores of a long chunk over a long context need no more memory.
-
+    It computes some rows at a time, so that a long chunk over a long context needs no more memory for scores.
 
     query [q_heads, new, head_dim], key [kv_heads, end, head_dim], value [kv_heads, end, value_dim]
     mask  [new, end] or [q_heads, new, end] bool, true where a row sees a position; None: row i sees 0 … past + i.
-          A row that sees nothing gets zeros.
+          A row that sees no position gets zeros.
     bias  [q_heads or 1, new, end], added to the scores after the softcap
-    → [q_heads, new, value_dim] in the query's dtype
+    returns [q_heads, new, value_dim] in the query's dtype
     """
     q_heads, new, _ = query.shape
     end = key.shape[1]
@@ -157,7 +156,7 @@ def attend_dense(
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """All of `attend_dense` but the memory; key and value are as precise as the weights shall be."""
+    """Attends all rows given, like `attend_dense`. The dtype of key and value is that of the weights."""
     q_heads, new, head_dim = query.shape
     kv_heads, end, _ = key.shape
     q = query.to(key.dtype).reshape(kv_heads, q_heads // kv_heads * new, head_dim)
@@ -172,6 +171,6 @@ def _attend_rows(
         weights = torch.softmax(torch.cat([score, sinks], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(score, -1)
-        weights = weights.masked_fill(~mask, 0.0)  # softmax of nothing at all is NaN
+        weights = weights.masked_fill(~mask, 0.0)  # softmax over no position is NaN
     out = weights.reshape(kv_heads, -1, end) @ value
     return out.view(q_heads, new, -1).to(query.dtype)

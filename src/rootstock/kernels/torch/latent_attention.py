@@ -1,13 +1,13 @@
-"""Attention over cached latents (MLA): K and V of all heads stay the one small vector that they are made of.
+"""Attention over cached latents (MLA). The latent is not expanded to the K and V of all heads.
 
-A position keeps a latent c [rank] and a rotary key r [rope]; head h's key is (N_h c, r) and its value V_h c, with
-N_h and V_h from the weight that a model would expand latents with. Since q·(N_h c) = (N_hᵀ q)·c, the query takes N_h
-in, and V_h is applied to the weighted sum of latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). What remains is
-attention with a single KV head whose keys are (c, r) and whose values are c. Values are read as (c, r) as well, and
-the end of the result is dropped: so keys and values are the same memory, staged and read once.
+A position keeps a latent c [rank] and a rotary key r [rope]. Head h's key is (N_h c, r) and its value is V_h c, with
+N_h and V_h from the weight by which a model expands latents. Since q·(N_h c) = (N_hᵀ q)·c, the query absorbs N_h, and
+V_h is applied to the weighted sum of latents (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). The result is attention
+with a single KV head whose keys are (c, r) and whose values are c. Values are read as (c, r) too, and the last `rope`
+numbers of the result are dropped. Keys and values are then the same memory, staged and read once.
 
-For chunks of more than about 256 rows it would be up to 1.5 times as fast to expand the latents, slice by slice
-(measured with ranks of 256 and 512, 16 and 40 heads, one thread). At 16 rows it is 5 to 8 times as fast this way.
+For chunks of more than about 256 rows, expanding the latents slice by slice would be up to 1.5 times as fast
+(measured with ranks of 256 and 512, 16 and 40 heads, one thread). At 16 rows this way is 5 to 8 times as fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rootstock.kernels.torch.sliced_attention import Slice, SlicedAttention, Tun
 
 
 class LatentStepAttention(Protocol):
-    """Latent attention of one packed step: made once, called by every layer whose positions lie in the same slots."""
+    """Latent attention of one packed step. It is prepared once and called by every layer of the same family."""
 
     def __call__(
         self,
@@ -39,11 +39,11 @@ class LatentStepAttention(Protocol):
         scores: Scores,
         up: Tensor,
     ) -> Tensor:
-        """Attention of each row over what its family sees of its own sequence.
+        """Computes attention of each row over the positions of its own sequence that its family sees.
 
         query    [tokens, q_heads, nope + rope], its rotary part last and rotated
-        key      [tokens, 1, rank] the latents of the new positions: what the pool holds in their slots
-        value    [tokens, 1, rope] their rotary keys
+        key      [tokens, 1, rank] latents of the new positions, equal to the pool's rows in their slots
+        value    [tokens, 1, rope] rotary keys of the new positions
         keys     [blocks · block_size, 1, rank] the layer's pool, by slot
         values   [blocks · block_size, 1, rope]
         scores   on a CPU without softcap
@@ -54,33 +54,34 @@ class LatentStepAttention(Protocol):
 
 
 class LatentAttention:
-    """For any device. It keeps scratch memory from step to step, so one thread uses it.
+    """Latent attention backend for any device. It keeps scratch memory between steps, so only one thread may use it.
 
-    `position_bytes` is what the widest layer keeps per position: it tells how many positions make a slice, on a CPU.
+    `position_bytes`: bytes per position of the widest layer. On a CPU it determines the positions of a slice.
     """
 
     def __init__(
         self,
         block_size: int,
         device: torch.device,
-        position_bytes: int = (512 + 64) * 2,  # most models' rank and rope, in bfloat16
+        position_bytes: int = (512 + 64) * 2,  # rank and rope of most models, in bfloat16
         tuning: Tuning | None = None,
         attention: Attention | None = None,
     ) -> None:
-        """`attention`: with a single KV head whose keys are latents and rotary keys, and whose values are latents."""
+        """Uses `attention`, if given: a backend for one KV head with keys (latent, rotary key) and latents as
+        values."""
         self._attention: Attention = attention or (
-            paged_latents(block_size, position_bytes, tuning)
+            sliced_latents(block_size, position_bytes, tuning)
             if device.type == "cpu"
             else GatherAttention(block_size, device, gather=gather_latents)
         )
 
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> LatentStepAttention:
-        """Everything about a step that does not depend on the layer: see `Attention.prepare`."""
+        """Prepares everything about a step that does not depend on the layer: see `Attention.prepare`."""
         return _LatentStep(self._attention.prepare(spans, family))
 
 
-def paged_latents(block_size: int, position_bytes: int, tuning: Tuning | None) -> SlicedAttention:
-    """For CPUs: slices in which latents and rotary keys lie side by side."""
+def sliced_latents(block_size: int, position_bytes: int, tuning: Tuning | None) -> SlicedAttention:
+    """Builds the CPU backend: slices in which latents and rotary keys lie side by side."""
     return SlicedAttention(block_size, position_bytes, tuning, _LatentScratch().stage)
 
 
@@ -109,17 +110,18 @@ class _LatentStep:
 
 
 class _LatentScratch:
-    """Memory that slices of latents and rotary keys are staged in side by side, for each shape of layers."""
+    """Scratch memory in which slices of latents and rotary keys lie side by side, for each shape of layers."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def stage(self, keys: PoolRows, values: PoolRows, part: Slice) -> tuple[Tensor, Tensor]:
-        """keys [slots, 1, rank], values [slots, 1, rope] → twice [1, 1, tokens, rank + rope]
+        """Stages a slice of keys [slots, 1, rank] and values [slots, 1, rope]. Returns [1, 1, tokens, rank + rope]
+        twice.
 
-        Valid until the next call.
+        The result is valid until the next call.
         """
-        assert isinstance(keys, Tensor), "latents are not rounded"
+        assert isinstance(keys, Tensor), "latents are not quantized"
         rank, rope = keys.shape[-1], values.shape[-1]
         of_this_shape = (rank, rope, keys.dtype)
         scratch = self._scratch.get(of_this_shape)
@@ -133,8 +135,9 @@ class _LatentScratch:
 
 
 def gather_latents(keys: PoolRows, values: PoolRows, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """keys [slots, 1, rank], values [slots, 1, rope], slots [tokens] int64 → twice [tokens, 1, rank + rope]"""
-    assert isinstance(keys, Tensor), "latents are not rounded"
+    """Gathers the `slots` [tokens] int64 of keys [slots, 1, rank] and values [slots, 1, rope]. Returns [tokens, 1,
+    rank + rope] twice."""
+    assert isinstance(keys, Tensor), "latents are not quantized"
     assert isinstance(values, Tensor)
     staged = torch.cat([keys.index_select(0, slots), values.index_select(0, slots)], -1)
     return staged, staged

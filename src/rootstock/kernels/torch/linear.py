@@ -1,17 +1,19 @@
-"""Products of rows with the weights of one or several linear layers, packed once for the device that computes them.
+"""Linear layers whose weights are packed once for the device that multiplies them. Several layers may form one
+product.
 
-`prepare` chooses the way. Measured on two cores with matrix units (AMX), hidden sizes of 640 to 4096:
+`prepare` chooses the format. Measured on two cores with matrix units (AMX), for hidden sizes of 640 to 4096:
 
-- bfloat16 on a CPU: oneDNN multiplies with weights in blocks of its own. From a plain weight `F.linear` reaches 40 to
-  50 % of the memory's bandwidth at one row, from a packed one 70 to 85 %: 0.54 to 0.73 of its time at 1 to 32 rows,
-  0.7 to 0.9 at 128, 0.85 to 1.0 at 512 and 2,048. Packed with few rows in mind (oneDNN's hint) it loses up to a third
-  at 513 rows, packed with many nothing at one, so many are named. Weights of few outputs (640) take 1.2 to 1.5 at 400
-  to 600 rows then, and 0.8 to 1.1 (1.25 at 513) if one row is named, which costs them a tenth at one row: they get
-  that.
-- float32: oneDNN's and MKL's packed weights win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9): left to
-  `F.linear`, as is every other dtype and device. Weights of several layers lie in one tensor then.
+- bfloat16 on a CPU: oneDNN multiplies with weights in a blocked layout of its own. With a plain weight, `F.linear`
+  reaches 40 to 50 % of the memory's bandwidth at one row; with a packed weight 70 to 85 %. The time with a packed
+  weight is 0.54 to 0.73 of that with a plain weight at 1 to 32 rows, 0.7 to 0.9 at 128, and 0.85 to 1.0 at 512 and
+  2,048. oneDNN's packing takes a hint of the number of rows. Packed for few rows, it loses up to a third at 513 rows.
+  Packed for many rows, it loses nothing at one row, so the hint is many. The exception is weights of few outputs
+  (640): packed for many rows they take 1.2 to 1.5 of the time at 400 to 600 rows; packed for one row 0.8 to 1.1 (1.25
+  at 513), and a tenth more at one row. Their hint is one row.
+- float32: packed weights of oneDNN and MKL win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9). `F.linear`
+  multiplies them, and every other dtype and device. The weights of several layers then lie in one tensor.
 
-Weights rounded to fewer bits are quantized_linear.py's.
+Quantized weights are in quantized_linear.py.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ _ROWS_HINT, _FEW_OUTPUTS = 512, 1024
 
 
 class Linear(Protocol):
-    """x […, in_features] → x · weightᵀ + bias […, out_features], contiguous"""
+    """Linear layer: x […, in_features] → x · weightᵀ + bias […, out_features], contiguous."""
 
     in_features: int
     out_features: int
 
     @property
     def nbytes(self) -> int:
-        """Of what it keeps."""
+        """Returns the bytes of its tensors."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Several layers of one input as one: weights [out, in] below each other, and biases, zeros where there is none.
-    One layer's are given back as they are."""
+    """Stacks several layers of one input into one: weights [out, in] below each other, and biases, zeros for layers
+    without a bias. Returns a single layer's tensors unchanged."""
     assert len(weights) == len(biases) > 0
     if len(weights) == 1:
         return weights[0], biases[0]
@@ -53,7 +55,8 @@ def stacked(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple
 
 
 def packs_bfloat16(device: torch.device) -> bool:
-    """Whether this processor multiplies bfloat16 natively. Elsewhere it is emulated, and packing is no gain."""
+    """Returns whether this processor multiplies bfloat16 natively. Otherwise it is emulated, and packing gains
+    nothing."""
     return (
         device.type == "cpu"
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -62,19 +65,19 @@ def packs_bfloat16(device: torch.device) -> bool:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether `prepare` gives something better for this weight than what it is."""
+    """Returns whether `prepare` packs this weight."""
     return weight.dtype == torch.bfloat16 and packs_bfloat16(weight.device)
 
 
 def prepare(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest way known for weight [out, in] as it is. What is packed holds nothing of `weight`."""
+    """Prepares weight [out, in] in the fastest format known for it. A packed layer keeps no reference to `weight`."""
     if is_packed(weight):
         return Prepacked(weight, bias)
     return Plain(weight, bias)
 
 
 class Plain:
-    """`F.linear`, on the weight as it lies."""
+    """Linear layer by `F.linear` with the unpacked weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
@@ -90,7 +93,7 @@ class Plain:
 
 
 class Prepacked:
-    """Weights in oneDNN's layout. Results are those of `F.linear`: the same products, summed in float32."""
+    """Linear layer with a weight in oneDNN's layout. It equals `F.linear`: the same products, summed in float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -108,7 +111,7 @@ class Prepacked:
         return product
 
     def unpacked(self) -> Tensor:
-        """[out, in] the weight again, bit by bit, as a tensor of its own."""
+        """Returns the weight [out, in] in a new tensor, equal bit by bit."""
         return self._packed.to_dense()
 
 

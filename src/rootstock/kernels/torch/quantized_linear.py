@@ -1,7 +1,7 @@
-"""Linear layers with weights of 8 and 4 bits, multiplied with rows that stay as they are. CPUs only.
+"""Linear layers with weights quantized to 8 and 4 bits and unquantized inputs. CPUs only.
 
-torch's kernels for few rows compute without the matrix units, so that every row costs the same: from about a dozen
-rows on it is faster to widen the weights, a tile at a time, into scratch memory, and to multiply with that.
+torch's kernels for few rows do not use the matrix units, so their time grows with every row. From about a dozen rows
+on it is faster to dequantize the weights into scratch memory, a tile at a time, and to multiply with that.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from rootstock.kernels.torch.linear import Linear, nbytes_of
 
 Rounding = Literal["int8", "int4"]
 
-FEW_ROWS = 12  # the most that torch's kernels for rounded weights are given
-_GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first that divides them
-_INPUTS_OF = 32  # torch's 8-bit kernel reads whole vectors, and past the end of what is no multiple of them
-_LEAST_OUTPUTS = 64  # below, there is nothing to gain, and routers and gates choose by small differences
-_TILE = 4 << 20  # weights that are widened at once
+FEW_ROWS = 12  # the most rows for torch's kernels for quantized weights
+_GROUPS = (64, 32)  # inputs that share a scale in 4 bits: the first of these that divides the inputs
+# torch's 8-bit kernel reads whole vectors, beyond the end of rows that are not a multiple of this
+_INPUTS_OF = 32
+_LEAST_OUTPUTS = 64  # fewer outputs gain nothing, and routers and gates depend on small differences
+_TILE = 4 << 20  # weights that are dequantized at once
 
 
 def _bits_of(rows: Tensor) -> Any:
-    """The tensor's own memory as compiled code takes it: [...] float32 as it is, bfloat16 as uint16."""
+    """Returns a view of the tensor's memory for compiled code: float32 unchanged, bfloat16 as uint16."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.uint16).numpy()
     assert rows.dtype == torch.float32
@@ -39,33 +40,33 @@ def _bits_of(rows: Tensor) -> Any:
 
 
 def not_rounded(weight: Tensor, rounding: Rounding) -> str:
-    """Why a weight [out, in] cannot be kept in so few bits; "" if it can."""
+    """Returns the reason why a weight [out, in] cannot be quantized; "" if it can."""
     outputs, inputs = weight.shape
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
-        return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type} is not rounded"
+        return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type} is not quantized"
     if outputs < _LEAST_OUTPUTS:
-        return f"it has {outputs} outputs, and fewer than {_LEAST_OUTPUTS} are not rounded"
+        return f"it has {outputs} outputs, and fewer than {_LEAST_OUTPUTS} are not quantized"
     if inputs % _INPUTS_OF:
-        return f"its {inputs} inputs are no multiple of {_INPUTS_OF}"
+        return f"the number of its inputs, {inputs}, is not a multiple of {_INPUTS_OF}"
     if rounding == "int4" and not _packs_lanes():
-        return "torch packs 4 bits in an order of its own on this processor"
+        return "torch packs 4 bits in a different order on this processor"
     return ""
 
 
-def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: Scratch) -> Linear:
-    """weight [out, in], for which `not_rounded` knows nothing, in so few bits; nothing of it is held."""
+def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: DequantizeScratch) -> Linear:
+    """Quantizes weight [out, in], for which `not_rounded` returns "". The layer keeps no reference to `weight`."""
     return Int8(weight, bias, scratch) if rounding == "int8" else Int4(weight, bias, scratch)
 
 
-class Scratch:
-    """Memory for what is needed only during one product, for all linears of a model: fresh memory costs page faults,
-    which are slower than what is written to it. Used by one thread."""
+class DequantizeScratch:
+    """Memory for dequantized tiles, shared by all linear layers of a model. New memory would cost page faults, which
+    are slower than writing to it. One thread may use it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns] of anything, until the next call."""
+        """Returns uninitialised memory [rows, columns], valid until the next call."""
         needed = rows * columns * dtype.itemsize
         if self._memory.nbytes < needed:
             self._memory = torch.empty(needed, dtype=torch.uint8)
@@ -73,9 +74,9 @@ class Scratch:
 
 
 class Int8:
-    """One scale for each output."""
+    """Linear layer in 8 bits, with one scale for each output."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: DequantizeScratch) -> None:
 
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
@@ -101,7 +102,7 @@ class Int8:
         return _finished(product, self._bias, x)
 
     def _widened(self, first: int, end: int) -> Tensor:
-        """[end - first, in]"""
+        """Dequantizes the outputs first … end - 1 to [end - first, in]."""
 
         weight = self._scratch.take(end - first, self.in_features, self._scales.dtype)
         from_8_bits(self._q[first:end].numpy(), _bits_of(self._scales[first:end]), _bits_of(weight))
@@ -109,9 +110,10 @@ class Int8:
 
 
 class Int4:
-    """A scale and a middle for each group of inputs of an output: about 4.5 bits a weight."""
+    """Linear layer in 4 bits, with a scale and a middle for each group of inputs of an output: about 4.5 bits a
+    weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Scratch) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: DequantizeScratch) -> None:
 
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
@@ -119,7 +121,7 @@ class Int4:
         self._group = next(group for group in _GROUPS if self.in_features % group == 0)
         padded = -(-self.out_features // LANES) * LANES
         self._packed = torch.empty(padded, self.in_features // 2, dtype=torch.uint8)
-        # Outputs that pad the last block are 0 whatever the input.
+        # Zero scales and middles make the outputs that pad the last block 0.
         self._scales = torch.zeros(self.in_features // self._group, padded, 2, dtype=weight.dtype)
         tile = max(LANES, _TILE // self.in_features // LANES * LANES)
         for first in range(0, padded, tile):
@@ -149,7 +151,7 @@ class Int4:
         return _finished(product, self._bias, x)
 
     def _widened(self, first: int, end: int) -> Tensor:
-        """[in, end - first, filled up to whole blocks]"""
+        """Dequantizes the outputs first … end - 1 to [in, end - first, padded to whole blocks]."""
 
         blocks = -(-(end - first) // LANES)
         packed = self._packed[first : first + blocks * LANES].view(blocks, self.in_features, LANES // 2)
@@ -160,7 +162,8 @@ class Int4:
 
 @functools.cache
 def _packs_lanes() -> bool:
-    """Whether torch packs 4-bit weights as `from_4_bits` reads them: that depends on the processor's vectors."""
+    """Returns whether torch packs 4-bit weights in the order that `from_4_bits` reads. That depends on the
+    processor's vector instructions."""
 
     outputs = torch.arange(2 * LANES, dtype=torch.int32)
     places = outputs % LANES
@@ -175,7 +178,7 @@ def _packs_lanes() -> bool:
 
 
 def _finished(product: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """product [rows, out] → […, out] as x is shaped, with the bias"""
+    """Adds the bias to product [rows, out], and reshapes it to […, out] by the shape of x."""
     if bias is not None:
         product = product + bias
     return product.reshape(*x.shape[:-1], product.shape[-1])

@@ -33,22 +33,24 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Measured with 8 KV heads of 128 and 5 of 64, in bfloat16 and float32, contexts of 512 to 16k positions."""
+    """Tuning parameters. Measured with 8 KV heads of 128 and 5 of 64, in bfloat16 and float32, contexts of 512 to
+    16k."""
 
     slice_bytes: int = 1 << 20  # of K, for a few rows; half and twice as much are within 10 %
-    chunk_slice_bytes: int = 16 << 20  # for many rows, which use what they read more than once
-    many_rows: int = 16  # new positions from which a chunk counts as that
+    chunk_slice_bytes: int = 16 << 20  # for many rows, which use a slice more than once
+    many_rows: int = 16  # new positions from which `chunk_slice_bytes` applies
     # Positions not read again; to save fewer, each decode reads a common prefix for itself.
     share_from: int = 192
     # Least and most rows of a band of a sliding window. Between them, as many as the window is wide: with more, most
     # of the edge is hidden from most of them.
     band_rows: tuple[int, int] = (64, 256)
-    split_positions: int = 256  # on CUDA devices: the least of a context that a program of its own attends to
+    # on CUDA devices: the fewest positions of a context that one program attends to
+    split_positions: int = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Positions that are staged together and attended in one call."""
+    """Range of positions that are staged together and attended in one call."""
 
     rows: tuple[int, ...]  # which decodes read it; a chunk's slices have none
     tokens: int
@@ -66,8 +68,8 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """Positions that some rows of a band see and others do not. Every row sees one at least: flash attention has no
-    log-sum-exp for a row that sees nothing."""
+    """Positions that some rows of a band see and others do not. Every row sees at least one of them, because flash
+    attention has no log-sum-exp for a row that sees no position."""
 
     part: Slice
     mask: Tensor  # [rows, part.tokens] float32, 0 where a row sees a position and -inf where not
@@ -75,22 +77,22 @@ class _Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Consecutive rows of a chunk that are attended together."""
+    """Band: consecutive rows of a chunk that are attended together."""
 
     rows: slice  # of the step
-    common: tuple[Slice, ...]  # what all its rows see before the first of them
+    common: tuple[Slice, ...]  # positions before the band that all its rows see
     edge: _Edge | None
-    causal: bool  # whether its rows see each other causally; if not, they are in the edge
+    causal: bool  # true: the rows see each other causally; false: the edge holds the band's own positions too
 
 
 Stage = Callable[[PoolRows, PoolRows, Slice], tuple[Tensor, Tensor]]
 
 
 class SlicedAttention:
-    """For K and V of equal dimensions on a CPU, without softcap.
+    """Attention backend for CPUs, for K and V of equal dimensions, without softcap.
 
-    `position_bytes` is K's size per position in the widest layer: it tells how many positions make a slice.
-    `stage` brings a slice of a layer's pool to where it is attended: see `Scratch.stage`.
+    `position_bytes`: bytes of K per position in the widest layer, which determine the positions of a slice.
+    `stage`: copies a slice of a layer's pool to the memory in which it is attended, see `Scratch.stage`.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class SlicedAttention:
         return [self._band(span, family, begin, end) for begin, end in pairwise(cuts)]
 
     def _cuts(self, span: Span, family: TokenFamily) -> list[int]:
-        """Positions at which the rows of a chunk are cut into bands."""
+        """Returns the positions at which the rows of a chunk are cut into bands."""
         match family:
             case FullAttention():
                 return []
@@ -130,7 +132,7 @@ class SlicedAttention:
                 assert_never(family)
 
     def _band(self, span: Span, family: TokenFamily, begin: int, end: int) -> _Band:
-        """The rows of the positions begin … end - 1."""
+        """Builds the band of the positions begin … end - 1."""
         first, last_first = family.tail_start(begin), family.tail_start(end - 1)
         rows = slice(span.row + begin - span.past, span.row + end - span.past)
         few = end - begin < self._tuning.many_rows
@@ -139,12 +141,12 @@ class SlicedAttention:
             return _Band(rows, tuple(self._slices((), span, first, begin, tokens)), None, True)
         if last_first >= begin:  # a window narrower than the band: nothing before the band is common
             return _Band(rows, (), self._edge(span, family, range(begin, end), end), False)
-        # The first position that all rows see is in the edge, so that none sees nothing there.
+        # The edge includes the first position that all rows see, so that every row sees a position there.
         edge = self._edge(span, family, range(begin, end), last_first + 1)
         return _Band(rows, tuple(self._slices((), span, last_first + 1, begin, tokens)), edge, True)
 
     def _edge(self, span: Span, family: TokenFamily, rows: range, until: int) -> _Edge:
-        """What the rows of these positions see before `until`."""
+        """Builds the edge: the positions before `until` that the rows see, with a mask."""
         starts = [family.tail_start(position) for position in rows]
         seen = torch.arange(starts[0], until)
         hidden = (seen < torch.tensor(starts)[:, None]) | (seen > torch.tensor(rows)[:, None])
@@ -152,7 +154,7 @@ class SlicedAttention:
         return _Edge(_slice((), slots_of(span.blocks, starts[0], until, self._block_size)), mask)
 
     def _slices(self, rows: tuple[int, ...], span: Span, first: int, end: int, tokens: int) -> list[Slice]:
-        """The positions first … end - 1 in equal slices of about so many."""
+        """Cuts the positions first … end - 1 into equal slices of about `tokens` positions."""
         if first >= end:
             return []
         slots = slots_of(span.blocks, first, end, self._block_size)
@@ -174,7 +176,7 @@ class SlicedAttention:
 
 def _slice(rows: tuple[int, ...], slots: Slots) -> Slice:
     first, tokens = int(slots[0]), len(slots)
-    # Cheap to refute: only slots whose ends are as far apart as a run's are looked at in full.
+    # A cheap test first: only slots whose ends are as far apart as those of a run are compared in full.
     adjoin = int(slots[-1]) - first == tokens - 1 and bool((slots[1:] - slots[:-1] == 1).all())
     return Slice(rows, tokens, first, None if adjoin else torch.from_numpy(slots))
 
@@ -185,15 +187,16 @@ def _level(slices: tuple[Slice, ...], decodes: int) -> _Level:
 
 
 class Scratch:
-    """Memory that slices are staged in: for each shape of layers, as much as the longest slice so far."""
+    """Memory in which slices are staged: for each shape of layers, as large as the longest slice until now."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def stage(self, keys: PoolRows, values: PoolRows, part: Slice) -> tuple[Tensor, Tensor]:
-        """keys and values [slots, kv_heads, head_dim] → [1, kv_heads, tokens, head_dim] of the slice.
+        """Copies a slice of keys and values [slots, kv_heads, head_dim]. Returns [1, kv_heads, tokens, head_dim]
+        each.
 
-        Valid until the next call: the memory is reused, which is the point of it.
+        The result is valid until the next call, because the memory is reused.
         """
         heads, dim = keys.shape[1:]
         dtype = keys.dtype if isinstance(keys, Tensor) else keys.read_as
@@ -212,7 +215,7 @@ class Scratch:
 
 
 def stage_into(source: PoolRows, part: Slice, staged: Tensor) -> Tensor:
-    """source [slots, kv_heads, dim] → `staged` [tokens, kv_heads, dim], holding the slice"""
+    """Copies the slice of source [slots, kv_heads, dim] to `staged` [tokens, kv_heads, dim]."""
     if not isinstance(source, Tensor):
         adjoining = slice(part.first_slot, part.first_slot + part.tokens)
         return source.read(adjoining if part.slots is None else part.slots, staged)
@@ -292,7 +295,8 @@ class _PagedStep:
 
     @staticmethod
     def _prefill(band: _Band, query: Tensor, key: Tensor, value: Tensor, context: _Context) -> Tensor:
-        """query [new, q_heads, head_dim], key and value [new, kv_heads, head_dim] → as the query"""
+        """Attends a band. query [new, q_heads, head_dim], key and value [new, kv_heads, head_dim]. Returns the
+        query's shape."""
         new, q_heads, head_dim = query.shape
         kv_heads = key.shape[1]
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # [1, heads, new, head_dim]
@@ -317,9 +321,10 @@ class _PagedStep:
     def _pieces(
         band: _Band, query: Tensor, key: Tensor, value: Tensor, context: _Context
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """[1, heads, new, head_dim] each → attention over each piece of what the band sees, and log-sum-exps.
+        """Attends a band [1, heads, new, head_dim] to each piece of its visible positions. Yields outputs and
+        log-sum-exps.
 
-        Their heads are [q_heads] or [kv_heads], with a group's rows side by side.
+        Their heads are [q_heads], or [kv_heads] with the rows of a group side by side.
         """
         if band.causal:
             yield _flash(query, key, value, 0.0, True, scale=context.scores.scale)
@@ -335,7 +340,7 @@ class _PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """One layer's K and V by slot, [slots, kv_heads, head_dim], and how to attend to slices of them."""
+    """K and V of one layer by slot, [slots, kv_heads, head_dim], and the functions that attend to slices of them."""
 
     keys: PoolRows
     values: PoolRows
@@ -343,24 +348,26 @@ class _Context:
     stage: Stage
 
     def attend(self, part: Slice, query: Tensor) -> tuple[Tensor, Tensor]:
-        """query [1, kv_heads, rows, head_dim] → the same shape, and its log-sum-exp [1, kv_heads, rows] float32"""
+        """Attends query [1, kv_heads, rows, head_dim] to a slice. Returns the same shape, and the log-sum-exp [1,
+        kv_heads, rows] float32."""
         keys, values = self.stage(self.keys, self.values, part)
         out, lse = _flash(query, keys, values, scale=self.scores.scale)
         return out, lse
 
     def attend_edge(self, edge: _Edge, query: Tensor) -> tuple[Tensor, Tensor]:
-        """query [1, q_heads, rows of the band, head_dim] → so as well"""
+        """Attends query [1, q_heads, rows of the band, head_dim] to an edge. Returns an output and a log-sum-exp like
+        `attend`."""
         keys, values = self.stage(self.keys, self.values, edge.part)
         out, lse = _flash(query, keys, values, attn_mask=edge.mask, scale=self.scores.scale)
         return out, lse
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of positions from attention over each. out [… , head_dim], lse [ … ]; in float32."""
+    """Merges attention over two sets of positions. out […, head_dim], lse […]; in float32."""
     weight = torch.sigmoid(more_lse - lse).unsqueeze(-1)
     return torch.lerp(out.float(), more.float(), weight), torch.logaddexp(lse, more_lse)
 
 
 def _weigh_against_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more score in the softmax's sum, with nothing to add to the result. out […, head_dim]"""
+    """Applies sinks: extra scores in the softmax's sum that add nothing to the result. out […, head_dim]"""
     return out * torch.sigmoid(lse - sinks).unsqueeze(-1)

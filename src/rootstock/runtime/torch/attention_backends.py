@@ -1,4 +1,4 @@
-"""Which way of attending serves which layer on which device, and which of them are compiled."""
+"""Attention backends: chooses for each layer and device, and compiles those that need it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rootstock.errors import InvalidOption
 from rootstock.kernels.api import Attention
 from rootstock.kernels.torch.gathered_attention import GatherAttention
-from rootstock.kernels.torch.latent_attention import LatentAttention, paged_latents
+from rootstock.kernels.torch.latent_attention import LatentAttention, sliced_latents
 from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TRITON_CAPABILITY = (8, 0)  # before it Triton has no matrix units, and the kernel spills its registers
+_TRITON_CAPABILITY = (8, 0)  # on older devices Triton uses no matrix units, and the kernel spills registers
 
-Kernel = Literal["paged", "gather", "latent", "triton"]  # which attends a layer
-# Kernels that are compiled for the device, and may fail to. Triton's attends alone; Numba's attends decodes on a CPU,
-# and leaves chunks to those that need no compiler.
+Kernel = Literal["sliced", "gather", "latent", "triton"]  # the backend of a layer
+# Backends that are compiled for the device; compiling may fail. Triton's attends all rows. Numba's attends decodes on
+# a CPU, and leaves prefill chunks to the backends that need no compiler.
 Compiled = Literal["triton", "numba"]
 
 
 class Attended(Protocol):
-    """What of a layer's shape tells how it is attended. `LayerShape` is one."""
+    """Attributes of a layer's shape that determine its attention backend. `LayerShape` has them."""
 
     @property
     def kind(self) -> str: ...
@@ -49,7 +49,7 @@ class Attended(Protocol):
 
 
 class Kernels:
-    """The ways of attending that these layers need. They keep scratch memory, so one thread uses them."""
+    """Attention backends that these layers need. They keep scratch memory, so only one thread may use them."""
 
     def __init__(
         self,
@@ -61,28 +61,28 @@ class Kernels:
     ) -> None:
         of_layers = [kernel_of(layer, device, compiled) for layer in layers]
         self.gather: Attention = GatherAttention(block_size, device)
-        self.paged: Attention | None = None
+        self.sliced: Attention | None = None
         self.latent: LatentAttention | None = None
         self.triton: TritonAttention | None = None
-        # The widest layer tells how many positions make a slice.
-        if "paged" in of_layers:
+        # The widest layer determines the number of positions of a slice.
+        if "sliced" in of_layers:
             widest = max(layer.kv_heads * layer.key_dim * layer.dtype.itemsize for layer in layers)
-            self.paged = SlicedAttention(block_size, widest, tuning)
+            self.sliced = SlicedAttention(block_size, widest, tuning)
         if "latent" in of_layers:
             widest = max(layer.bytes_per_token for layer in layers if layer.kind == "latent")
             self.latent = LatentAttention(block_size, device, widest, tuning)
         if "triton" in of_layers:
-            from rootstock.kernels.cuda.triton_attention import TritonAttention  # which not everybody has
+            from rootstock.kernels.cuda.triton_attention import TritonAttention  # triton may not be installed
 
             self.triton = TritonAttention(block_size, device, (tuning or Tuning()).split_positions)
         if compiled == "numba":
-            from rootstock.kernels.cpu.attention import NumbaAttention  # as well
+            from rootstock.kernels.cpu.attention import NumbaAttention  # numba may not be installed
 
             self.gather = NumbaAttention(block_size, self.gather)
-            if self.paged is not None:
-                self.paged = NumbaAttention(block_size, self.paged)
+            if self.sliced is not None:
+                self.sliced = NumbaAttention(block_size, self.sliced)
             if any(layer.kind == "latent" and layer.dtype == torch.float32 for layer in layers):
-                beside = paged_latents(block_size, widest, tuning)
+                beside = sliced_latents(block_size, widest, tuning)
                 self.latent = LatentAttention(
                     block_size, device, attention=NumbaAttention(block_size, beside, latents=True)
                 )
@@ -93,15 +93,16 @@ def kernel_of(layer: Attended, device: torch.device, compiled: Compiled | None) 
         return "latent"
     if layer.kind == "plain" and compiled == "triton":
         return compiled
-    # What torch's flash attention for CPUs can do.
+    # The limits of torch's flash attention for CPUs.
     fits_flash = layer.key_dim == layer.value_dim and not layer.softcap and device.type == "cpu"
-    return "paged" if layer.kind == "plain" and fits_flash else "gather"
+    return "sliced" if layer.kind == "plain" and fits_flash else "gather"
 
 
 def compiled_for(device: torch.device, asked: str = "auto") -> Compiled | None:
-    """The compiled kernel that fits a device, by --attention. Where one would and cannot be had, the log says so.
+    """Returns the compiled backend for a device, by --attention. Logs a warning if it is missing where it would be
+    used.
 
-    Raises InvalidOption if Numba was asked for and cannot be had.
+    Raises InvalidOption if Numba is requested and missing.
     """
     match device.type:
         case "cpu" if asked != "torch":
@@ -122,7 +123,7 @@ def compiled_for(device: torch.device, asked: str = "auto") -> Compiled | None:
 def _triton_for(device: torch.device) -> Compiled | None:
     missing = None
     if torch.cuda.get_device_capability(device) < _TRITON_CAPABILITY:
-        missing = "{}.{} is the least compute capability that it is made for".format(*_TRITON_CAPABILITY)
+        missing = "its compute capability is below {}.{}, which the kernel needs".format(*_TRITON_CAPABILITY)
     elif importlib.util.find_spec("triton") is None:
         missing = "triton is not installed"
     if missing is None:
@@ -132,7 +133,7 @@ def _triton_for(device: torch.device) -> Compiled | None:
 
 
 def compile_for(dtypes: set[torch.dtype]) -> None:
-    """Compiles Numba's loops for pools of these dtypes, or loads them: seconds the first time, then tenths."""
+    """Compiles or loads Numba's loops for pools of these dtypes. Takes seconds the first time, then tenths."""
     from rootstock.kernels.cpu.attention import compile_loops, has_loops_for
 
     for dtype in dtypes:
@@ -142,12 +143,12 @@ def compile_for(dtypes: set[torch.dtype]) -> None:
 
 @cache
 def _numba_missing() -> str | None:
-    """Why Numba is of no use here, said once in the log; None: it is."""
+    """Returns the reason why Numba is missing, which is logged once; None if it can be imported."""
     try:
         import rootstock.kernels.cpu.attention  # noqa: F401
     except ImportError as failure:
         _log.warning(
-            "Attention runs on torch alone, which takes 2 to 4 times as long for decodes: "
+            "Attention runs on torch alone, and decodes take 2 to 4 times as long: "
             "Numba cannot be imported (%s)",
             failure,
         )

@@ -1,17 +1,18 @@
-"""Decodes as CUDA graphs: a step of one token per sequence is recorded once and then replayed with other contents.
+"""CUDA graphs for decodes: a step of one token per sequence is recorded once and replayed with other contents.
 
-A small model's decode is hundreds of kernels of a few microseconds, and launching them takes longer than running
-them. A graph is launched at once. It repeats what was recorded on the memory that was recorded, so
+A small model's decode is hundreds of kernels of a few microseconds each. Launching them takes longer than running
+them. A graph needs one launch. It repeats the recorded kernels on the recorded memory, which has two consequences:
 
-- all that differs from step to step (tokens, positions, slots, block tables) is in tensors of its own that are filled
-  before a replay, and nothing else of a step may come from the host: only models all of whose layers are attended by
-  Triton are recorded, without recurrent states and without modules that run one sequence at a time;
-- there is a graph for each of a few batch sizes. A smaller batch is filled up with its last sequence again, which
-  writes to its slot what is written there anyway.
+- All contents that differ from step to step (tokens, positions, slots, block tables) are in separate tensors that are
+  filled before a replay. Nothing else of a step may come from the host. Only models whose layers are all attended by
+  Triton are recorded, without recurrent states and without modules that run one sequence at a time.
+- There is a graph for each of a few batch sizes. A smaller batch is padded by repeating its last sequence, which
+  writes the same K and V to the same slot again.
 
-Code that waits for the device, or looks at a number on it, cannot be recorded and raises. A number that was looked at
-on the host would be replayed as it was: so each graph is compared with the plain forward, on contents that change,
-while the pools hold nothing yet. Whatever raises or differs, decodes are run as all other steps, and the log says so.
+Code that waits for the device or reads a number from it cannot be recorded and raises. Code that reads a number on
+the host only would replay with the old number. Each graph is therefore compared with the plain forward, on changing
+contents, while the pools are still empty. If anything raises or differs, decodes run like all other steps, and a
+warning is logged.
 """
 
 from __future__ import annotations
@@ -40,40 +41,40 @@ _log = logging.getLogger(__name__)
 
 _MOST_DECODES = 64
 _CHECKED_STEPS = 3
-# Largest difference of a logit, in standard deviations. The kernels are the same, and a batch that is filled up is
-# rounded otherwise at most; a wrong row is off by several.
+# Largest allowed difference of a logit, in standard deviations. The kernels are the same; a padded batch may round
+# differently. A wrong row is off by several standard deviations.
 _ALLOWED = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 
 Forward = Callable[[Sequence[Segment]], Logits]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function → what repeats it, and the tensor that holds its result then."""
+"""Records a function. Returns a function that replays it, and the tensor that then holds its result."""
 
 
 class DecodeGraphs:
-    """Made by `record_decodes`. Owned by one thread."""
+    """CUDA graphs of decodes, one for each batch size. Made by `record_decodes`; owned by one thread."""
 
     def __init__(self, graphs: dict[int, _DecodeGraph], longest: int) -> None:
         self._graphs = graphs
         self._longest = longest
 
     def fits(self, segments: Sequence[Segment]) -> bool:
-        """Whether this step can be replayed: one token of each sequence, and all of them scored."""
+        """Returns whether this step can be replayed: one token of each sequence, with logits for each."""
         return len(segments) <= max(self._graphs) and all(
             len(s.tokens) == s.logits_to_keep == 1 and s.past < self._longest for s in segments
         )
 
     def forward(self, segments: Sequence[Segment]) -> Logits:
-        """[segments, vocab]"""
+        """Replays a step. Returns logits [segments, vocab]."""
         return self._graphs[size_for(len(segments), list(self._graphs))].forward(segments)
 
 
 def record_decodes(
     model: nn.Module, served: Served, pool: TorchPool, blocks: int, plain: Forward
 ) -> DecodeGraphs | None:
-    """Graphs for batches of up to 64, or fewer if the pools are small; None if they cannot be had.
+    """Records graphs for batches of up to 64 sequences, or fewer if the pools are small. Returns None if that fails.
 
-    Writes to the pools, so nothing may be in them. `blocks`: of the smallest family's pool. `plain`: the forward that
-    they must equal.
+    It writes to the pools, so they must be empty. `blocks`: number of blocks of the smallest family's pool. `plain`:
+    the forward that the graphs must equal.
     """
     unfit = unfit_for_graphs(pool)
     if unfit is not None:
@@ -81,13 +82,13 @@ def record_decodes(
         return None
     try:
         return _recorded(model, served, pool, blocks, plain, cuda_capture(pool.device))
-    except Exception as failure:  # whatever the model's code does that cannot be recorded
+    except Exception as failure:  # the model's own code may raise anything if it cannot be recorded
         _log.warning("Decodes run without CUDA graphs: %s", str(failure).strip().split("\n", 1)[0])
         return None
 
 
 def unfit_for_graphs(pool: TorchPool) -> str | None:
-    """Why a model's steps depend on the host by more than what is filled in; None: they do not."""
+    """Returns the reason why steps of this model cannot be replayed; None if they can."""
     if pool.states is not None:
         return "the model has recurrent states"
     if any(layer.kernel != "triton" for layer in pool.layers.values()):
@@ -96,7 +97,7 @@ def unfit_for_graphs(pool: TorchPool) -> str | None:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Of the graphs, largest first: they share memory, which the first one takes."""
+    """Returns the batch sizes of the graphs, largest first: graphs share memory, and the first allocates it."""
     return [1 << power for power in reversed(range(max(0, most).bit_length()))]
 
 
@@ -115,11 +116,11 @@ def cuda_capture(device: torch.device) -> Capture:
         aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
-            for _ in range(2):  # kernels are compiled, and libraries take the memory that they keep
+            for _ in range(2):  # warm-up: kernels are compiled, and libraries allocate their workspaces
                 step()
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # The tiers' threads may use the device meanwhile.
+        # "thread_local", because the tiers' threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             out = step()
         return graph.replay, out
@@ -130,7 +131,8 @@ def cuda_capture(device: torch.device) -> Capture:
 def _recorded(
     model: nn.Module, served: Served, pool: TorchPool, blocks: int, plain: Forward, capture: Capture
 ) -> DecodeGraphs:
-    """Raises what cannot be recorded raises, or RuntimeError if a graph differs."""
+    """Records and compares all graphs. Raises the error of code that cannot be recorded, or RuntimeError if a graph
+    differs."""
     layout, longest = served.layout, served.description.context_limit
     allowed = _ALLOWED[served.description.dtype]
     each = -(-_CHECKED_STEPS // pool.block_size)  # blocks of a sequence in the check
@@ -149,7 +151,7 @@ def _recorded(
 
 
 def _trial_steps(pool: TorchPool, size: int, each: int, vocab_size: int) -> list[list[Segment]]:
-    """A few steps of so many sequences that start, in blocks that lie otherwise in each family."""
+    """Returns a few steps of `size` new sequences, in blocks that lie differently in each family."""
     random = np.random.default_rng(size)
     places = [random.permutation(size * each).astype(np.int32).reshape(size, each) for _ in pool.families]
     return [
@@ -164,7 +166,7 @@ def _trial_steps(pool: TorchPool, size: int, each: int, vocab_size: int) -> list
 
 
 class _DecodeGraph:
-    """One batch size: the tensors that a replay reads, and the graph."""
+    """CUDA graph of one batch size, and the tensors that a replay reads."""
 
     def __init__(
         self, model: nn.Module, calling: Calling, pool: TorchPool, size: int, longest: int, capture: Capture
@@ -182,7 +184,7 @@ class _DecodeGraph:
         self._replay, self._logits = capture(self._step)
 
     def forward(self, segments: Sequence[Segment]) -> Logits:
-        """[segments, vocab]"""
+        """Replays a step. Returns logits [segments, vocab]."""
         batch = filled_up(segments, self._size)
         numbers, tables = decode_inputs(batch, len(self._pool.families), self._pool.block_size)
         self._numbers.copy_(torch.from_numpy(numbers))
@@ -192,7 +194,7 @@ class _DecodeGraph:
         return logits
 
     def _step(self) -> Tensor:
-        """What is recorded. [size, vocab] float32"""
+        """Computes the step that is recorded. Returns logits [size, vocab] float32."""
         ids, positions, slots = self._numbers[0], self._numbers[1], self._numbers[2:]
         once = torch.ones_like(self._rows)
         records = torch.stack([self._rows, self._rows, positions, once, self._rows], 1).to(torch.int32)
@@ -209,8 +211,9 @@ class _DecodeGraph:
 def decode_inputs(
     segments: Sequence[Segment], families: int, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """For one token each: int64 [2 + families, segments] ids, positions and each family's slots; int32 [families,
-    segments, blocks] block tables as long as the longest sequence's, zeros behind the others."""
+    """Builds the inputs for one token per segment: int64 [2 + families, segments] with ids, positions and each
+    family's slots, and int32 [families, segments, blocks] block tables, padded with zeros to the longest sequence's
+    length."""
     past = np.array([segment.past for segment in segments], np.int64)
     numbers = np.empty((2 + families, len(segments)), np.int64)
     numbers[0] = [segment.tokens[0] for segment in segments]
@@ -226,12 +229,13 @@ def decode_inputs(
 
 
 class _StaticCache(PackedCache):
-    """A packed step whose contents are on the device alone."""
+    """Cache of a packed step whose contents are only on the device."""
 
     def __init__(
         self, pool: TorchPool, slots: list[Tensor], steps: list[StepAttention], offsets: Tensor
     ) -> None:
-        """slots: int64 [tokens] of each family; offsets: int64 [tokens] what makes a row's number its position"""
+        """Takes slots int64 [tokens] of each family, and offsets int64 [tokens], which are added to a row's number to
+        get its position"""
         StepCache.__init__(self)
         self._pool = pool
         self._slots = slots

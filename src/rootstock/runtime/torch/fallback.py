@@ -1,11 +1,12 @@
-"""How a model is run, from best to last resort. The self-check of each rung decides whether to step down.
+"""Execution modes of a model, from best to last resort. The self-check of each mode decides whether to fall back.
 
 - packed: one forward a step, for all sequences
-- packed, token-wise mixers: so, but recurrent layers continue a state one token at a time, since the multi-token path
-  of some ignores what they stored
+- packed, token-wise mixers: packed, but recurrent layers continue a state one token at a time, because the
+  multi-token path of some layers ignores the stored state
 - one sequence per forward: the model's own attention and masks on K and V gathered from the pool
 
-A packed rung is tried with the kernel that is compiled for the device, if there is one, and then without.
+A packed mode is tried first with the attention backend that is compiled for the device, if there is one, then
+without.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that gives the right answers, and what it needs for that. The model is left as this rung needs it."""
+    """Model that passed the self-check, and its configuration. The model is left in its execution mode."""
 
     layout: Layout
     description: ModelDescription
-    compiled: Compiled | None = None  # the kernel that is not torch's own
+    compiled: Compiled | None = None  # the compiled attention backend; None: torch's operations only
     fusion: Fusion = NOTHING_FUSED
 
 
-def climb(
+def choose_mode(
     model: nn.Module,
     found: Surveyed,
     context_limit: int,
@@ -53,20 +54,21 @@ def climb(
     progress: Callable[[float], None],
     compiled: Compiled | None = None,
 ) -> Served:
-    """The best rung whose answers are right. Raises ModelUnsupported or SelfCheckFailed if there is none."""
-    rungs: list[Rung] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
+    """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
+    does."""
+    modes: list[Rung] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
     if not found.states:
-        rungs.remove("packed, token-wise mixers")
+        modes.remove("packed, token-wise mixers")
     failures: list[Exception] = []
-    refused: Rung | None = None  # on which the compiled kernel did not do
-    for rung, kernel, fuses in _tries(rungs, compiled):
+    refused: Rung | None = None  # the mode in which the compiled backend failed
+    for mode, kernel, fuses in _attempts(modes, compiled):
         try:
-            layout = _put_on(rung, model, found, context_limit)
+            layout = _set_mode(mode, model, found, context_limit)
             fusion = _fuse(model, found, context_limit) if fuses else NOTHING_FUSED
             if fuses and not fusion.parts:
                 undo_parts(model)
-                continue  # the next try is the same
-            served = Served(layout, replace(describe(layout), rung=rung), kernel, fusion)
+                continue  # the next attempt is the same
+            served = Served(layout, replace(describe(layout), rung=mode), kernel, fusion)
             remark = self_check(
                 model,
                 layout.calling,
@@ -76,13 +78,13 @@ def climb(
             ).remark
         except (InvalidOption, *OutOfMemory):
             raise
-        except Exception as failure:  # whatever the model's own code raises where it meets ours
+        except Exception as failure:  # the model's own code may raise anything when it meets the hooks
             undo_parts(model)
             undo_fusion(model)
             failures.append(failure)
-            refused = rung if kernel is not None else refused
+            refused = mode if kernel is not None else refused
             continue
-        if refused == rung and kernel is None:
+        if refused == mode and kernel is None:
             _log.warning(
                 "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
             )
@@ -92,34 +94,36 @@ def climb(
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
         last = disagreements[-1]
-        raise SelfCheckFailed(name, last.figure, last.allowed, last.what) from last
+        raise SelfCheckFailed(name, last.figure, last.allowed, last.quantity) from last
     raise ModelUnsupported(name, "; ".join(dict.fromkeys(map(_reason, failures)))) from failures[-1]
 
 
-def _tries(rungs: Sequence[Rung], compiled: Compiled | None) -> Iterator[tuple[Rung, Compiled | None, bool]]:
-    """(rung, kernel, whether with the fused forms of the model's parts), from best to last resort."""
-    for rung in rungs:
-        if rung != "one sequence per forward":
+def _attempts(
+    modes: Sequence[Rung], compiled: Compiled | None
+) -> Iterator[tuple[Rung, Compiled | None, bool]]:
+    """Yields (mode, compiled backend, whether the model's parts are fused), from best to last resort."""
+    for mode in modes:
+        if mode != "one sequence per forward":
             if compiled == "triton":
-                yield rung, compiled, False
-            elif compiled == "numba":  # what is fused is for CPUs, and so is this
-                yield rung, compiled, True
-                yield rung, compiled, False
-            yield rung, None, True
-        yield rung, None, False
+                yield mode, compiled, False
+            elif compiled == "numba":  # fused parts are for CPUs, like this backend
+                yield mode, compiled, True
+                yield mode, compiled, False
+            yield mode, None, True
+        yield mode, None, False
 
 
 def _fuse(model: nn.Module, found: Surveyed, context_limit: int) -> Fusion:
     try:
         from rootstock.runtime.torch.fusion.find import fuse
-    except ImportError:  # no Numba here: the kernels say so
+    except ImportError:  # Numba is missing; attention_backends logs it
         return NOTHING_FUSED
     return fuse(model, found, next(model.parameters()).device, context_limit)
 
 
-def _put_on(rung: Rung, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
-    """Makes the model run as this rung says. Raises LayerUnsupported if it cannot."""
-    if rung == "one sequence per forward":
+def _set_mode(mode: Rung, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
+    """Makes the model run in this mode. Raises LayerUnsupported if it cannot."""
+    if mode == "one sequence per forward":
         use_attention(model, "eager")
         return sequential_layout(found)
     if not model._can_set_attn_implementation():  # type: ignore[operator]
@@ -130,7 +134,7 @@ def _put_on(rung: Rung, model: nn.Module, found: Surveyed, context_limit: int) -
     use_attention(model, IMPLEMENTATION)
     device = next(model.parameters()).device
     layout = probe_packed(model, found, device, context_limit)
-    if rung == "packed" and found.states:
+    if mode == "packed" and found.states:
         refuse_forgetful_mixers(model, found, device, context_limit)
     return layout
 

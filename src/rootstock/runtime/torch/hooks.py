@@ -1,14 +1,14 @@
-"""Our pool under a transformers model, by public hooks and without touching the model's code.
+"""Hooks that put the pool under a transformers model, through its public interfaces and without changing its code.
 
     cache       `update` of the step's cache writes the new K and V to the pool, marks both tensors, returns them
     mask        a model's own create_*_mask gives the pattern (mask_pattern.py); no mask tensor is ever built
     attention   the marks on K and V lead to the step and the layer; the kernel reads the pool
-    expand_kv   latents (MLA) that carry our marks are not expanded; attention reads them with absorbed weights
+    expand_kv   latents (MLA) that carry the marks are not expanded; attention reads them with absorbed weights
 
-The marks make the hooks free of ambient state. They are also the proof that K and V reached attention unchanged:
-whatever a model does to them in between (splitting heads, repeating them) makes a tensor without a mark. That is
-refused rather than attended to wrongly, unless the module runs one sequence at a time (module_parts.py) and so has
-all of its K and V at hand. Both tensors are checked, since some models change only one.
+Because of the marks the hooks need no ambient state. The marks also prove that K and V reached attention unchanged:
+any operation in between (splitting heads, repeating them) makes a tensor without a mark. Such a layer is refused
+rather than attended wrongly, unless its module runs one sequence at a time (module_parts.py) and so has all of its K
+and V at hand. Both tensors are checked, because some models change only one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
 
 _MARK = "_rootstock"
 
-# What models pass to attention and what changes nothing in it, or is said by the mask as well.
+# Arguments of attention that change nothing, or that repeat the mask's pattern.
 HARMLESS = {
     "cache_position",
     "is_causal",
@@ -44,7 +44,7 @@ HARMLESS = {
 
 
 class LayerUnsupported(Exception):
-    """A layer does what the hooks cannot serve. The loader turns it into ModelUnsupported."""
+    """Error: a layer does something that the hooks do not support. The loader turns it into ModelUnsupported."""
 
     def __init__(self, reason: str, *, module: str | None = None, layer: int | None = None) -> None:
         where = [] if layer is None else [f"layer {layer}"]
@@ -53,7 +53,7 @@ class LayerUnsupported(Exception):
 
 
 class MarkedLayer(Protocol):
-    """What the mark on K and V leads to: one layer within one forward."""
+    """Layer within one forward, to which the mark on its K and V leads."""
 
     def attend(
         self,
@@ -65,8 +65,11 @@ class MarkedLayer(Protocol):
         scores: Scores,
         extra: dict[str, Any],
     ) -> Tensor:
-        """query [1, q_heads, tokens, head_dim], key and value [1, kv_heads, tokens, …] as `update` gave them
-        → [1, tokens, q_heads, value_dim]; `extra` is what else the model passed to attention."""
+        """Attends query [1, q_heads, tokens, head_dim] to key and value [1, kv_heads, tokens, …] as returned by
+        `update`.
+
+        Returns [1, tokens, q_heads, value_dim]. `extra`: further arguments that the model passes to attention.
+        """
         ...
 
 
@@ -76,19 +79,19 @@ def mark(key: Tensor, value: Tensor, layer: MarkedLayer) -> None:
 
 
 def marked(key: Tensor, value: Tensor) -> MarkedLayer | None:
-    """The layer, if both are what it gave to the model."""
+    """Returns the layer whose mark both tensors carry, or None."""
     layer: MarkedLayer | None = getattr(key, _MARK, None)
     return layer if getattr(value, _MARK, None) is layer else None
 
 
 class Unexpanded:
-    """In place of a module's `expand_kv`: latents that carry our marks stay as they are, all others are expanded."""
+    """Replacement of a module's `expand_kv`: leaves latents with marks as they are and expands all others."""
 
     def __init__(self, module: nn.Module) -> None:
         self.expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv  # type: ignore[assignment]
 
     def __call__(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim]: no heads yet"""
+        """Takes latent [1, 1, tokens, rank] and rotary [1, 1, tokens, rotary_dim], which have no heads yet."""
         if marked(latent, rotary) is None:
             return self.expand(latent, rotary)
         return latent, rotary
@@ -99,8 +102,8 @@ def keeps_latents(module: nn.Module) -> bool:
 
 
 def expansion(module: nn.Module) -> Tensor:
-    """[q_heads, nope_dim + value_dim, rank] the weight that expands latents, by head: of each its part of the keys,
-    then its values. Raises LayerUnsupported for a module that expands them in another way."""
+    """Returns the weight that expands latents, [q_heads, nope_dim + value_dim, rank]: for each head its part of the
+    keys, then its values. Raises LayerUnsupported for a module that expands latents differently."""
     linear = getattr(module, "kv_b_proj", None)
     nope_dim, value_dim = getattr(module, "qk_nope_head_dim", None), getattr(module, "v_head_dim", None)
     if (
@@ -109,13 +112,13 @@ def expansion(module: nn.Module) -> Tensor:
         or not nope_dim
         or not value_dim
     ):
-        raise LayerUnsupported("expands latents in a way of its own", module=type(module).__name__)
+        raise LayerUnsupported("expands latents in an unknown way", module=type(module).__name__)
     weight: Tensor = linear.weight.view(-1, nope_dim + value_dim, linear.in_features)
     return weight
 
 
 class RunsAlone(Protocol):
-    """What stands in a module's `forward` if it is run one sequence at a time, on dense K and V and a real mask."""
+    """Replacement of the `forward` of a module that runs one sequence at a time, on dense K and V and a real mask."""
 
     alone: bool
 
@@ -136,7 +139,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface; parameter names are its own. Dropout is 0 outside training."""
+    """Implements transformers' attention interface, whose parameter names it uses. Dropout is 0 outside training."""
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     layer = marked(key, value)
     if layer is not None:
@@ -159,7 +162,7 @@ def _attend_alone(
     scores: Scores,
     extra: dict[str, Any],
 ) -> Tensor:
-    """One sequence with all of its K and V, and with what exotic attention adds: a bias, or the keys it chose."""
+    """Attends one sequence with all of its K and V, a bias if given, and only the keys that the module chose."""
     chosen, bias = extra.get("indices"), extra.get("position_bias")
     refuse_unknown(module, {name: extra[name] for name in extra if name not in ("indices", "position_bias")})
     if not isinstance(mask, Tensor):
@@ -168,7 +171,7 @@ def _attend_alone(
         )
     end = key.shape[2]
     allowed = mask[0, :, :, :end]  # [1 or q_heads, new, end]
-    if allowed.dtype != torch.bool:  # what hides a position is added to its score
+    if allowed.dtype != torch.bool:  # a mask in numbers is added to the scores
         bias = allowed if bias is None else allowed + bias[0]
         allowed = torch.ones(allowed.shape[-2:], dtype=torch.bool, device=key.device)
     elif bias is not None:
@@ -195,10 +198,11 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """What a model sees as its cache for one forward: it owns nothing, and says no more than it is asked.
+    """Cache object that a model gets for one forward. It owns nothing and implements only the methods that the hooks
+    need.
 
-    Positions are given to the model explicitly, so the model as a whole is told a length of 0. Who keeps what
-    (`update`, states, indexer keys) is up to the subclass; the rest is refused here.
+    Positions are passed to the model explicitly, so the cache reports a length of 0. Subclasses implement what they
+    keep (`update`, states, indexer keys); everything else is refused here.
     """
 
     def __init__(self) -> None:
@@ -214,14 +218,14 @@ class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # transformers' word for "no limit"
+        return -1  # transformers' value for "no limit"
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         layer = next((a for a in (*args, *kwargs.values()) if isinstance(a, int)), None)
-        raise LayerUnsupported("keeps something that this cache does not keep", layer=layer)
+        raise LayerUnsupported("keeps state that this cache does not support", layer=layer)
 
     update = update_indexer = has_previous_state = _refuse
     get_conv_state = update_conv_state = _refuse

@@ -1,4 +1,4 @@
-"""The pools as torch tensors: what every layer keeps per position, by slot, and the slots of recurrent states."""
+"""Pools as torch tensors: K and V of every layer by slot, and the slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "plain",  # K and V reach attention as they were given to the cache
-    "latent",  # of all heads together (MLA): attended with absorbed weights
-    "alone",  # its module is run one sequence at a time, on dense K and V
+    "latent",  # latents of all heads together (MLA), attended with absorbed weights
+    "alone",  # the module runs one sequence at a time, on dense K and V
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps of one position, as a probe of the model saw it."""
+    """Tensors that one attention layer keeps of a position, as a probe of the model observed them."""
 
     index: int  # the layer's number in the model
     module: str  # class of the attention module
@@ -42,19 +42,19 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     softcap: bool = False  # scores pass a tanh
-    indexer_dim: int = 0  # of one more key, by which the layer chooses what to attend to
+    indexer_dim: int = 0  # of an additional key, by which the layer chooses positions to attend to
     indexer_dtype: torch.dtype = torch.float32
-    is_rounded: bool = False  # K and V are kept in 8 bits, with a scale for each head
+    is_rounded: bool = False  # K and V are quantized to int8, with a scale for each head
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """Of K and V in the pool."""
+        """Returns the dtype of K and V in the pool."""
         return torch.int8 if self.is_rounded else self.dtype
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """What is kept of one position: K, V, the scales of both if they are rounded, and the indexer's key if there
-        is one."""
+        """Returns shape and dtype of the tensors of one position: K, V, the scales of both if they are quantized, and
+        the indexer's key if there is one."""
         kept: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((self.kv_heads, self.key_dim), self.kept_dtype),
             ((self.kv_heads, self.value_dim), self.kept_dtype),
@@ -69,11 +69,11 @@ class LayerShape:
 
 
 class LayerMemory:
-    """One layer's rows of its family's pool, by slot.
+    """Rows of one layer in its family's pool, by slot.
 
-    keys     [blocks · block_size, kv_heads, key_dim]; of latents the latents themselves, [… , 1, rank]
-    values   [blocks · block_size, kv_heads, value_dim]; of latents the rotary keys, [… , 1, rotary_dim]
-    indexer  [blocks · block_size, indexer_dim] or nothing
+    keys     [blocks · block_size, kv_heads, key_dim]; with latents the latents, [… , 1, rank]
+    values   [blocks · block_size, kv_heads, value_dim]; with latents the rotary keys, [… , 1, rotary_dim]
+    indexer  [blocks · block_size, indexer_dim] or None
     """
 
     __slots__ = ("family", "indexer", "kernel", "keys", "lazy", "values")
@@ -86,7 +86,7 @@ class LayerMemory:
         device: torch.device,
         loops: RoundingLoops | None = None,
     ) -> None:
-        """`loops` round what is written and widen what is read, if it is; without them torch does."""
+        """Uses `loops` to quantize and dequantize rows if the layer is quantized; without them it uses torch."""
         self.family = shape.family
         self.kernel: Kernel = kernel
         self.lazy = [LazyRows((slots, *kept), dtype, device) for kept, dtype in shape.tensors]
@@ -102,8 +102,10 @@ class LayerMemory:
         return [memory.tensor for memory in self.lazy]
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """slots [tokens] int64, key and value [tokens, kv_heads, …] → both as they are read from now on, by this step
-        as well: what comes out does not depend on how a prompt is cut into steps"""
+        """Writes key and value [tokens, kv_heads, …] to slots [tokens] int64. Returns both as the pool holds them.
+
+        The step attends to the returned rows. The result then does not depend on how a prompt is cut into steps.
+        """
         return self._written(self.keys, slots, key), self._written(self.values, slots, value)
 
     @staticmethod
@@ -115,9 +117,9 @@ class LayerMemory:
 
 
 class TorchPool:
-    """A pool for each family: blocks of `block_size` positions in its layers, or slots of states.
+    """Pools of all families: blocks of `block_size` positions in a family's layers, or slots of states.
 
-    Owned by one thread. Raises InvalidOption if the device has not that much.
+    Owned by one thread. Raises InvalidOption if the device has too little memory.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class TorchPool:
         }
         slots = [n for n, family in zip(rows, families, strict=True) if isinstance(family, RecurrentState)]
         self.states = StatePool(states, slots[0], device) if slots else None
-        # Of each family in the order in which a row's bytes are given out: by the layer's number, then as in
+        # For each family, memories in the byte order of a row: by the layer's number, then as in
         # `LayerShape.tensors`.
         self._memories = [
             [
@@ -164,7 +166,7 @@ class TorchPool:
             for number in range(len(self.families))
         ]
         if self.states is not None:
-            self._memories.append(self.states.memories)  # states come after all that have blocks
+            self._memories.append(self.states.memories)  # the state family comes after those with blocks
         self._in_host_memory = device.type == "cpu"
 
     def apply(self, plan: Plan) -> None:
@@ -177,18 +179,18 @@ class TorchPool:
             self.states.copy(plan.states)
 
     def read(self, part: RowPart) -> list[HostBytes]:
-        """A copy, in one allocation, which ends with the last of its buffers."""
+        """Copies a row to the host, in one allocation, of which the buffers are views."""
         first, end = self._rows(part)
         memories = self._memories[part.family]
         if self._in_host_memory:
             joined = np.concatenate([memory.host_bytes(first, end) for memory in memories])
         else:
-            # Joined on the device: one transfer costs less than many small ones.
+            # Joined on the device, because one transfer costs less than many small ones.
             joined = torch.cat([memory.device_bytes(first, end) for memory in memories]).cpu().numpy()
         return self._divided(joined, part)
 
     def buffers(self, part: RowPart) -> list[HostBytes]:
-        """On a CPU the row's own memory; elsewhere staging on the host, pinned for CUDA, which is the caller's."""
+        """Returns the row's own memory on a CPU; otherwise new staging memory on the host, pinned for CUDA."""
         first, end = self._rows(part)
         if self._in_host_memory:
             return [memory.host_bytes(first, end) for memory in self._memories[part.family]]
@@ -197,7 +199,7 @@ class TorchPool:
         return self._divided(staging.numpy(), part)
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
-        """The buffers may be dropped or written again once this returns."""
+        """Copies filled buffers to the row. Afterwards they may be dropped or reused."""
         if self._in_host_memory:
             return
         first, end = self._rows(part)
@@ -205,8 +207,8 @@ class TorchPool:
             memory.device_bytes(first, end).copy_(torch.from_numpy(buffer))
 
     def _rows(self, part: RowPart) -> tuple[int, int]:
-        """(first, end) of the tensors' rows: slots of a block, or one state."""
-        row = int(part.row)  # as a block table gives it, offsets in bytes would overflow 32 bits
+        """Returns (first, end), the rows of the tensors: the slots of a block, or one state."""
+        row = int(part.row)  # block tables hold int32, in which byte offsets would overflow
         if part.family == len(self.families):
             assert part.tokens == 0, "a state is whole"
             return row, row + 1
@@ -215,7 +217,7 @@ class TorchPool:
         return first, first + part.tokens
 
     def _divided(self, joined: HostBytes, part: RowPart) -> list[HostBytes]:
-        """Views of it, one for each memory."""
+        """Returns views of `joined`, one for each memory."""
         first, end = self._rows(part)
         buffers, offset = [], 0
         for memory in self._memories[part.family]:
@@ -225,7 +227,7 @@ class TorchPool:
         return buffers
 
     def _give_back(self, returned: RowsReturned) -> None:
-        if returned.family == len(self.families):  # states come after all that have blocks
+        if returned.family == len(self.families):  # the state family comes after those with blocks
             assert self.states is not None
             self.states.give_back(returned.rows)
             return
@@ -235,7 +237,8 @@ class TorchPool:
                     memory.give_back(returned.rows, self.block_size)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        """In one family. As if one after the other: a block just written may be the source of the next copy."""
+        """Copies blocks of one family, with the result of copying in sequence: a target may be a later copy's
+        source."""
         together: list[BlockCopy] = []
         for copy in copies:
             if any(copy.source == earlier.target for earlier in together):
@@ -263,13 +266,13 @@ class TorchPool:
 def _loops_for(shape: LayerShape) -> RoundingLoops | None:
     if not shape.is_rounded:
         return None
-    from rootstock.kernels.cpu.kv_quantization import DTYPES, RoundingLoops  # which not everybody has
+    from rootstock.kernels.cpu.kv_quantization import DTYPES, RoundingLoops  # numba may not be installed
 
     return RoundingLoops(shape.dtype) if shape.dtype in DTYPES else None
 
 
 def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:
-    """Of the buffers of a block, in the order in which a pool of these layers gives them out."""
+    """Returns the formats of a block's buffers, in the order of a pool of these layers."""
     return [
         BufferFormat(str(dtype).removeprefix("torch."), shape[-1])
         for layer in sorted(layers, key=lambda layer: layer.index)

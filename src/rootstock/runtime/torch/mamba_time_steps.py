@@ -1,8 +1,8 @@
-"""The limits of a Mamba-2 time step, applied to single tokens as to several.
+"""Limits of a Mamba-2 time step, applied to updates by one token as to scans over several.
 
 A mixer computes its time step as softplus(dt + dt_bias). transformers clamps the result to `time_step_limit` in the
-scan over several tokens and leaves it as it is in the update by one token. The two then disagree wherever a limit
-binds, and logits depend on how a prompt is cut and on which positions were decoded.
+scan over several tokens, but not in the update by one token. The two disagree where a limit binds. Logits then depend
+on how a prompt is cut into chunks, and on the positions that were decoded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def limit_time_steps(model: nn.Module, found: Surveyed) -> bool:
 
 
 def _limits(given: object) -> Limits | None:
-    """None if these are not two numbers in order."""
+    """Returns the two limits, or None if these are not two numbers in order."""
     if not isinstance(given, (list, tuple)) or len(given) != 2:
         return None
     if not all(isinstance(bound, (int, float)) for bound in given):
@@ -56,7 +56,8 @@ def _limits(given: object) -> Limits | None:
 
 
 class _LimitingBias(Tensor):
-    """A mixer's `dt_bias`. The softplus of any sum with it is clamped, in the scan and in the update."""
+    """Parameter class for a mixer's `dt_bias`: the softplus of any sum with it is clamped, in the scan and the
+    update."""
 
     limits: ClassVar[Limits]
 
@@ -66,7 +67,7 @@ class _LimitingBias(Tensor):
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func is not functional.softplus:
-            return result  # a sum or a view, of this class again
+            return result  # a sum or a view, which has this class again
         with torch._C.DisableTorchFunctionSubclass():
             return result.as_subclass(Tensor).clamp(*cls.limits)
 

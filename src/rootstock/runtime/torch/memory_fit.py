@@ -1,6 +1,6 @@
-"""Whether a model fits: its weights into the free memory, the context that is asked for into the model's own.
+"""Checks that a model fits: its weights into the free memory, and the requested context into the model's own.
 
-All of it is told from headers and the configuration, before minutes of loading.
+They need only the files' headers and the configuration, so they run before loading, which takes minutes.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ _ELEMENT_BITS |= {
     "I64": 64,
     "U64": 64,
 }
-_ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the least that a weight takes
+_ROUNDED_BITS = {"int8": 8, "int4": 4}  # without scales: the lower bound of a weight's size
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """Options about a model that are refused before its weights are read."""
+    """Memory and context that the options ask for, checked before the weights are read."""
 
-    pool_bytes: int = 0  # of the KV cache, on the model's device; 0: it takes what is left
-    host_bytes: int = 0  # of a tier in main memory, beside an accelerator
+    pool_bytes: int = 0  # KV cache on the model's device; 0: it takes the memory that is left
+    host_bytes: int = 0  # host tier in main memory, beside an accelerator
     context_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Least memory of a model's weights."""
+    """Lower bound of the memory of a model's weights."""
 
-    resident: int  # once the model is loaded
-    converted: int  # private copies while it is read: tensors of another dtype; the others stay mapped files
+    resident: int  # after loading
+    converted: int  # private copies during loading: tensors of another dtype; the others stay mapped files
 
 
 def weight_bytes(
     stored: Sequence[StoredTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
 ) -> WeightBytes:
-    """Estimate from files' headers and from the architecture on the meta device, and take the smaller.
+    """Estimate the weights' bytes by the files' headers and by the architecture on the meta device; take the smaller.
 
-    A checkpoint may hold tensors that this architecture leaves out (vision towers, MTP heads), and one with quantised
-    weights has fewer bytes than the architecture, which knows nothing of that.
+    A checkpoint may hold tensors that the architecture does not use (vision towers, MTP heads). A checkpoint with
+    quantized weights has fewer bytes than the architecture, which does not know about the quantization.
     """
     kept = converted = 0
     for tensor in stored:
@@ -80,12 +80,13 @@ def weight_bytes(
 def refuse_too_large(
     model: str, weights: WeightBytes, dtype: str, quantize: str, device: torch.device, demands: Demands
 ) -> None:
-    """Raise ModelTooLarge if weights do not fit in the free memory, InvalidOption if budgets beside them do not."""
+    """Raise ModelTooLarge if the weights do not fit in the free memory, InvalidOption if the budgets besides do
+    not."""
     words = dtype if quantize == "none" else f"{dtype} with {quantize} weights"
     resident, converted = weights.resident, weights.converted
     free_host = free_host_bytes()
     if device.type != "cuda":
-        if converted > free_host:  # the weights are all there before the first is rounded
+        if converted > free_host:  # all weights are loaded before the first is quantized
             raise ModelTooLarge(model, converted, dtype, free_host, "main memory")
         _refuse(model, resident, words, "--kv-budget", demands.pool_bytes, free_host, "main memory")
         return
@@ -112,6 +113,6 @@ def refuse_longer_context(asked: int | None, limit: int) -> None:
         raise InvalidOption(
             "--context-limit",
             f"{asked:,}",
-            f"at most {limit:,}, which the model's config.json allows. For more, set what its makers say there "
+            f"at most {limit:,}, which the model's config.json allows. For more, set the values of its authors "
             "(max_position_embeddings, and rope_parameters for RoPE scaling)",
         )

@@ -1,10 +1,10 @@
-"""Modules that cannot take a packed step as it is: recurrent mixers, and attention of their own kind.
+"""Modules that do not support a packed step: recurrent mixers, and attention of unusual kinds.
 
-All the rest of the model stays packed. `PartByPart` stands in such a module's `forward`, on the instance: it cuts
-the rows of the step's sequences out of what the module is given, runs it on them, and puts the results back. Mixers
-get sequences with equally many new tokens together, [n, new, …]; attention that is unlike any other gets one at a
-time. The step is found through the cache that the model passes along, so there is no ambient state, and a call
-without a cache of ours (the self-check's reference) goes straight through.
+The rest of the model stays packed. `PartByPart` replaces such a module's `forward` on the instance. It cuts the rows
+of the step's sequences out of the module's inputs, runs the module on them, and puts the results back. A mixer gets
+sequences with equally many new tokens together, [n, new, …]. Attention that cannot be packed gets one sequence at a
+time. The step is found through the cache that the model passes along, so there is no ambient state. A call without
+such a cache (the self-check's reference) is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 
 
 class PartCache(HookedCache):
-    """What a part's sequences keep, for one call of one module, or for one forward of the model."""
+    """Cache of a part's sequences, for one call of one module, or for one forward of the model."""
 
     def keep(self) -> None:
-        """Stores what the call left behind."""
+        """Stores the states that the call left behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    rows: Tensor  # [sequences, new] int64, of the packed step
+    rows: Tensor  # [sequences, new] int64, rows of the packed step
     cache: PartCache
-    past: int  # of the one sequence; of several it is never asked
+    past: int  # of a single sequence; unused if there are several
 
 
 class StepCache(HookedCache):
-    """The cache of a packed step, which knows its sequences."""
+    """Cache of a packed step, which knows the step's sequences."""
 
     def groups(self) -> Iterator[Part]:
-        """Sequences with equally many new tokens, together. Each part is run before the next is made."""
+        """Yields sequences with equally many new tokens together. Each part is run before the next is made."""
         raise NotImplementedError
 
     def sequences(self) -> Iterator[Part]:
-        """One at a time, each with a cache that gives out all K and V."""
+        """Yields one sequence at a time, each with a cache that returns all of its K and V."""
         raise NotImplementedError
 
 
 class PartByPart:
-    """A module's forward, by parts of the step. `alone`: one sequence at a time, with real masks."""
+    """Replacement of a module's forward that runs it by parts of the step. `alone`: one sequence at a time, with
+    masks."""
 
     def __init__(self, module: nn.Module, *, alone: bool) -> None:
         self._forward: Callable[..., Any] = module.forward
@@ -61,7 +62,7 @@ class PartByPart:
         tokens = _tokens(args, kwargs)
         given: Any = None
         rows: list[Tensor] = []
-        shares: list[tuple[Any, ...]] = []  # of each part: what the module returned for it
+        shares: list[tuple[Any, ...]] = []  # the module's outputs for each part
         for part in step.sequences() if self.alone else step.groups():
             cut = _Cut(part, tokens, self.alone)
             given = self._forward(*tree_map(cut, args), **tree_map(cut, kwargs))
@@ -75,7 +76,7 @@ class PartByPart:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Of whatever a module is given, a part's share."""
+    """Function that cuts a part's share out of one argument of a module."""
 
     part: Part
     tokens: int  # of the step
@@ -93,13 +94,15 @@ class _Cut:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many rows the packed step has: the length of the first tensor, which is the hidden states [1, tokens, …]"""
+    """Returns the number of rows of the packed step: the length of the first tensor, the hidden states [1, tokens,
+    …]."""
     hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1)
     return hidden.shape[1]
 
 
 def _joined(outputs: Sequence[Any], rows: Sequence[Tensor], tokens: int) -> Tensor | None:
-    """One output's shares, back in their rows. What is not by rows (attention weights) is not wanted by anybody."""
+    """Puts the parts of one output back in their rows. Returns None for an output that is not by rows (attention
+    weights) and that no caller uses."""
     for output, places in zip(outputs, rows, strict=True):
         if not isinstance(output, Tensor) or output.shape[:2] != places.shape:
             return None
@@ -114,7 +117,8 @@ def _joined(outputs: Sequence[Any], rows: Sequence[Tensor], tokens: int) -> Tens
 
 
 def _widened(chosen: Sequence[Tensor]) -> list[Tensor]:
-    """Positions that an indexer chose, [sequences, new, chosen], fewer of a short sequence; later layers may use
-    them again. To choose one twice is to choose it once."""
+    """Pads positions that an indexer chose, [sequences, new, chosen], to the same width; short sequences have fewer.
+    Later layers may use them again. Padding repeats the last position, and choosing a position twice changes
+    nothing."""
     widest = max(positions.shape[-1] for positions in chosen)
     return [torch.cat([p, p[..., -1:].expand(*p.shape[:-1], widest - p.shape[-1])], -1) for p in chosen]

@@ -1,21 +1,22 @@
-"""Linear layers of a loaded model, packed for the device that runs them, without touching the model's code.
+"""Packing of a loaded model's linear layers for the device that runs them, without changing the model's code.
 
-A plain `nn.Linear` gets a `forward` of its own that multiplies with packed weights; the weights that the file gave
-it go. In their place stands a tensor of the same shape and dtype that has no memory and reads as NaN: whoever would
-still read `linear.weight` gets neither a wrong answer nor a right one by chance. Everything else is left alone:
-subclasses of `nn.Linear`, modules with hooks or parametrizations, experts in raw parameters. A head that is tied to
-the embedding is packed, and the embedding keeps what it has.
+A plain `nn.Linear` gets a `forward` that multiplies with packed weights, and its original weight is freed. A tensor
+of the same shape and dtype that has no memory and reads as NaN takes its place. Code that still reads `linear.weight`
+then gets NaN, never a wrong or accidentally right number. Everything else is unchanged: subclasses of `nn.Linear`,
+modules with hooks or parametrizations, experts in raw parameters. A head that is tied to the embedding is packed, and
+the embedding keeps its weight.
 
-Some code reads a linear's weight directly (latents are attended with absorbed weights, some mixers multiply by hand).
-The model is run once before, and who reads what is watched: such a linear stays as it is. Afterwards the same is run
-again: what differs by more than rounding, or is not a number, was read in a way that nobody saw, and all is put back.
+Some code reads a linear layer's weight directly (latents are attended with absorbed weights, some mixers multiply by
+hand). The model is therefore run once before packing, and every read of a weight outside its layer's own forward is
+recorded. Such a layer stays as it is. Afterwards the same inputs run again. If the logits differ by more than
+rounding, or are not numbers, a weight was read in a way that the watch did not see, and all original weights are
+restored.
 
-Asked to, weights are rounded to fewer bits while they are packed (`--quantize`). What cannot be rounded stays what
-it was, packed or plain, and is told with the reason. The head, whose errors go straight into the logits, is not
-rounded to less than 8 bits.
+With `--quantize`, weights are also quantized to fewer bits. A layer that cannot be quantized stays packed or plain,
+and is reported with the reason. The head, whose errors go straight into the logits, is not quantized below 8 bits.
 
-Linears that are called with the same input can be packed as one (`groups`): who knows the model calls the group, and
-the model's own code goes on calling the members, of which the first computes for all.
+Linear layers with the same input can be packed as one (`groups`). Fused code calls the group. The model's own code
+goes on calling the members, of which the first computes the product for all.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from rootstock.kernels.torch.linear import Linear, Plain, Prepacked, is_packed, 
 from rootstock.runtime.base import Logits
 from rootstock.runtime.torch.self_check import relative_error
 
-if TYPE_CHECKING:  # Numba is imported with it, which only rounding needs
-    from rootstock.kernels.torch.quantized_linear import Rounding, Scratch
+if TYPE_CHECKING:  # this module imports Numba, which only quantization needs
+    from rootstock.kernels.torch.quantized_linear import DequantizeScratch, Rounding
 
 _SAMPLE_ROWS = 4
 
-# What may be asked of a weight whose numbers are gone.
+# Attributes and operations that do not read a weight's numbers.
 _SHAPE_ONLY = {
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "is_cpu", "is_cuda", "is_mps",
     "is_xpu", "is_sparse", "is_quantized", "is_leaf", "grad", "names", "itemsize", "nbytes", "size", "dim", "numel",
@@ -50,28 +51,23 @@ _SHAPE_ONLY = {
 
 @dataclass(slots=True)
 class Packing:
-    """What became of a model's linear layers."""
+    """Result of packing a model's linear layers."""
 
-    groups: list[
-        Linear | None
-    ]  # of the groups that were asked for; None: its members could not be packed as one
-    packed: int = 0  # modules
-    kept: dict[str, str] = field(default_factory=dict)  # name of each linear that stays as it is → why
-    unrounded: dict[str, str] = field(
-        default_factory=dict
-    )  # name of each that should have fewer bits → why not
-    rounded: dict[str, float] = field(
-        default_factory=dict
-    )  # name of each that has → relative error of its products
-    difference: float = 0.0  # relative error of the logits by all of it
+    # For each requested group the packed layer; None: its members could not be packed as one.
+    groups: list[Linear | None]
+    packed: int = 0  # number of packed modules
+    kept: dict[str, str] = field(default_factory=dict)  # unchanged: name → reason
+    unrounded: dict[str, str] = field(default_factory=dict)  # not quantized: name → reason
+    rounded: dict[str, float] = field(default_factory=dict)  # quantized: name → relative error
+    difference: float = 0.0  # relative error of the logits caused by packing and quantization
 
 
-Way = Literal["packed", "int8", "int4", ""]  # "": left as it is
+Way = Literal["packed", "int8", "int4", ""]  # "": unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Linears that share one product: the members of a group, or one; all of them again where weights are shared."""
+    """Linear layers that share one product: the members of a group, or a single layer."""
 
     names: list[str]
     modules: list[nn.Linear]
@@ -79,7 +75,7 @@ class _Job:
 
     @property
     def weights(self) -> tuple[object, ...]:
-        """Names the numbers: equal for layers that share them."""
+        """Returns a key of the weights, equal for layers that share them."""
         return self.way, *(
             0 if tensor is None else tensor.data_ptr()
             for module in self.modules
@@ -95,19 +91,19 @@ def pack_linears(
     progress: Callable[[float], None],
     quantize: str = "none",
 ) -> Packing:
-    """Packs module by module, and frees as it goes: the model's memory is never there twice.
+    """Packs module by module and frees memory as it goes, so that the model's memory is never there twice.
 
-    `exercise` runs the model in all the ways in which it will be run: logits of each. `allowed` is the
-    `relative_error` that packing may cause in them; asked if they do change. What rounding to fewer bits causes is
-    told, not judged. Raises InvalidOption if the model cannot run with rounded weights.
+    `exercise` runs the model in every way in which it will be run, and returns the logits of each. `allowed` returns
+    the `relative_error` of the logits that packing may cause; it is called only if they change. The error of
+    quantization is reported, not judged. Raises InvalidOption if the model cannot run with quantized weights.
     """
     packing = Packing([None] * len(groups))
     linears = {module: name for name, module in model.named_modules() if type(module) is nn.Linear}
     for linear in [linear for linear in linears if _is_changed(linear)]:
-        packing.kept[linears.pop(linear)] = "it has hooks or a forward of its own"
+        packing.kept[linears.pop(linear)] = "it has hooks or its own forward"
     ways = _ways(model, linears, quantize, packing)
     for linear in [linear for linear in linears if not ways[linear]]:
-        packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} is multiplied as it lies"
+        packing.kept[linears.pop(linear)] = f"{_name_of(linear.weight)} weights are not packed"
     if linears:
         before, read = _watched(linears, exercise)
         for linear in read:
@@ -117,7 +113,7 @@ def pack_linears(
         if packing.rounded:
             if packing.difference == float("inf"):
                 raise InvalidOption(
-                    "--quantize", quantize, "none: this model computes no numbers with such weights"
+                    "--quantize", quantize, "none: this model computes NaN or infinity with such weights"
                 )
         elif not (packing.difference == 0.0 or packing.difference <= allowed()):
             _restore(linears, packing, f"with packed weights the logits differ by {packing.difference:.2g}")
@@ -129,7 +125,7 @@ def pack_linears(
 
 
 def packed_of(module: nn.Module) -> Linear | None:
-    """What a linear multiplies with, if it is packed and for itself alone."""
+    """Returns the packed layer of a linear that is packed on its own; None otherwise."""
     forward = vars(module).get("forward")
     return forward.linear if isinstance(forward, _Packed) else None
 
@@ -137,7 +133,7 @@ def packed_of(module: nn.Module) -> Linear | None:
 def _ways(
     model: nn.Module, linears: dict[nn.Linear, str], quantize: str, packing: Packing
 ) -> dict[nn.Linear, Way]:
-    """How each linear is to be multiplied."""
+    """Returns the format in which each linear layer is to be multiplied."""
     ways: dict[nn.Linear, Way] = {linear: "packed" if is_packed(linear.weight) else "" for linear in linears}
     if quantize == "none":
         return ways
@@ -154,7 +150,7 @@ def _ways(
     return ways
 
 
-# ------------------------------------------------------------------------------------------------- who reads
+# ------------------------------------------------------------------------------------------ reads of weights
 
 
 def _is_changed(linear: nn.Linear) -> bool:
@@ -166,7 +162,7 @@ def _is_changed(linear: nn.Linear) -> bool:
 def _watched(
     linears: dict[nn.Linear, str], exercise: Callable[[], dict[str, Logits]]
 ) -> tuple[dict[str, Logits], list[nn.Linear]]:
-    """What the model computes, and the linears whose numbers are used outside of their own forward."""
+    """Returns the logits, and the layers whose weights are read outside of their own forward."""
     own = {linear: linear.weight for linear in linears}
     watch = _Watch(linears)
     try:
@@ -180,8 +176,8 @@ def _watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every operation on a weight. Each linear gets a parameter of its own for that, on the same memory, so that
-    a tied head can be told from the embedding."""
+    """Watch on every operation on a weight. Each linear layer gets a new parameter for it, on the same memory, so
+    that a tied head can be told from the embedding."""
 
     def __init__(self, linears: dict[nn.Linear, str]) -> None:
         super().__init__()
@@ -223,7 +219,7 @@ def _flat(given: Sequence[Any]) -> Iterator[Any]:
 
 
 def _asked(func: Any) -> str:
-    """An attribute's name, or an operation's."""
+    """Returns the name of an operation, or of the attribute that a getter reads."""
     name = str(getattr(func, "__name__", ""))
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
@@ -243,9 +239,9 @@ def _pack(
     done = 0
     scratch = None
     if {"int8", "int4"} & set(ways.values()):
-        from rootstock.kernels.torch.quantized_linear import Scratch
+        from rootstock.kernels.torch.quantized_linear import DequantizeScratch
 
-        scratch = Scratch()
+        scratch = DequantizeScratch()
     same: dict[tuple[object, ...], list[_Job]] = {}
     for job in jobs:
         same.setdefault(job.weights, []).append(job)
@@ -275,7 +271,7 @@ def _pack(
 def _jobs(
     linears: dict[nn.Linear, str], ways: dict[nn.Linear, Way], groups: Sequence[Sequence[nn.Linear]]
 ) -> tuple[list[_Job], dict[int, int]]:
-    """In the model's order, and id of a job → number of its group. A linear is in one group at most."""
+    """Returns jobs in the model's order, and the group number by the id of a job. A layer is in one group at most."""
     members = Counter(member for group in groups for member in group)
     assert all(count == 1 for count in members.values()), "a linear is in one group at most"
     jobs, numbers, grouped = [], {}, set()
@@ -299,10 +295,10 @@ def _alike(one: nn.Linear, other: nn.Linear) -> bool:
 
 
 def _made(
-    weight: Tensor, bias: Tensor | None, way: Way, scratch: Scratch | None
+    weight: Tensor, bias: Tensor | None, way: Way, scratch: DequantizeScratch | None
 ) -> tuple[Linear | None, str, float | None]:
-    """What to multiply with, why it is not what was asked for, and the relative error of products with rounded
-    weights: all by a few random rows."""
+    """Returns the packed layer, the reason why it is not in the requested format, and the relative error of products
+    with quantized weights. Checks and errors are measured with a few random rows."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(_SAMPLE_ROWS, weight.shape[1], generator=random).to(weight.dtype)
     expected = nn.functional.linear(x, weight, bias).float()
@@ -313,7 +309,7 @@ def _made(
 
         linear = rounded(weight, bias, way, scratch)
         few = linear(x).float()
-        # Many rows go through loops of ours, which know nothing of the order in which torch packs.
+        # Many rows go through Rootstock's own loops, which read torch's packed order.
         difference = _rms(linear(x.repeat(FEW_ROWS, 1))[: len(x)].float() - few)
         if difference <= 4 * rounding:
             return linear, "", _rms(few - expected) / size if size else 0.0
@@ -341,7 +337,7 @@ def _replace(job: _Job, linear: Linear) -> None:
 
 
 class _Packed:
-    """A linear's `forward`."""
+    """Replacement of a linear layer's `forward`."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -351,7 +347,7 @@ class _Packed:
 
 
 class _Together:
-    """One product for several linears that are called with the same tensor, one after the other."""
+    """Product of several linear layers that are called with the same tensor, one after the other."""
 
     def __init__(self, linear: Linear, sizes: list[int]) -> None:
         self.linear = linear
@@ -360,8 +356,8 @@ class _Together:
         self._parts: dict[int, Tensor] = {}
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """x […, in] → […, sizes[number]]. Whoever asks twice for one input gets it computed anew: it may have been
-        written to since."""
+        """Returns x […, in] → […, sizes[number]]. A second request for the same part and input computes it again,
+        because the input may have been overwritten in between."""
         if self._input is not x or number not in self._parts:
             self._input = x
             self._parts = dict(enumerate(torch.split(self.linear(x), self.sizes, -1)))
@@ -372,7 +368,7 @@ class _Together:
 
 
 class _Member:
-    """`forward` of one of several linears."""
+    """Replacement of the `forward` of one of several linear layers."""
 
     def __init__(self, together: _Together, number: int) -> None:
         self.together = together
@@ -383,7 +379,7 @@ class _Member:
 
 
 def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
-    """Plain weights below each other in one tensor, of which each member keeps its part. None: they are not plain."""
+    """Stacks plain weights in one tensor, of which each member keeps a view. Returns None if they are not plain."""
     first = group[0]
     for member in group:
         if type(member) is not nn.Linear or _is_changed(member) or not _alike(member, first):
@@ -399,7 +395,7 @@ def _side_by_side(group: Sequence[nn.Linear]) -> Linear | None:
 
 
 def _difference(after: dict[str, Logits], before: dict[str, Logits]) -> float:
-    """The largest `relative_error` of a kind of rows; infinite if something is no longer a number."""
+    """Returns the largest `relative_error` over the kinds of rows; infinity if a logit is not a number."""
     assert after.keys() == before.keys()
     largest = 0.0
     for kind, expected in before.items():
@@ -412,7 +408,7 @@ def _difference(after: dict[str, Logits], before: dict[str, Logits]) -> float:
 
 
 def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
-    """Packed weights are unpacked again: slower, and right."""
+    """Unpacks the weights again: slower, but correct."""
     restored: dict[int, Tensor] = {}
     for linear, name in linears.items():
         forward = vars(linear).get("forward")
@@ -431,7 +427,7 @@ def _restore(linears: dict[nn.Linear, str], packing: Packing, why: str) -> None:
 
 
 def _unpacked(linear: Linear, restored: dict[int, Tensor]) -> Tensor:
-    assert isinstance(linear, Prepacked), "nothing else can be packed"
+    assert isinstance(linear, Prepacked), "only prepacked weights are restored"
     if id(linear) not in restored:
         restored[id(linear)] = linear.unpacked()
     return restored[id(linear)]

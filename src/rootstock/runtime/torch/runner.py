@@ -1,4 +1,4 @@
-"""A transformers model on the paged pool: the loader, and the runtime that the engine drives."""
+"""Runtime for transformers models on the paged pools, and its loader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
 from rootstock.runtime.torch.cuda_graphs import DecodeGraphs, record_decodes
-from rootstock.runtime.torch.fallback import Served, climb
+from rootstock.runtime.torch.fallback import Served, choose_mode
 from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import context_limit, refuse_unknown_kinds, text_config
 from rootstock.runtime.torch.inspect.layout import Layout
@@ -42,9 +42,10 @@ from rootstock.runtime.torch.weights import empty_model, fingerprint, read_confi
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What a fingerprint ends in: K and V are those of the rounded weights. The number changes with how they are rounded.
+# Suffix of a fingerprint, because K and V differ with quantized weights. The number changes with the quantization
+# method.
 _ROUNDED = {"none": "", "int8": "/int8.1", "int4": "/int4.1"}
-# So does a fingerprint of weights whose time steps are limited in another way than by transformers.
+# Suffix of a fingerprint if time steps are limited in another way than by transformers.
 _TIME_STEPS = "/time_steps.1"
 _STATE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16}
 
@@ -56,9 +57,9 @@ def load_model(
     *,
     directory: Path | None = None,
 ) -> TorchRuntime:
-    """A model from a directory or the Hub, ready for `allocate`: probed, and checked against itself.
+    """Loads a model from a directory or the Hub and self-checks it. The runtime is ready for `allocate`.
 
-    `directory` is what `locate` has found, if it was called already. Raises InvalidOption or ModelError.
+    `directory`: the result of `locate`, if it was already called. Raises InvalidOption or ModelError.
     """
     demands = demands or Demands()
     report = progress or (lambda stage, done: None)
@@ -71,7 +72,7 @@ def load_model(
     dtype = resolve_dtype(config.dtype, device)
     _refuse_rounding(config.quantize, device, dtype)
     if config.kv_dtype == "int8" and device.type != "cpu":
-        remedy = f"auto on {device.type}: K and V are rounded on CPUs only (--device cpu)"
+        remedy = f"auto on {device.type}: K and V are quantized on CPUs only (--device cpu)"
         raise InvalidOption("--kv-dtype", config.kv_dtype, remedy)
     refuse_host_tier(demands.host_bytes, device.type)
     directory = directory or locate(name, with_code=trusted, progress=report)
@@ -123,7 +124,7 @@ def load_model(
             layout=_layout_name(layout),
         )
 
-    served = climb(
+    served = choose_mode(
         model,
         found,
         limit,
@@ -148,17 +149,17 @@ def load_model(
     _tell_what_was_not_rounded(packing, config.quantize)
     stored = _as_stored(served, _STATE_DTYPES[config.state_dtype], config.kv_dtype == "int8")
     if served.compiled == "numba":
-        compile_for(stored.layout.dtypes)  # a layer may keep another than the model's
+        compile_for(stored.layout.dtypes)  # a layer may have another dtype than the model
     return TorchRuntime(model, stored, with_graphs=config.cuda_graphs)
 
 
 def _refuse_rounding(quantize: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InvalidOption."""
+    """Raises InvalidOption if weights cannot be quantized on this device or in this dtype."""
     if quantize != "none" and device.type != "cpu":
-        remedy = f"none on {device.type}: weights are rounded for CPUs only (--device cpu)"
+        remedy = f"none on {device.type}: weights are quantized on CPUs only (--device cpu)"
         raise InvalidOption("--quantize", quantize, remedy)
     if quantize != "none" and dtype not in (torch.bfloat16, torch.float32):
-        remedy = f"none with --dtype {_name_of(dtype)}: ask for bfloat16 or float32"
+        remedy = f"none with --dtype {_name_of(dtype)}: use bfloat16 or float32"
         raise InvalidOption("--quantize", quantize, remedy)
 
 
@@ -170,13 +171,13 @@ def _tell_what_was_not_rounded(packing: Packing, quantize: str) -> None:
         name, reason = next(iter(kept.items()))
         total = len(kept.keys() | packing.rounded.keys())
         _log.warning(
-            "%d of %d linear layers are not %s: %s, since %s", len(kept), total, quantize, name, reason
+            "%d of %d linear layers are not %s: %s, because %s", len(kept), total, quantize, name, reason
         )
 
 
 def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool) -> Served:
-    """The same model with pools that hold recurrent states, or K and V, rounded. It was checked with exact ones: what
-    rounding does is the choice of who asks for it, and no mistake of ours. Raises InvalidOption."""
+    """Returns the same model with pools that round recurrent states or quantize K and V. The self-check has run with
+    exact pools, because the loss of rounding is the user's choice and no error. Raises InvalidOption."""
     layout = served.layout
     if of_states is not None:
         layout = layout.with_stored_states(of_states)
@@ -184,8 +185,8 @@ def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool)
         layout = layout.with_rounded_rows()
         kept = [layer for layer in layout.layers if not layer.is_rounded]
         if len(kept) == len(layout.layers):
-            what = "latents" if kept else "no K and V"
-            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {what}")
+            stored = "latents" if kept else "no K and V"
+            raise InvalidOption("--kv-dtype", "int8", f"auto: {served.description.name} keeps {stored}")
         if kept:
             _log.warning(
                 "%d of %d layers are not kept in int8: %s keeps latents",
@@ -205,14 +206,14 @@ def _as_stored(served: Served, of_states: torch.dtype | None, rounds_rows: bool)
 
 
 def _layout_name(layout: Layout) -> str:
-    """What is kept, in which order and shapes, by whose code: transformers may come to keep something else under the
-    same shapes (keys before or after rotation, say), so its version counts."""
+    """Returns a hash of the row layout: families, layers, states, and transformers' version. The version counts
+    because transformers may store other contents in the same shapes (for example keys before or after rotation)."""
     kept = repr((layout.families, layout.layers, layout.states, transformers.__version__))
     return xxhash.xxh3_64_hexdigest(kept.encode())
 
 
 class TorchRuntime:
-    """One model and its pools. Made by `load_model`, owned by one thread."""
+    """Runtime of one model and its pools. Made by `load_model`, owned by one thread."""
 
     def __init__(
         self, model: nn.Module, served: Served, tuning: Tuning | None = None, *, with_graphs: bool = False
@@ -326,7 +327,7 @@ class TorchRuntime:
 
 
 def resolve_device(asked: str) -> torch.device:
-    """The device for --device; "auto" is the fastest there is. Raises InvalidOption."""
+    """Returns the device for --device; "auto" is the fastest available. Raises InvalidOption."""
     if asked == "auto":
         if torch.cuda.is_available():
             asked = "cuda"
@@ -342,7 +343,7 @@ def resolve_device(asked: str) -> torch.device:
 
 
 def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """The dtype for --dtype; "auto" is the smallest that the device computes with natively."""
+    """Returns the dtype for --dtype; "auto" is the smallest that the device computes natively."""
     if asked != "auto":
         return _DTYPES[asked]
     match device.type:
@@ -352,13 +353,13 @@ def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
         case "mps":
             return torch.float16
         case _:
-            # Without such units bfloat16 is emulated, several times slower than float32.
+            # Without native support bfloat16 is emulated, several times slower than float32.
             native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
             return torch.bfloat16 if native else torch.float32
 
 
 def _public_name(model: str) -> str:
-    """What clients call a model: a directory's own name, and nothing of where it lies."""
+    """Returns the name for clients: a directory's own name without its path, or the Hub name."""
     directory = Path(model)
     return directory.resolve().name if directory.is_dir() else model
 
@@ -372,7 +373,7 @@ def _names_of(dtypes: set[torch.dtype]) -> str:
 
 
 def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
-    """What ends an answer: generation_config.json's word, else config.json's."""
+    """Returns the end-of-sequence tokens of generation_config.json, or of config.json if it has none."""
     for source in (getattr(model, "generation_config", None), text_config(model)):
         found = getattr(source, "eos_token_id", None)
         if found is not None:

@@ -1,25 +1,26 @@
-"""The self-check of every load: the model's own attention and ours must agree on a few dozen tokens.
+"""Self-check of every load: the model's own attention and the runtime's must agree on a few dozen tokens.
 
-The reference is the model's own file: its eager attention over dense K and V, one sequence at a time, in one pass.
-Ours runs the same tokens as the engine would: prefill in one pass and in chunks, several sequences and kinds of rows
-in one step, decodes, a prefix of whole blocks taken over, and one that ends inside a block, each with the recurrent
-state that was kept there; blocks that a window or chunk has left behind are gone. Six forwards of a few dozen rows in
-pools of a few rows, before the real pools exist.
+The reference is the model's own code: its eager attention over dense K and V, one sequence at a time, in one pass.
+The runtime runs the same tokens as the engine would: prefill in one pass and in chunks, several sequences and kinds
+of rows in one step, decodes, a shared prefix of whole blocks, and a prefix that ends inside a block, each with the
+recurrent state that was kept there. Blocks that a window or chunk has left behind are released. These are six
+forwards of a few dozen rows in pools of a few rows, before the real pools exist.
 
-Some models compute otherwise when they decode than when they prefill. Rows that differ from one pass may therefore
-equal what the model itself computes with its own cache: the prompt in one pass, then token by token, as `generate`
-does. Never chunk by chunk: there some models ignore what they stored.
+Some models compute decodes differently from prefills. Rows that differ from one pass may therefore equal the result
+of the model with its own cache: the prompt in one pass, then token by token, as `generate` does. They are never
+compared with chunked prefills of the model, because some models then ignore their stored state.
 
-Both sides round in every layer, and how much of that reaches the logits depends on the model. So the model tells what
-rounding does to it: its own logits with and without one more rounding's worth of noise on the embedded tokens.
+Both sides round in every layer. How much of that reaches the logits depends on the model. The allowed difference is
+therefore measured on the model: its own logits with and without noise on the embedded tokens, of the size of one more
+rounding.
 
 - In float32 the figure is the largest difference of a logit, in standard deviations of the logits. 1e-3 is allowed,
-  or 8 times the model's own noise if that is up to 1e-2: with more, nobody could tell right from wrong. Of 97
-  architectures with random weights the right ones measured up to 2.1 times their noise, wrong ones 160 times and
-  more: a wrong mask, position or scale shows as 1e-1 and more.
-- In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert, so the figure is the
-  median over rows of the relative root mean square error, for each kind of row. Right models measured 0.7 to 1.1
-  times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.
+  or 8 times the model's own noise if that is at most 1e-2; above it right and wrong could not be told apart. Of 97
+  architectures with random weights, correct ones measured up to 2.1 times their noise, and wrong ones at least 160
+  times: a wrong mask, position or scale shows as 1e-1 and more.
+- In bfloat16 and float16 a rounding can send a row of a mixture of experts to another expert. The figure is therefore
+  the median over rows of the relative root mean square error, for each kind of row. Correct models measured 0.7 to
+  1.1 times their own noise (2 to 32 layers, 14 models); twice the noise is allowed.
 """
 
 from __future__ import annotations
@@ -59,19 +60,19 @@ _SEQUENCES = 5
 
 
 class Disagreement(Exception):
-    """Some kind of row is off by more than is allowed."""
+    """Error: the figure of a kind of row is larger than allowed."""
 
-    def __init__(self, figure: float, allowed: float, what: str) -> None:
-        super().__init__(f"{what} is {figure:.3g}, at most {allowed:.3g} is allowed")
+    def __init__(self, figure: float, allowed: float, quantity: str) -> None:
+        super().__init__(f"{quantity} is {figure:.3g}, at most {allowed:.3g} is allowed")
         self.figure = figure
         self.allowed = allowed
-        self.what = what
+        self.quantity = quantity
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    figures: dict[str, float]  # of each kind of row
-    remark: str  # what is worth knowing of a model that passed, or ""
+    figures: dict[str, float]  # by kind of row
+    remark: str  # note about a model that passed, or ""
 
 
 def self_check(
@@ -81,7 +82,7 @@ def self_check(
     make_runtime: Callable[[Tuning], Runtime],
     progress: Callable[[float], None],
 ) -> Verdict:
-    """Raises Disagreement if the figure of some kind of row is over what is allowed."""
+    """Runs the self-check. Raises Disagreement if the figure of a kind of row is larger than allowed."""
     tokens = _tokens(description)
     exact = description.dtype == "float32"
     measure, said = (
@@ -100,7 +101,7 @@ def self_check(
         figures[kind] = measure(ours, own)
         if figures[kind] <= allowed:
             continue
-        # It is off, or not a number. What else could be said for it?
+        # The rows differ or are not numbers. Compare them with the model's own decodes, and allow its own noise.
         with own_attention(model):
             decoded = np.concatenate([_decoded(model, calling, tokens[row.sequence], row) for row in rows])
             allowed = max(allowed, _allowed_by_noise(model, tokens["long"], description.dtype))
@@ -116,14 +117,14 @@ def self_check(
 def trial_logits(
     description: ModelDescription, make_runtime: Callable[[Tuning], Runtime]
 ) -> dict[str, Logits]:
-    """The same schedule again, without a judgement: the logits of each kind of row, [rows, vocab]."""
+    """Runs the same schedule without comparing. Returns the logits [rows, vocab] of each kind of row."""
     tokens = _tokens(description)
     rows = _Trial(make_runtime(_small_slices(description)), tokens["long"], tokens["short"]).run()
     return {kind: np.concatenate([scored.logits for scored in its]) for kind, its in rows.items()}
 
 
 def rounding(model: nn.Module, description: ModelDescription) -> float:
-    """What the self-check allows of a model in this dtype if it goes by the model's own noise."""
+    """Returns the difference that the self-check allows for the model's own noise in this dtype."""
     with own_attention(model):
         return _allowed_by_noise(model, _tokens(description)["long"], description.dtype)
 
@@ -137,7 +138,8 @@ def _tokens(description: ModelDescription) -> dict[str, Tokens]:
 
 
 def _decoded(model: nn.Module, calling: Calling, tokens: Tokens, rows: _Scored) -> Logits:
-    """The same rows by the model with a cache of its own: what was prefilled in one pass, then token by token."""
+    """Computes the same rows by the model with its own cache: the prefilled positions in one pass, then token by
+    token."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     end = rows.positions.stop
@@ -154,19 +156,20 @@ def _decoded(model: nn.Module, calling: Calling, tokens: Tokens, rows: _Scored) 
 
 
 def _small_slices(description: ModelDescription) -> Tuning:
-    """Slices of about 8 positions, so that all that a kernel does occurs within so few tokens."""
+    """Returns slices of about 8 positions, so that these few tokens reach all code paths of a kernel."""
     layer_bytes = [family.bytes_per_token // family.layers for family in token_families(description.families)]
-    eight = max(1, 8 * max(layer_bytes, default=0) // 2)  # K is half of it
+    eight = max(1, 8 * max(layer_bytes, default=0) // 2)  # K is half of a position's bytes
     return Tuning(eight, 2 * eight, many_rows=8, share_from=2 * BLOCK_SIZE, split_positions=8)
 
 
 def largest_difference(ours: Logits, own: Logits) -> float:
-    """[rows, vocab] twice → in standard deviations of `own`."""
+    """Returns the largest difference of two logits [rows, vocab], in standard deviations of `own`."""
     return float(np.abs(ours - own).max() / own.std())
 
 
 def relative_error(ours: Logits, own: Logits) -> float:
-    """[rows, vocab] twice → the median row's root mean square difference, relative to the spread of its logits."""
+    """Returns the median row's root mean square difference of two logits [rows, vocab], relative to the row's
+    spread."""
     spread = np.sqrt(np.mean((own - own.mean(-1, keepdims=True)) ** 2, -1))  # [rows]
     return float(np.median(np.sqrt(np.mean((ours - own) ** 2, -1)) / spread))
 
@@ -175,17 +178,17 @@ def _allowed_by_noise(model: nn.Module, tokens: Tokens, dtype: str) -> float:
     if dtype == "float32":
         allowed = 8 * noise(model, tokens, dtype, largest_difference)
         return allowed if allowed <= _FLOAT32_MOST else _FLOAT32_TOLERANCE
-    # Logits that have nothing to do with each other differ by 1.4: a noise like that would allow everything.
+    # Unrelated logits differ by 1.4, so noise as large as that would allow everything.
     return min(1.0, 2 * noise(model, tokens, dtype, relative_error))
 
 
 def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Callable[[Logits, Logits], float]) -> float:
-    """What one more rounding of the embedded tokens changes in the model's own logits."""
+    """Measures how much one more rounding of the embedded tokens changes the model's own logits."""
     eps = torch.finfo(getattr(torch, dtype)).eps
     random = torch.Generator().manual_seed(0)
 
     def shake(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:
-        """embedded [samples, tokens, hidden]; the first sample stays as it is."""
+        """Adds noise to embedded [samples, tokens, hidden]. The first sample is unchanged."""
         move = eps * (torch.rand(embedded.shape, generator=random) - 0.5).to(embedded.device)
         move[0] = 0
         return (embedded.float() * (1 + move)).to(embedded.dtype)
@@ -195,13 +198,13 @@ def noise(model: nn.Module, tokens: Tokens, dtype: str, measure: Callable[[Logit
         still, *shaken = dense_logits(model, np.stack([tokens] * (1 + _NOISE_SAMPLES)))
     finally:
         hook.remove()
-    # The logits themselves are rounded, so two sides can differ by that much even if nothing else does.
+    # The logits themselves are rounded to this dtype, so the two sides may always differ by eps.
     return max(float(eps), measure(np.concatenate(shaken), np.concatenate([still] * _NOISE_SAMPLES)))
 
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module) -> Iterator[None]:
-    """The model as its file says: transformers calls "eager" what a modelling file itself defines."""
+    """Runs the model by its own code: transformers calls the attention of a modelling file "eager"."""
     config: Any = model.config
     before = str(config._attn_implementation)
     use_attention(model, "eager")
@@ -213,13 +216,13 @@ def own_attention(model: nn.Module) -> Iterator[None]:
 
 
 def use_attention(model: nn.Module, implementation: str) -> None:
-    """Models with one way of attending ignore it."""
+    """Sets a model's attention implementation. Models that have only one ignore it."""
     if model._can_set_attn_implementation():  # type: ignore[operator]
         model.set_attn_implementation(implementation)  # type: ignore[operator]
 
 
 def dense_logits(model: nn.Module, tokens: Tokens) -> NDArray[np.float32]:
-    """tokens [sequences, tokens] → [sequences, tokens, vocab], each sequence in one pass without a cache."""
+    """Computes tokens [sequences, tokens] → [sequences, tokens, vocab], each sequence in one pass without a cache."""
     device = next(model.parameters()).device
     with torch.inference_mode():
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
@@ -231,7 +234,7 @@ def dense_logits(model: nn.Module, tokens: Tokens) -> NDArray[np.float32]:
 class _Scored:
     sequence: str
     positions: slice
-    prefilled: int  # how many positions were computed in chunks, before the first decode
+    prefilled: int  # positions that were computed in chunks, before the first decode
     logits: Logits
 
 
@@ -248,12 +251,12 @@ class _Sequence:
 
 
 class _Trial:
-    """The schedule, on a runtime of its own. Scored rows are kept by what they show."""
+    """Schedule of the self-check on a runtime of its own. Scored rows are grouped by their kind."""
 
     def __init__(self, runtime: Runtime, long: Tokens, short: Tokens) -> None:
         self._runtime = runtime
         self._rows: dict[str, list[_Scored]] = {}
-        self._kept: dict[int, SlotId] = {}  # states of the long sequence, by position
+        self._kept: dict[int, SlotId] = {}  # saved states of the long sequence, by position
         families = runtime.description.families
         self._families = token_families(families)
         self._stateful = len(self._families) < len(families)
@@ -269,13 +272,13 @@ class _Trial:
 
     def run(self) -> dict[str, list[_Scored]]:
         long, short = self._long, self._short
-        first, second = 4 * BLOCK_SIZE, 7 * BLOCK_SIZE + 2  # where others will resume
+        first, second = 4 * BLOCK_SIZE, 7 * BLOCK_SIZE + 2  # positions at which forks resume
         self._step((long, first, "a first chunk"), (short, 19, "a first chunk"))
         self._keep_state()
         self._step((long, second, "a later chunk"), (short, 20, "a decode"))
         self._keep_state()
         again = self._sequence("short", short.tokens, np.arange(self._size))
-        if self._stateful:  # whoever starts in a slot must not see what another left there
+        if self._stateful:  # a new sequence must not see the state that another left in its slot
             self._runtime.apply(Plan(states=(StateCopy(long.state, again.state),)))
         self._step((long, 33, "a later chunk"), (again, 7, "a first chunk"))
         whole = self._fork(first)
@@ -291,7 +294,7 @@ class _Trial:
         return self._rows
 
     def _sequence(self, name: str, tokens: Tokens, order: NDArray[np.int64], past: int = 0) -> _Sequence:
-        """Blocks of its own in every family, in another place in each."""
+        """Makes a sequence with its own blocks in every family, at different rows in each."""
         tables = [
             (order + (self._made + number) % _SEQUENCES * self._size).astype(np.int32)
             for number in range(len(self._families))
@@ -303,15 +306,15 @@ class _Trial:
         return SlotId(next(self._slots)) if self._stateful else NO_SLOT
 
     def _keep_state(self) -> None:
-        """Of the long sequence, as it is now."""
+        """Saves the long sequence's current state."""
         if self._stateful:
             kept = self._kept[self._long.past] = self._slot()
             self._runtime.apply(Plan(states=(StateCopy(self._long.state, kept),)))
 
     def _fork(self, past: int) -> _Sequence:
-        """Takes over the long sequence's first positions; a block that they fill in part is copied."""
+        """Makes a sequence that shares the long sequence's first positions. A partly filled block is copied."""
         past = min(past, self._long.past)
-        if past == len(self._long.tokens):  # nothing is left to compute: start from the beginning
+        if past == len(self._long.tokens):  # nothing is left to compute, so start from the beginning
             past = 0
         fork = self._sequence("long", self._long.tokens, np.arange(self._size), past)
         copies = []
@@ -327,7 +330,8 @@ class _Trial:
         return fork
 
     def _step(self, *wanted: tuple[_Sequence, int, str]) -> None:
-        """One forward that computes each sequence up to a position, or to its end if that comes first."""
+        """Runs one forward that computes each sequence up to the given position, or to its end if that comes
+        first."""
         work = [(s, min(until, len(s.tokens)), kind) for s, until, kind in wanted]
         work = [(s, until, kind) for s, until, kind in work if until > s.past]
         if not work:
@@ -344,7 +348,7 @@ class _Trial:
             sequence.past, row = until, row + new
 
     def _segment(self, sequence: _Sequence, until: int) -> Segment:
-        """Without the blocks that no row will see again."""
+        """Builds a segment, without the blocks that no row will see again."""
         tables = [table.copy() for table in sequence.tables]
         for family, table in zip(self._families, tables, strict=True):
             table[: family.tail_start(sequence.past) // BLOCK_SIZE] = NO_BLOCK

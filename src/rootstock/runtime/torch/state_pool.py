@@ -1,7 +1,8 @@
-"""Recurrent states: slots of fixed size in the pool, and what a mixer sees of them during one call.
+"""Recurrent states: slots of fixed size in the pool, and the cache of states that a mixer gets during one call.
 
-A state is known by its layer, its kind and its index within the layer, and has a row in each slot. Mixers change
-what they are handed in place, sometimes without telling: they get copies, which are stored once the call is over.
+A state is identified by its layer, its kind and its index within the layer. It has a row in each slot. Mixers change
+their states in place, sometimes without a call to the cache. They therefore get copies, which are stored after the
+call.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.module_parts import PartCache
 
-_MOST_STATES = 8  # of one kind in one layer
+_MOST_STATES = 8  # states of one kind in one layer
 
-_CONV, _RECURRENT = "conv_states", "recurrent_states"  # transformers' own names
+_CONV, _RECURRENT = "conv_states", "recurrent_states"  # transformers' names
 
 
 class StateKey(NamedTuple):
     layer: int
     kind: str  # _CONV or _RECURRENT
-    place: int  # within the layer
+    place: int  # index within the layer
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One state of one layer, as a probe of the model saw it."""
+    """State of one layer, as a probe of the model observed it."""
 
     key: StateKey
     shape: tuple[int, ...]  # of one sequence
     dtype: torch.dtype  # the mixer's
     stored: torch.dtype  # the pool's
-    conv_kernel: int | None = None  # positions that a convolution looks at
+    conv_kernel: int | None = None  # positions that the convolution reads
 
     @property
     def bytes_per_state(self) -> int:
         return self.stored.itemsize * torch.Size(self.shape).numel()
 
     def stored_as(self, dtype: torch.dtype) -> StateShape:
-        """Rounded in the pool, if it is a recurrent state; what a convolution looks at is in the model's dtype."""
+        """Returns the shape with a narrower dtype in the pool, if it is a recurrent state. Convolution states keep
+        the model's dtype."""
         narrower = self.key.kind == _RECURRENT and dtype.itemsize < self.dtype.itemsize
         return replace(self, stored=dtype) if narrower else self
 
 
 class StatePool:
-    """`slots` rows of every state, [slots, …]. Memory is taken when a slot is first written, on a CPU."""
+    """Pool of `slots` rows of every state, [slots, …]. On a CPU memory is taken when a slot is first written."""
 
     def __init__(self, shapes: Sequence[StateShape], slots: int, device: torch.device) -> None:
         self.slots = slots
@@ -63,7 +65,7 @@ class StatePool:
 
     @property
     def memories(self) -> list[LazyRows]:
-        """In the order in which a state's bytes are given out: by layer, kind and place."""
+        """Returns the memories in the byte order of a state: by layer, kind and place."""
         return [self._memory[key] for key in sorted(self._memory)]
 
     @property
@@ -71,7 +73,7 @@ class StatePool:
         return sum(memory.tensor.nbytes for memory in self._memory.values())
 
     def read(self, shape: StateShape, slots: Tensor) -> Tensor:
-        """[sequences, …] a copy in the mixer's dtype"""
+        """Copies states [sequences, …] in the mixer's dtype."""
         return self._memory[shape.key].tensor.index_select(0, slots).to(shape.dtype)
 
     def write(self, shape: StateShape, slots: Tensor, states: Tensor) -> None:
@@ -79,7 +81,7 @@ class StatePool:
         memory.index_copy_(0, slots, states.to(memory.dtype))
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
-        """One after the other."""
+        """Copies states in sequence."""
         for copy in copies:
             for memory in self._memory.values():
                 memory.tensor[copy.target].copy_(memory.tensor[copy.source])
@@ -90,13 +92,14 @@ class StatePool:
 
 
 class StateCache(PartCache):
-    """The states of some sequences during one call. `continues`: they have computed something before.
+    """Cache of some sequences' states during one call. `continues`: they have computed tokens before.
 
-    transformers' own layer of states is the scratch memory, so that a mixer meets what it was written for.
+    Scratch memory is transformers' own layer of states, for which mixers are written.
     """
 
     def __init__(self, pool: StatePool | None, slots: Tensor, *, continues: bool) -> None:
-        """slots [sequences] int64. Without a pool, states of any layer and shape are taken, and can be asked for."""
+        """Takes slots [sequences] int64. Without a pool, states of any layer and shape are accepted and can be
+        read."""
         super().__init__()
         self._pool = pool
         self._state_slots = slots
@@ -156,7 +159,7 @@ class StateCache(PartCache):
         )
         return updated
 
-    # Linear attention that keeps its state beside the cache's layers, under names of its own.
+    # Interface of linear attention that stores its state beside the cache's layers, under other names.
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         return self.get_recurrent_state(layer_idx)
@@ -180,7 +183,7 @@ class _LayersByIndex(list[LinearAttentionLayer]):
 
 
 def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
-    """Of the buffers of a state, in the order in which a pool of these shapes gives them out."""
+    """Returns the formats of a state's buffers, in the order of a pool of these shapes."""
     return [
         BufferFormat(str(shape.stored).removeprefix("torch."), shape.shape[-1])
         for shape in sorted(shapes, key=lambda shape: shape.key)
@@ -188,7 +191,7 @@ def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
 
 
 def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:
-    """The states that a call left in a layer's scratch memory."""
+    """Returns the shapes of the states that a call left in a layer's scratch memory."""
     shapes = []
     for kind in (_CONV, _RECURRENT):
         for index, state in getattr(scratch, kind).items():

@@ -1,4 +1,4 @@
-"""The caches that a model sees while it computes: of a packed step, and of one sequence on its own."""
+"""Cache objects that a model gets during a forward: for a packed step, and for a single sequence."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rootstock.runtime.torch.state_pool import StateCache
 
 
 class PackedCache(FusedStep):
-    """One packed step over the pool: new K and V go to their slots, and lead attention back to here."""
+    """Cache of one packed step over the pool: writes new K and V to their slots, and marks them for attention."""
 
     def __init__(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool = False) -> None:
-        """`token_wise`: mixers that continue a state are given one new token at a time."""
+        """Plans the step. `token_wise`: mixers that continue a state get one new token at a time."""
         super().__init__()
         self._pool = pool
         self._segments = segments
@@ -51,11 +51,11 @@ class PackedCache(FusedStep):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """key_states and value_states [1, kv_heads, tokens, …]"""
+        """Writes key_states and value_states [1, kv_heads, tokens, …] to the pool. Returns both, marked."""
         memory = self._pool.layers[layer_idx]
         key, value = (states[0].transpose(0, 1) for states in (key_states, value_states))
         key, value = memory.write(self._slots[memory.family], key, value)
-        layer = _PagedLayer(memory, self._prepared(memory), key, value)
+        layer = _PooledLayer(memory, self._prepared(memory), key, value)
         mark(key_states, value_states, layer)
         return key_states, value_states
 
@@ -74,13 +74,14 @@ class PackedCache(FusedStep):
         memory = self._pool.layers[index]
         if not is_kept:
             key, value = memory.write(self._slots[memory.family], key, value)
-        attention: Any = self._prepared(memory)  # not of latents, which nobody fuses
+        attention: Any = self._prepared(memory)  # not for latents, which are never fused
         attended: Tensor = attention(query, key, value, memory.keys, memory.values, scores)
         return attended
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """0 for the model as a whole, whose positions are given. A layer that asks for its own adds it to the row
-        numbers 0, 1, 2, … to get positions: what makes that right is an offset for each row, [tokens]."""
+        """Returns 0 for the model as a whole, whose positions are given. A layer that asks for its own length adds it
+        to the row numbers 0, 1, 2, … to get positions. It gets an offset for each row, [tokens], that makes them
+        right."""
         if layer_idx is None:
             return 0
         if self._offsets is None:
@@ -99,7 +100,8 @@ class PackedCache(FusedStep):
             yield Part(rows, StateCache(states, slots, continues=continues), -1)
 
     def _grouped(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """For each call of a mixer: its rows [sequences, new], their slots [sequences], whether they have a state."""
+        """Returns for each call of a mixer its rows [sequences, new], slots [sequences], and whether they have a
+        state."""
         alike: dict[tuple[int, bool], list[int]] = {}
         for number, span in enumerate(self._spans[0]):
             alike.setdefault((span.new, span.past > 0), []).append(number)
@@ -128,7 +130,7 @@ class PackedCache(FusedStep):
             yield Part(rows, SequenceCache(self._pool, segment, slots), segment.past)
 
     def _prepared(self, memory: LayerMemory) -> StepAttention | LatentStepAttention:
-        """Made by the first layer that needs it, for all that are like it."""
+        """Prepares attention for a kernel and family when a layer first needs it."""
         alike = memory.kernel, memory.family
         prepared = self._attention.get(alike)
         if prepared is None:
@@ -152,7 +154,7 @@ def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
     return spans
 
 
-class _PagedLayer:
+class _PooledLayer:
     __slots__ = ("attention", "key", "memory", "value")
 
     def __init__(
@@ -160,7 +162,7 @@ class _PagedLayer:
     ) -> None:
         self.memory = memory
         self.attention = attention
-        self.key = key  # [tokens, kv_heads, key_dim], as the pool holds it
+        self.key = key  # [tokens, kv_heads, key_dim], equal to the pool's rows
         self.value = value
 
     def attend(
@@ -176,16 +178,16 @@ class _PagedLayer:
         assert isinstance(mask, MaskPattern), f"{type(module).__name__} has a mask that the probe did not see"
         memory = self.memory
         rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
-        # Latents are attended with the weight that would have expanded them.
+        # Latents are attended with the weight that expands them.
         up = {"up": expansion(module)} if memory.kernel == "latent" else {}
-        attention: Any = self.attention  # latents are never rounded
+        attention: Any = self.attention  # latents are never quantized
         out: Tensor = attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
         return out.unsqueeze(0)
 
 
 def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
-    """[past + new] int64 slots of a sequence's positions in the layers that give out all K and V; none, if no layer
-    keeps any."""
+    """Returns the slots [past + new] int64 of a sequence's positions in full-attention layers; empty if there are
+    none."""
     slots = np.empty(0, np.int64)
     if pool.families and isinstance(pool.families[0], FullAttention):
         slots = slots_of(segment.tables[0], 0, segment.past + len(segment.tokens), pool.block_size)
@@ -193,13 +195,13 @@ def context_slots(pool: TorchPool, segment: Segment) -> Tensor:
 
 
 class SequenceCache(StateCache):
-    """One sequence: gives out all of its K and V, and its states. For one module, or for the whole model.
+    """Cache of a single sequence, for one module or for the whole model: returns all of its K and V, and its states.
 
-    What it gives carries no marks, so that nobody takes it for a packed step's.
+    Its tensors carry no marks, so that they are not taken for those of a packed step.
     """
 
     def __init__(self, pool: TorchPool, segment: Segment, slots: Tensor) -> None:
-        """slots [end] int64 of all positions, as `context_slots` gives them"""
+        """Takes the slots [end] int64 of all positions, from `context_slots`."""
         state = torch.tensor([segment.state], device=pool.device)
         super().__init__(pool.states, state, continues=segment.past > 0)
         self._past = segment.past
@@ -209,7 +211,7 @@ class SequenceCache(StateCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """key_states and value_states [1, kv_heads, new, …] → [1, kv_heads, end, …]"""
+        """Writes key_states and value_states [1, kv_heads, new, …]. Returns all K and V [1, kv_heads, end, …]."""
         memory = self._pages.layers[layer_idx]
         memory.write(self._slots[self._past :], *(t[0].transpose(0, 1) for t in (key_states, value_states)))
         keys, values = (
@@ -218,7 +220,7 @@ class SequenceCache(StateCache):
         return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """[1, new, indexer_dim] → [1, end, indexer_dim]"""
+        """Writes indexer keys [1, new, indexer_dim]. Returns all of them [1, end, indexer_dim]."""
         memory = self._pages.layers[layer_idx].indexer
         assert memory is not None, f"layer {layer_idx} has an indexer that the probe did not see"
         memory.index_copy_(0, self._slots[self._past :], indexer_key_states[0])

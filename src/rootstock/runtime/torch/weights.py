@@ -1,4 +1,4 @@
-"""A model's files hashed, and read into a transformers model. `model_files` has found and checked them."""
+"""Weight files: hashes them and reads them into a transformers model. `model_files` finds and checks them before."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rootstock.runtime.model_files import (
 )
 
 _HASH_CHUNK_BYTES = 16 << 20
-_MAX_DETAIL_CHARS = 300  # of others' messages
+_MAX_DETAIL_CHARS = 300  # of transformers' messages
 
 
 def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
-    """Content hash of weights, configuration and the model's own code if it has any: xxh3-128 over all bytes.
+    """Compute the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
 
-    Cached K and V are exchanged between processes by this name, so every byte counts; it runs at the disk's
-    speed, and the bytes it reads are those that are loaded next.
+    Processes exchange cached K and V under this name, so every byte counts. Hashing runs at the disk's speed, and
+    reads the bytes that are loaded next into the system's cache.
     """
     digest = xxhash.xxh3_128(architecture.encode())
     code = (path for path in directory.glob("*.py") if path.is_file())
@@ -49,7 +49,7 @@ def fingerprint(directory: Path, files: list[Path], architecture: str, progress:
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
-    """Read config.json, and check generation_config.json, which loading reads as well.
+    """Read config.json, and check generation_config.json, which loading reads too.
 
     Raises ModelFileInvalid, or ModelUnsupported if transformers does not know the architecture.
     """
@@ -58,26 +58,26 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
         try:
             with _quiet():
                 GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # its fields are compared with each other, whatever their types
+        except Exception as error:  # transformers compares fields with each other, whatever their types
             raise ModelFileInvalid(model, GENERATION_CONFIG, _in_one_line(error)) from error
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            reason = "it comes with code of its own; read that code, then allow it with --trust-remote-code"
+            reason = "it comes with its own code; read that code, then allow it with --trust-remote-code"
         else:
             reason = first_line(error)
         raise ModelUnsupported(model, reason) from error
-    except Exception as error:  # a configuration is checked by whatever code reads it
+    except Exception as error:  # the code that reads a configuration checks it, and may raise anything
         raise ModelFileInvalid(model, CONFIG, _in_one_line(error)) from error
 
 
 def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Module:
-    """The architecture without weights, on the meta device. Raises ModelUnsupported."""
+    """Build the architecture without weights, on the meta device. Raises ModelUnsupported."""
     try:
         with torch.device("meta"), _quiet():
             built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the architecture's own code raises
+    except Exception as error:  # the architecture's own code may raise anything
         raise ModelUnsupported(model, first_line(error)) from error
     assert isinstance(built, nn.Module)
     return built
@@ -86,9 +86,9 @@ def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Modul
 def read_weights(
     model: str, directory: Path, config: Any, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> nn.Module:
-    """The model with its weights, on the CPU. Raises ModelWeightsMissing, ModelUnsupported.
+    """Load the model with its weights, on the CPU. Raises ModelWeightsMissing, ModelUnsupported.
 
-    A parameter that the files do not hold would be filled with random numbers: that is an error here.
+    transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """
     try:
         with _quiet():
@@ -99,13 +99,11 @@ def read_weights(
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # else the error names none; they are refused below
+                ignore_mismatched_sizes=True,  # otherwise the error names none; they are refused below
             )
-    except ImportError as error:  # a quantisation whose package is not installed
+    except ImportError as error:  # the package of a quantization method is not installed
         raise ModelUnsupported(model, first_line(error)) from error
-    except (
-        Exception
-    ) as error:  # transformers raises RuntimeError, ValueError, OSError and others for bad weights
+    except Exception as error:  # RuntimeError, ValueError, OSError and others for bad weights
         raise ModelWeightsMissing(model, first_line(error)) from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -126,7 +124,7 @@ def read_weights(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own bars and warnings: what matters in them becomes an error of ours."""
+    """Silences transformers' progress bars and warnings. The important ones become errors here."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""Records as one file, to move prefixes between machines.
+"""Archive file of records, to move prefixes between machines.
 
-    magic | records as they lie in a segment | manifest | its offset, bytes and checksum | magic
+    magic | records as in a segment | manifest | its offset, bytes and checksum | magic
 
-The manifest is JSON: the format and, for each record, where it lies. It comes last, so that an archive that was cut
-off is seen to be one. It is checksummed itself; each record has its own checksum, bound to its identity.
+The manifest is JSON: the format and the place of each record. It comes last, so that a truncated archive is
+recognised. It has a checksum of its own; each record has another, bound to its identity.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _FOOTER = struct.Struct("<QQ16s8s")
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """No archive of ours, or not all of one."""
+    """Result: the file is not an archive of Rootstock, or not a complete one."""
 
     reason: str
 
 
 def write_archive(files: Files, path: Path, records: Iterable[Encoded]) -> int:
-    """Returns its bytes. The file appears under its name when it is whole and synced. Raises OSError."""
+    """Writes an archive and returns its bytes. The file gets its name when it is complete and synced. Raises
+    OSError."""
     temporary = path.with_name(path.name + ".part")
     with suppress(FileNotFoundError):
         files.remove(temporary)
@@ -54,7 +55,7 @@ def write_archive(files: Files, path: Path, records: Iterable[Encoded]) -> int:
             files.close(fd)
         files.rename(temporary, path)
         files.sync_folder(path.parent)
-    except BaseException:  # an interrupt, too, must not leave gigabytes behind
+    except BaseException:  # also on an interrupt, so that no partial file of gigabytes stays
         with suppress(OSError):
             files.remove(temporary)
         raise
@@ -62,7 +63,7 @@ def write_archive(files: Files, path: Path, records: Iterable[Encoded]) -> int:
 
 
 def read_places(files: Files, path: Path) -> list[Place] | Unreadable:
-    """What an archive says of itself: where its records lie."""
+    """Reads an archive's manifest: the places of its records."""
     try:
         file_bytes = path.stat().st_size
         fd = files.open_read(path)
@@ -77,9 +78,9 @@ def read_places(files: Files, path: Path) -> list[Place] | Unreadable:
 
 
 def _read_manifest(files: Files, fd: int, file_bytes: int) -> list[Place] | Unreadable:
-    """Raises OSError."""
+    """Reads and checks the manifest. Raises OSError."""
     footer = bytearray(_FOOTER.size)
-    cut_off = Unreadable("it is cut off, or no archive of Rootstock's")
+    cut_off = Unreadable("it is truncated, or not an archive of Rootstock")
     if file_bytes < len(_MAGIC) + len(footer):
         return cut_off
     if not read_all(files, fd, [memoryview(footer)], file_bytes - len(footer)):
@@ -97,12 +98,12 @@ def _read_manifest(files: Files, fd: int, file_bytes: int) -> list[Place] | Unre
         return Unreadable(f"it has format {content['format']}, and this version reads {FORMAT}")
     places = [Place(**place) for place in content["records"]]
     if any(place.offset < len(_MAGIC) or place.offset + place.stored_bytes > offset for place in places):
-        return Unreadable("its manifest leads out of it")
+        return Unreadable("its manifest names places outside of the archive")
     return places
 
 
 def read_records(files: Files, fd: int, places: Iterable[Place]) -> Iterator[Record | Miss]:
-    """Each verified, or what is wrong with it."""
+    """Yields each record verified, or a miss that says why it is not."""
     for place in places:
         try:
             yield _read_record(files, fd, place)
@@ -111,7 +112,7 @@ def read_records(files: Files, fd: int, places: Iterable[Place]) -> Iterator[Rec
 
 
 def _read_record(files: Files, fd: int, place: Place) -> Record | Miss:
-    """Raises OSError."""
+    """Reads and verifies a record. Raises OSError."""
     head = read_head(files, fd, place)
     if isinstance(head, Miss):
         return head

@@ -1,4 +1,4 @@
-"""The seam to the file system. Tests put failing, short and crashing ones in its place."""
+"""File system interface of the disk tier. Tests replace it by one that fails, writes short or crashes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-MAX_VIEWS = 512  # of one vectored call; POSIX promises 1,024 on the systems that we know
-_OWNER_ONLY = 0o600  # what people have said is in there
+MAX_VIEWS = 512  # of one vectored call; POSIX allows 1,024 on the systems that are supported
+_OWNER_ONLY = 0o600  # files hold users' conversations
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone stops at the drive's cache
 
 
 class Files:
-    """The real one. Every method raises OSError."""
+    """File system of the operating system. Every method raises OSError."""
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -23,18 +23,18 @@ class Files:
         return os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
 
     def open_new(self, path: Path) -> int:
-        """For writing; the file must not exist."""
+        """Creates a file for writing. It must not exist."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
 
     def open_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY)
 
     def write(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Returns how many bytes, which may be fewer than given."""
+        """Writes views in order. Returns the number of bytes written, which may be less than given."""
         return os.pwritev(fd, views, offset)
 
     def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Fills the views in order; returns how many bytes, 0 at the end of the file."""
+        """Fills the views in order. Returns the number of bytes read, 0 at the end of the file."""
         return os.preadv(fd, views, offset)
 
     def sync(self, fd: int) -> None:
@@ -44,7 +44,7 @@ class Files:
             os.fsync(fd)
 
     def sync_folder(self, folder: Path) -> None:
-        """Makes the names in it durable: files that were created, renamed or removed."""
+        """Makes a folder's names durable: files that were created, renamed or removed."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -64,13 +64,12 @@ class Files:
         source.replace(target)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        os.close(
-            os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
-        )  # what SQLite adds to it gets the same mode
+        # SQLite gives the files that it adds the mode of the database, so the database is created first.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, _OWNER_ONLY))
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
     def sizes(self, folder: Path) -> Iterator[tuple[Path, int]]:
-        """Every file below `folder` with its bytes. Links count as themselves and are not followed."""
+        """Yields every file below `folder` with its bytes. Links are counted themselves and not followed."""
         with os.scandir(folder) as listing:
             for item in listing:
                 if item.is_dir(follow_symlinks=False):
@@ -78,12 +77,12 @@ class Files:
                     continue
                 try:
                     yield Path(item.path), item.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:  # went while we looked
+                except FileNotFoundError:  # removed during the scan
                     continue
 
 
 def write_all(files: Files, fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Writes all of it and returns how many bytes that was."""
+    """Writes all views and returns the number of bytes."""
     left = [view for view in views if view.nbytes]
     total_bytes = 0
     while left:
@@ -96,7 +95,7 @@ def write_all(files: Files, fd: int, views: Sequence[memoryview], offset: int) -
 
 
 def read_all(files: Files, fd: int, views: Sequence[memoryview], offset: int) -> bool:
-    """Fills all views; False if the file ends before."""
+    """Fills all views. Returns False if the file ends before."""
     left = [view for view in views if view.nbytes]
     while left:
         got_bytes = files.read(fd, left[:MAX_VIEWS], offset)

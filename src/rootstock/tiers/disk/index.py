@@ -1,13 +1,13 @@
-"""Which records there are: an SQLite database in WAL mode. A record exists once its row is committed.
+"""Index of stored records: an SQLite database in WAL mode. A record exists once its row is committed.
 
-The one connection locks the database for its process, which keeps SQLite from making a shared-memory file beside it.
-The WAL never grows beyond `wal_bytes`: before a transaction that could take it there it is written back and cut, and
-larger transactions are for the caller to divide (`rows_at_once`).
+The only connection locks the database for its process. SQLite then makes no shared-memory file. The WAL never grows
+beyond `wal_bytes`: before a transaction that could exceed it, the WAL is written back and truncated. Callers divide
+transactions that are larger (`rows_at_once`).
 
-A store must not write more pages of the index than its records have bytes. The database is therefore one table in the
-order of insertion and has no secondary index: new rows share the last page, and the rows of a segment lie together.
-Lookup by key, the order of use and the content of each segment are kept in memory (`Known`, some 300 bytes a record);
-they are read from the table once, when it is opened.
+A store must not write more pages of the index than its records have bytes. The database is therefore one table in
+order of insertion, without secondary indices: new rows share the last page, and the rows of a segment lie together.
+The lookup by key, the order of use and the content of each segment are kept in memory (`Known`, about 300 bytes a
+record). They are read from the table once, when it is opened.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rootstock.tiers.disk.record import FORMAT, Place
 
 INDEX_NAME = f"v{FORMAT}-index.sqlite"
 WAL_NAME = INDEX_NAME + "-wal"
-# SQLite makes these itself: the last one while the database is created.
+# SQLite creates these files itself. The last exists while the database is created.
 INDEX_NAMES = {INDEX_NAME, WAL_NAME, INDEX_NAME + "-journal"}
 
 T = TypeVar("T")
 
-_PAGE_BYTES = 1024  # of a new database: a commit of one row writes few bytes
+_PAGE_BYTES = 1024  # of a new database: small, so that a commit of one row writes few bytes
 _WAL_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
-_ROW_BYTES = 96  # of a row beside its identity, at most
-_PAGES_PER_ROW = 4  # a leaf that changes, and those that it is merged with or divided into
+_ROW_BYTES = 96  # upper bound of a row without its identity
+_PAGES_PER_ROW = 4  # the leaf that changes, and leaves that it is merged with or split into
 _PAGES_PER_TRANSACTION = 16  # inner nodes and the free list
-_USE_STEP_S = 1e-6  # between uses whose times are assigned, to keep their order
-# What SQLite says when the disk or the process is to blame, and not what the database holds.
+_USE_STEP_S = 1e-6  # between assigned times of use, to keep their order
+# SQLite's error codes for which the disk or the process is to blame, not the database's content.
 _CIRCUMSTANCES = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_BUSY,
@@ -72,7 +72,7 @@ CREATE TABLE IF NOT EXISTS records (
 DROP INDEX IF EXISTS by_key;
 DROP INDEX IF EXISTS by_use;
 DROP INDEX IF EXISTS by_segment;
-"""  # versions before 0.2 had these three indices
+"""  # versions before 0.2 have these three indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """The part of a row that is kept in memory."""
+    """Part of a row that is kept in memory."""
 
     key: RecordKey
     rowid: int
@@ -96,12 +96,13 @@ class Known:
     stored_bytes: int
     last: int
     last_use_s: float
-    is_used: bool = False  # since its bytes were written
+    is_used: bool = False  # used since its bytes were written
     unwritten_uses: int = 0
 
     @property
     def recency(self) -> tuple[float, int]:
-        """Least first to go. Of records used at the same time those that end last go first: they continue others."""
+        """Returns the eviction order, least first. Of records used at the same time, those that end last are evicted
+        first, because they continue others."""
         return self.last_use_s, -self.last
 
 
@@ -114,7 +115,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """A row that goes, or that leads elsewhere from now on."""
+    """Change of a row: it is deleted, or refers to another place from now on."""
 
     known: Known
     place: Place | None = None
@@ -122,13 +123,14 @@ class _Change:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the database itself is unreadable, and will be at the next start."""
+    """Returns whether the database itself is unreadable, and will also be at the next start."""
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF not in _CIRCUMSTANCES
 
 
 class Index:
-    """Thread-safe through `lock`, which a caller may hold over several calls. Every method raises sqlite3.Error."""
+    """Index of a directory. Thread-safe through `lock`, which a caller may hold over several calls. Every method
+    raises sqlite3.Error."""
 
     def __init__(self, files: Files, folder: Path, connection: sqlite3.Connection, wal_bytes: int) -> None:
         self.lock = threading.RLock()
@@ -143,11 +145,11 @@ class Index:
         self._segments: dict[int, _Segment] = {}
         self._with_unwritten_uses: set[RecordKey] = set()
         self._next_rowid = 1
-        self._versions = 0  # that segments had: a version never comes back
+        self._versions = 0  # number of versions given to segments; a version is never used again
 
     @staticmethod
     def open(files: Files, folder: Path, wal_bytes: int) -> Index:
-        """Raises sqlite3.Error if the database can't be read; nothing is open then."""
+        """Opens or creates the index. Raises sqlite3.Error if it is unreadable, and leaves nothing open."""
         db = files.connect(folder / INDEX_NAME)
         try:
             db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
@@ -157,19 +159,19 @@ class Index:
             db.execute("PRAGMA wal_autocheckpoint=0")
             db.execute("PRAGMA cache_spill=OFF")  # a transaction writes a page once
             db.execute("PRAGMA temp_store=MEMORY")
-            db.execute("PRAGMA secure_delete=OFF")  # rows that go are not overwritten
+            db.execute("PRAGMA secure_delete=OFF")  # deleted rows are not overwritten
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
-            # The types too, which the schema checks: what is wrong must show now, when one can begin anew.
+            # This also checks the types of the schema. Damage must show now, when the tier can still start empty.
             (health,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if health != "ok":
                 raise sqlite3.DatabaseError(health)
             index = Index(files, folder, db, wal_bytes)
             index._read_known()
             index.write_back()
-        except ValueError as error:  # a message of SQLite's that quotes what is damaged, and is no text
+        except ValueError as error:  # SQLite's message quotes damaged bytes that are not text
             db.close()
-            raise sqlite3.DatabaseError("the schema is not as it was written") from error
+            raise sqlite3.DatabaseError("the schema is damaged") from error
         except sqlite3.Error:
             db.close()
             raise
@@ -179,7 +181,7 @@ class Index:
         query = "SELECT key, rowid, segment, bytes, last, last_use FROM records ORDER BY rowid"
         for key, rowid, segment, stored_bytes, last, last_use_s in self._db.execute(query):
             if key in self._known:
-                raise sqlite3.DatabaseError("two rows have one key")
+                raise sqlite3.DatabaseError("two rows have the same key")
             self._add(Known(key, rowid, segment, stored_bytes, last, last_use_s))
             self._next_rowid = rowid + 1
 
@@ -196,16 +198,16 @@ class Index:
     def _read(self, known: Known) -> Row:
         found = self._db.execute("SELECT * FROM records WHERE rowid = ?", (known.rowid,)).fetchone()
         if found is None or found[0] != known.key:
-            raise sqlite3.DatabaseError("a row is not where it was written")
+            raise sqlite3.DatabaseError("a row is missing or has another key")
         return _row(found)
 
     def keys(self) -> list[RecordKey]:
-        """By first position: whatever a record continues comes before it."""
+        """Returns the keys by first position: a record comes after those that it continues."""
         with self.lock:
             return [key for (key,) in self._db.execute("SELECT key FROM records ORDER BY first, last")]
 
     def known_keys(self) -> list[RecordKey]:
-        """Returns all keys, in no order: loads wait for no query."""
+        """Returns all keys in any order, without a query that loads would wait for."""
         with self.lock:
             return list(self._known)
 
@@ -215,7 +217,7 @@ class Index:
                 yield row
 
     def of_segment(self, segment: int) -> list[Row]:
-        """In the order in which they lie there."""
+        """Returns a segment's rows in order of offset."""
         with self.lock:
             rows = [self._read(known) for known in self.known_in(segment)]
         return sorted(rows, key=lambda row: row.place.offset)
@@ -226,22 +228,22 @@ class Index:
             return [] if of_segment is None else list(of_segment.known.values())
 
     def version_of(self, segment: int) -> int:
-        """Changes with the records of a segment and with their uses, as far as `note_uses` was told of them."""
+        """Returns a number that changes with a segment's records and with their uses known by `note_uses`."""
         of_segment = self._segments.get(segment)
         return -1 if of_segment is None else of_segment.version
 
     def live_bytes(self) -> dict[int, int]:
-        """Of each segment that has records."""
+        """Returns the live bytes of each segment that has records."""
         with self.lock:
             return {number: of_segment.live_bytes for number, of_segment in self._segments.items()}
 
     def ends(self) -> dict[int, int]:
-        """Where the last record of each segment ends."""
+        """Returns the end offset of the last record of each segment."""
         with self.lock:
             return dict(self._db.execute("SELECT segment, MAX(offset + bytes) FROM records GROUP BY segment"))
 
     def beyond(self, segment: int, length: int) -> list[RecordKey]:
-        """Records of the segment that end after `length`."""
+        """Returns the keys of the segment's records that end after `length`."""
         with self.lock:
             query = "SELECT key FROM records WHERE segment = ? AND offset + bytes > ?"
             return [key for (key,) in self._db.execute(query, (segment, length))]
@@ -250,11 +252,11 @@ class Index:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows without identities a transaction may touch."""
+        """Returns the number of rows without identities that a transaction may change."""
         return max(1, (self.wal_limit_bytes // self._frame_bytes - _PAGES_PER_TRANSACTION) // _PAGES_PER_ROW)
 
     def fits(self, identities_bytes: Sequence[int]) -> bool:
-        """Whether rows with identities of these lengths may be inserted at once."""
+        """Returns whether rows with identities of these lengths fit in one transaction."""
         return self._insertion_bytes(len(identities_bytes), sum(identities_bytes)) <= self.wal_limit_bytes
 
     def insert(self, rows: Sequence[Row]) -> None:
@@ -291,7 +293,7 @@ class Index:
         self.replace(keys, ())
 
     def delete_at(self, key: RecordKey, place: Place) -> bool:
-        """Only if it still lies there: it may have been moved, or stored again."""
+        """Deletes a row if it still has this place. Otherwise the record was moved or stored again."""
         with self.lock:
             row = self.find(key)
             if row is None or (row.place.segment, row.place.offset) != (place.segment, place.offset):
@@ -300,11 +302,11 @@ class Index:
             return True
 
     def replace(self, lost: Sequence[RecordKey], moves: Sequence[tuple[Row, Place]]) -> None:
-        """Deletes rows, and lets others, given as they were, lead elsewhere from now on; one that changed since stays
-        as it is. Moved rows are written anew, beside those of their new segment.
+        """Deletes rows, and moves others to new places. A row that changed since it was read stays unchanged. Moved
+        rows are inserted again, beside the rows of their new segment.
 
-        Both are done at once and in the order of the table, in which the rows of a segment share pages: each page is
-        written once. Only what does not fit into the WAL is several transactions.
+        All changes are made together in the order of the table, in which the rows of a segment share pages. Each page
+        is then written once. Only changes that do not fit in the WAL are divided into several transactions.
         """
         with self.lock:
             changes = [_Change(known) for key in lost if (known := self._known.get(key)) is not None]
@@ -353,11 +355,12 @@ class Index:
 
     @property
     def use_bytes(self) -> int:
-        """Upper bound of the bytes that `write_uses` writes now: a page of each row, in the WAL and written back."""
+        """Returns an upper bound of the bytes that `write_uses` writes now: a page per row, in the WAL and written
+        back."""
         return len(self._with_unwritten_uses) * (self._frame_bytes + self._page_bytes)
 
     def note_uses(self, uses: Iterable[tuple[RecordKey, float, int]]) -> None:
-        """Records, when they were last used, and how often since the last time. Kept in memory."""
+        """Notes uses in memory: key, time of the last use, and number of uses since the last call."""
         with self.lock:
             for key, last_use_s, count in uses:
                 known = self._known.get(key)
@@ -369,7 +372,7 @@ class Index:
                     self._changed(self._segments[known.segment])
 
     def write_uses(self) -> None:
-        """Writes the uses that were noted."""
+        """Writes the noted uses."""
         with self.lock:
             noted = sorted(self._with_unwritten_uses, key=lambda key: self._known[key].rowid)
             for part in self._divided(noted):
@@ -384,8 +387,9 @@ class Index:
                 self._with_unwritten_uses.difference_update(part)
 
     def bound_uses(self, now_s: float) -> float:
-        """Gives records that were used later than now, because the clock was set back since, times just after now, in
-        the same order. Otherwise they would outlive all that is used from now on. Returns the time to go on from."""
+        """Corrects times of use that are later than now, because the clock was set back since. The records get times
+        just after now, in the same order. Otherwise they would outlive all later uses. Returns the time to continue
+        from."""
         with self.lock:
             late = [known for known in self._known.values() if not known.last_use_s <= now_s]
             late.sort(key=lambda known: known.recency)
@@ -421,7 +425,7 @@ class Index:
         self._with_unwritten_uses.discard(known.key)
 
     def write_back(self) -> None:
-        """From the WAL into the database; the WAL is empty then."""
+        """Writes the WAL back into the database and truncates it."""
         with self.lock:
             self.written_bytes += self._pages_in_wal() * self._page_bytes
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -432,7 +436,7 @@ class Index:
 
     @contextmanager
     def _transaction(self, growth_bytes: int) -> Iterator[None]:
-        """`growth_bytes`: the most that it adds to the WAL."""
+        """Runs a transaction that adds at most `growth_bytes` to the WAL."""
         with self.lock:
             before_bytes = self._wal_bytes()
             if before_bytes + growth_bytes > self.wal_limit_bytes:
@@ -443,7 +447,7 @@ class Index:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                with suppress(sqlite3.Error):  # SQLite has rolled back itself after some errors
+                with suppress(sqlite3.Error):  # after some errors SQLite has already rolled back
                     self._db.execute("ROLLBACK")
                 raise
             self.written_bytes += max(0, self._wal_bytes() - before_bytes)
@@ -454,14 +458,14 @@ class Index:
             yield items[start : start + step]
 
     def _insertion_bytes(self, rows: int, identities_bytes: int) -> int:
-        """The most that an insertion at the end of the table adds to the WAL."""
+        """Returns an upper bound of the bytes that an insertion at the end of the table adds to the WAL."""
         return (_PAGES_PER_TRANSACTION + self._pages_of_new_rows(rows, identities_bytes)) * self._frame_bytes
 
     def _pages_of_new_rows(self, rows: int, identities_bytes: int) -> int:
         return rows + 2 * (rows * _ROW_BYTES + identities_bytes) // self._page_bytes
 
     def _change_bytes(self, rows: int) -> int:
-        """The most that changes or deletions of rows anywhere add to the WAL."""
+        """Returns an upper bound of the bytes that changes or deletions of rows add to the WAL."""
         return (_PAGES_PER_TRANSACTION + rows * _PAGES_PER_ROW) * self._frame_bytes
 
     def _wal_bytes(self) -> int:
@@ -471,7 +475,7 @@ class Index:
             return 0
 
     def _pages_in_wal(self) -> int:
-        """Distinct pages of the database: each is written back once."""
+        """Counts the distinct database pages in the WAL: each is written back once."""
         try:
             content = np.frombuffer(self._wal.read_bytes(), np.uint8)[_WAL_HEADER_BYTES:]
         except OSError:
@@ -483,7 +487,7 @@ class Index:
 
 def _row(row: tuple[bytes, int, int, bytes, int, int, int, int, float, int]) -> Row:
     if [type(column) for column in row] != _TYPES:
-        raise sqlite3.DatabaseError("a row is not as it was written")
+        raise sqlite3.DatabaseError("a row has columns of wrong types")
     key, first, last, identity, segment, offset, stored_bytes, header_bytes, last_use_s, uses = row
     return Row(
         RecordKey(key),

@@ -1,5 +1,5 @@
-"""One process per directory. The lock's file also marks a directory as Rootstock's own: only there is anything
-deleted."""
+"""Lock of a directory for one process. The lock's file also marks the directory as Rootstock's own: files are deleted
+only in such a directory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rootstock.tiers.base import Off
 from rootstock.tiers.disk.files import Files
 
 LOCK_NAME = "rootstock.lock"
-_NOT_OURS = {"lost+found"}  # the root of a file system has it
+_NOT_OURS = {"lost+found"}  # ignored: in the root of a file system
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLock:
-    """Held until released, or until the process ends, however it ends."""
+    """Lock that is held until it is released or the process ends, in whatever way."""
 
     files: Files
     fd: int
@@ -28,14 +28,15 @@ class DirectoryLock:
 
 
 def lock_directory(files: Files, folder: Path) -> DirectoryLock | Off:
-    """Refused at once if another process has it, or if the directory holds what is not ours. Raises OSError."""
+    """Locks a directory. Returns `Off` at once if another process holds it or if it has foreign files. Raises
+    OSError."""
     files.make_folder(folder)
     path = folder / LOCK_NAME
     strangers = sorted(item.name for item in folder.iterdir() if item.name not in _NOT_OURS)
     if strangers and not path.exists():
         return Off(
-            f"{folder} is not empty ({strangers[0]!r} is there) and was not made by Rootstock, which deletes what "
-            "it finds in its directory when space is short. Give --disk-dir an empty or a new directory."
+            f"{folder} is not empty ({strangers[0]!r} is there) and was not made by Rootstock, which deletes files "
+            "in its directory when space is short. Give --disk-dir an empty or a new directory."
         )
     fd = files.open_lock(path)
     try:
@@ -44,13 +45,13 @@ def lock_directory(files: Files, folder: Path) -> DirectoryLock | Off:
         holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
         files.close(fd)
         return Off(
-            f"{folder} is in use by another process (pid {holder}). Stop it, or give each process a --disk-dir of "
-            "its own."
+            f"{folder} is in use by another process (pid {holder}). Stop it, or give each process its own "
+            "--disk-dir."
         )
     except OSError:
         files.close(fd)
         raise
-    with suppress(OSError):  # it is held, even if a full disk doesn't let us say by whom
+    with suppress(OSError):  # the lock is held even if a full disk prevents writing the pid
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return DirectoryLock(files, fd)

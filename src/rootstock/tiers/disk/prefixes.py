@@ -1,4 +1,4 @@
-"""The records of a tier as people know them: prefixes of tokens, chained from what each record continues."""
+"""Prefixes in a tier, for users: chains of records, each of which continues another."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rootstock.tiers.base import Entry
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """Exactly these tokens of exactly this namespace: records of several families may end here."""
+    """Prefix of one namespace that ends here. Records of several families may end at it."""
 
     own: bytes  # `Identity.own`
     content: NamespaceContent
     position: int
     start: int = 0  # of the last record that ends here
     parent: PrefixNode | None = None
-    begins: bool = False  # the path leads back to position 0
-    followed: bool = False  # something continues it
+    begins: bool = False  # the path reaches position 0
+    followed: bool = False  # another node continues it
     leaves: int = 0  # at or below it
     records: int = 0
     stored_bytes: int = 0
     last_use_s: float = 0.0
     uses: int = 0
-    families: int = 0  # bits, by their order in the namespace
+    families: int = 0  # bit set, in the namespace's order of families
 
     def path(self) -> Iterator[PrefixNode]:
-        """From here up."""
+        """Yields this node and its ancestors, upwards."""
         node: PrefixNode | None = self
         while node is not None:
             yield node
@@ -42,17 +42,17 @@ class PrefixNode:
 
 @dataclass(slots=True, eq=False)
 class NamespaceContent:
-    """What is stored of one model, in one dtype, for one tenant."""
+    """Content of one namespace: a model, dtype and tenant."""
 
     namespace: bytes
     families: list[str] = field(default_factory=list)
-    states: set[str] = field(default_factory=set)  # which of the families keep states
+    states: set[str] = field(default_factory=set)  # families with states
     dtypes: set[str] = field(default_factory=set)
     records: int = 0
     stored_bytes: int = 0
 
     def bits(self, kind: Kind) -> int:
-        """Of `PrefixNode.families`: states, or windows and chunks."""
+        """Returns the bits of `PrefixNode.families` for states, or for windows and chunks."""
         return sum(
             1 << bit
             for bit, name in enumerate(self.families)
@@ -61,20 +61,21 @@ class NamespaceContent:
 
     @property
     def needs_chains(self) -> bool:
-        """Full attention needs everything before a position; windows and states alone do not."""
+        """Returns whether resuming needs all records before a position: with full attention, not with windows and
+        states alone."""
         return "full" in self.families
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """What is shown of the path to a leaf."""
+    """Description of the path to a leaf."""
 
     leaf: PrefixNode
     families: list[str]
-    checkpoints: int  # positions with a state, or with a window's tail
+    checkpoints: int  # positions with a state, or with a window's blocks
     own_bytes: int
-    shared_bytes: int  # with other prefixes
-    last_use_s: float  # of what is its own
+    shared_bytes: int  # shared with other prefixes
+    last_use_s: float  # of the bytes that are not shared
     uses: int
     text: str = ""
 
@@ -92,8 +93,8 @@ class Prefix:
 
 
 class Prefixes:
-    """The records of a directory as trees of tokens. Keeps a few hundred bytes for each place where records end, and
-    none of the tokens."""
+    """Prefixes of a directory's records, as trees. A few hundred bytes are kept for each position where records end,
+    and none of the tokens."""
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, PrefixNode] = {}
@@ -102,13 +103,13 @@ class Prefixes:
         self.orphan_bytes = 0
         self.oldest_use_s = float("inf")
         self.newest_use_s = 0.0
-        # Of the records that begin at one position: what they continue, their tokens, where they end.
+        # Records that begin at the current position: parent, tokens, and the node where they end.
         self._start = 0
         self._siblings: dict[bytes, dict[bytes, PrefixNode]] = {}
 
     @staticmethod
     def of(entries: Iterable[Entry]) -> Prefixes:
-        """`entries` by first position, as a tier gives them."""
+        """Builds the trees from `entries`, ordered by first position as `Tier.entries` yields them."""
         prefixes = Prefixes()
         for entry in entries:
             prefixes._add(entry)
@@ -125,7 +126,7 @@ class Prefixes:
         return sum(content.stored_bytes for content in self.namespaces.values())
 
     def leaves(self) -> list[PrefixNode]:
-        """Of what can be resumed, those used last first."""
+        """Returns the leaves that can be resumed, the last used first."""
         found = [node for node in self.nodes.values() if not node.followed and not is_orphan(node)]
         return sorted(found, key=lambda node: (-node.last_use_s, -node.position, node.own))
 
@@ -141,7 +142,7 @@ class Prefixes:
             if states:
                 checkpoints += bool(node.families & states)
             elif node.families & tails:
-                # A tail ends where its blocks end, or within a block that others have filled.
+                # Window blocks end where their record ends, or within a block that others have filled.
                 ends = after is None or not after.families & tails or after.start < node.position
                 checkpoints += ends
             after = node
@@ -156,12 +157,14 @@ class Prefixes:
     def find(self, beginning: str) -> PrefixNode:
         found = [node for node in self.nodes.values() if node.own.hex().startswith(beginning.lower())]
         if len(found) != 1:
-            allowed = "the key of a prefix that is there, as `rootstock cache ls` shows it"
-            raise InvalidOption("--key", beginning, f"longer: {len(found)} begin so" if found else allowed)
+            allowed = "the key of a stored prefix, as `rootstock cache ls` shows it"
+            raise InvalidOption(
+                "--key", beginning, f"longer: {len(found)} begin with it" if found else allowed
+            )
         return found[0]
 
     def below(self, own: set[bytes]) -> set[bytes]:
-        """These and all that continue them."""
+        """Returns these nodes and all that continue them."""
         found = set(own)
         for node in self._by_position():
             if node.parent is not None and node.parent.own in found:
@@ -169,7 +172,7 @@ class Prefixes:
         return found
 
     def use_with_what_follows(self) -> None:
-        """Whoever used a record used what it continues."""
+        """Sets each node's time of use to the latest of its descendants, which use it too."""
         for node in reversed(self._by_position()):
             if node.parent is not None:
                 node.parent.last_use_s = max(node.parent.last_use_s, node.last_use_s)
@@ -207,8 +210,8 @@ class Prefixes:
             self._siblings.setdefault(identity.parent, {})[identity.tokens.tobytes()] = node
 
     def _connect(self) -> None:
-        """Those that begin at one position: each continues the node that ends there, or the longest of them that it
-        begins with, such as a block that was kept before it was full."""
+        """Sets the parents of the records that begin at one position: the node that ends there, or the longest of
+        these records that is a prefix, such as a block that was stored before it was full."""
         for parent, siblings in self._siblings.items():
             above = self.nodes.get(parent)
             nested: list[tuple[bytes, PrefixNode]] = []
@@ -233,7 +236,7 @@ class Prefixes:
                 self.orphan_bytes += node.stored_bytes
 
     def _by_position(self) -> list[PrefixNode]:
-        """Each after what it continues."""
+        """Returns all nodes, each after its parent."""
         return sorted(self.nodes.values(), key=lambda node: node.position)
 
 
@@ -244,17 +247,17 @@ def is_orphan(node: PrefixNode) -> bool:
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
     tokens: int
-    reached: int  # of these
-    path: set[bytes]  # where records end on the way: `Identity.own`
-    at_end: set[bytes]  # where records end that reach the prompt's end
+    reached: int  # tokens of the prompt that are stored
+    path: set[bytes]  # `Identity.own` of records that end within the prompt
+    at_end: set[bytes]  # `Identity.own` of records that reach the prompt's end
 
 
 def along(entries: Iterable[Entry], prompt: Tokens) -> StoredPrompt:
-    """What is stored on the way to the end of `prompt`, in whichever namespaces."""
+    """Finds the records along `prompt`, in all namespaces."""
     digests: dict[tuple[bytes, int], bytes] = {}
 
     def digest(namespace: bytes, position: int) -> bytes:
-        """As `prefix_digest` has it."""
+        """Computes `prefix_digest` of the prompt's first positions."""
         if (namespace, position) not in digests:
             h = xxhash.xxh3_128(namespace)
             h.update(prompt[:position].astype("<i4").tobytes())

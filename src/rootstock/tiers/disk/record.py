@@ -1,12 +1,12 @@
-"""A record as bytes: prefix | header | payload.
+"""Byte format of a record: prefix | header | payload.
 
     prefix    magic, header bytes, payload bytes, checksum
-    header    bytes of the identity, the identity, how many buffers, the bytes of each
+    header    bytes of the identity, the identity, number of buffers, the bytes of each
     payload   the buffers
 
-The checksum is xxh3-128 over everything but the magic and itself, so that a payload can't be had under an identity
-that is not its own. The identity ends in a checksum of its own, because the index keeps a copy of it.
-All numbers are little-endian. A change of any of this is a new `FORMAT`.
+The checksum is xxh3-128 over everything but the magic and itself, so that a payload cannot be loaded under another
+identity. The identity ends in a checksum of its own, because the index keeps a copy of it.
+All numbers are little-endian. Any change here needs a new `FORMAT`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PREFIX = struct.Struct("<8sIQ16s")
 _SIZES = struct.Struct("<IQ")
 _IDENTITY = struct.Struct("<16s16s16sBIQIHH")
 _CHUNK_BYTES = 1 << 20
-_SMALL_HEADER_BYTES = 1 << 16  # read with its prefix, in one call
+_SMALL_HEADER_BYTES = 1 << 16  # up to this size the header is read with its prefix, in one call
 
 PREFIX_BYTES = _PREFIX.size
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies."""
+    """Place of a record."""
 
     segment: int
     offset: int
@@ -71,7 +71,7 @@ def encode_identity(identity: Identity) -> bytes:
 
 
 def decode_identity(raw: bytes | memoryview) -> Identity | None:
-    """None if these bytes are not an identity, or not as they were written."""
+    """Decodes an identity. Returns None if the bytes are not an identity or are damaged."""
     body, check = raw[:-8], raw[-8:]
     if len(body) < _IDENTITY.size or xxhash.xxh3_64(body).digest() != check:
         return None
@@ -93,7 +93,7 @@ def decode_identity(raw: bytes | memoryview) -> Identity | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A record ready to be written: `views` in order, none of them joined."""
+    """Encoded record: `views` are written in order, without joining them."""
 
     identity: Identity
     identity_raw: bytes
@@ -126,7 +126,7 @@ def encode(record: Record) -> Encoded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """Prefix and header, of which nothing is certain before the payload was read."""
+    """Head of a record: prefix and header. They are not verified before the payload has been read."""
 
     identity: Identity
     buffer_bytes: tuple[int, ...]
@@ -135,12 +135,12 @@ class Head:
 
 
 def read_head(files: Files, fd: int, place: Place) -> Head | Miss:
-    """Raises OSError."""
+    """Reads the head of a record. Raises OSError."""
     if 0 <= place.header_bytes <= _SMALL_HEADER_BYTES:
         front = memoryview(bytearray(PREFIX_BYTES + place.header_bytes))
         if read_all(files, fd, [front], place.offset):
             return _checked_prefix(front[:PREFIX_BYTES], place) or _head(front, place)
-    # What the row says of the header may be wrong: memory is taken only where two places agree on it.
+    # The row's header size may be wrong: memory is allocated only if the prefix agrees with it.
     prefix = memoryview(bytearray(PREFIX_BYTES))
     if not read_all(files, fd, [prefix], place.offset):
         return Miss(MissKind.MISSING_BYTES, "the file ends before the record")
@@ -160,10 +160,10 @@ def _checked_prefix(prefix: memoryview, place: Place) -> Miss | None:
 
 
 def _head(front: memoryview, place: Place) -> Head | Miss:
-    """Of prefix and header, the first of which is as the row says."""
+    """Decodes prefix and header. The prefix has been compared with the row."""
     *_, checksum = _PREFIX.unpack(front[:PREFIX_BYTES])
     header, header_bytes = front[PREFIX_BYTES:], place.header_bytes
-    damaged = Miss(MissKind.CHECKSUM, "the header is not as it was written")
+    damaged = Miss(MissKind.CHECKSUM, "the header is damaged")
     if header_bytes < 8:
         return damaged
     (identity_bytes,) = struct.unpack_from("<I", header)
@@ -180,21 +180,17 @@ def _head(front: memoryview, place: Place) -> Head | Miss:
 
 
 def read_payload(files: Files, fd: int, place: Place, head: Head, views: Sequence[memoryview]) -> Miss | None:
-    """Fills `views`, which hold as many bytes as the payload has, and verifies. Raises OSError."""
+    """Fills `views`, whose total size is the payload's, and verifies the record. Raises OSError."""
     if not read_all(files, fd, views, place.offset + PREFIX_BYTES + place.header_bytes):
         return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
     h = _begin(head, place)
     for view in views:
         h.update(view)
-    return (
-        None
-        if h.digest() == head.checksum
-        else Miss(MissKind.CHECKSUM, "the payload is not as it was written")
-    )
+    return None if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
 
 
 def verify(files: Files, fd: int, place: Place) -> Head | Miss:
-    """Reads a whole record in pieces and keeps nothing of its payload. Raises OSError."""
+    """Verifies a whole record, reading it in pieces without keeping its payload. Raises OSError."""
     head = read_head(files, fd, place)
     if isinstance(head, Miss):
         return head
@@ -208,11 +204,7 @@ def verify(files: Files, fd: int, place: Place) -> Head | Miss:
             return Miss(MissKind.MISSING_BYTES, "the file ends within the payload")
         h.update(part)
         offset += part.nbytes
-    return (
-        head
-        if h.digest() == head.checksum
-        else Miss(MissKind.CHECKSUM, "the payload is not as it was written")
-    )
+    return head if h.digest() == head.checksum else Miss(MissKind.CHECKSUM, "the payload is damaged")
 
 
 def _begin(head: Head, place: Place) -> xxhash.xxh3_128:
@@ -222,7 +214,7 @@ def _begin(head: Head, place: Place) -> xxhash.xxh3_128:
 
 
 def difference(asked: Identity, found: Identity) -> MissKind | None:
-    """In what `found` is something else than what was asked for; None if it is the same memory."""
+    """Returns the first respect in which `found` differs from `asked`; None if both name the same memory."""
     if asked.namespace != found.namespace:
         return MissKind.OTHER_NAMESPACE
     if (asked.family, asked.layers, asked.kind) != (found.family, found.layers, found.kind):
@@ -231,7 +223,7 @@ def difference(asked: Identity, found: Identity) -> MissKind | None:
         return MissKind.OTHER_DTYPE
     if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
         return MissKind.OTHER_POSITION
-    # A state may have been stored with another start: then what both carry is compared.
+    # A state may have been stored with another start: then the tokens that both have are compared.
     both = min(len(asked.tokens), len(found.tokens))
     asked_tokens, found_tokens = (run.tokens[len(run.tokens) - both :] for run in (asked, found))
     same_tokens = asked_tokens.tobytes() == found_tokens.tobytes()  # a tenth of array_equal's time

@@ -1,4 +1,4 @@
-"""What the disk tier tells of itself: counts since it was opened, and the results of checks and archives."""
+"""Reports of the disk tier: counts since it was opened, and results of checks and archives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rootstock.tiers.base import Miss, MissKind, Refusal, StoreOutcome
 
 @dataclass(slots=True)
 class DiskCounts:
-    """Since the directory was opened."""
+    """Counters of the disk tier since it was opened."""
 
     stored_records: int = 0
     stored_bytes: int = 0  # of records, with their headers
@@ -20,19 +20,19 @@ class DiskCounts:
     loaded_bytes: int = 0
     misses: Counter[MissKind] = field(default_factory=Counter)
     quarantined_records: int = 0
-    indexes_lost: int = 0  # the index could not be read at start: the directory began anew
+    indexes_lost: int = 0  # the index was unreadable at start, and the tier started empty
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     key: RecordKey
     miss: Miss
-    identity: Identity | None = field(compare=False)  # None: the index can't tell
+    identity: Identity | None = field(compare=False)  # None: the row is damaged or was not read
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a check of every record found. Nothing was changed."""
+    """Result of checking every record. Nothing is changed."""
 
     records: int
     stored_bytes: int
@@ -43,7 +43,7 @@ class Verified:
 class Exported:
     records: int
     archive_bytes: int
-    failures: tuple[Failure, ...]  # asked for, but missing or damaged: not in the archive
+    failures: tuple[Failure, ...]  # missing or damaged records: not in the archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,5 @@ class NotExported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    outcomes: tuple[StoreOutcome, ...]  # of the whole records, in the archive's order
+    outcomes: tuple[StoreOutcome, ...]  # of the intact records, in the archive's order
     damaged: tuple[Miss, ...]

@@ -1,4 +1,5 @@
-"""Append-only files. A record's bytes are written once and never changed; a segment goes as a whole."""
+"""Segments: append-only files. A record's bytes are written once and never changed; segments are removed as a
+whole."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ def segment_number(path: Path) -> int | None:
 
 
 class Segments:
-    """The segments of one directory. Not thread-safe: one writer.
+    """Segments of one directory. Not thread-safe: there is one writer.
 
-    What was appended since the last `keep` can be taken back with `abandon`. A segment is only ever appended to by
-    the process that created it, and never after a failure: its tail is then unknown.
+    `abandon` removes the bytes appended since the last `keep`. Only the process that created a segment appends to it,
+    and never after a failure, because the segment's end is then unknown.
     """
 
     def __init__(self, files: Files, folder: Path, segment_bytes: int, next_number: int) -> None:
@@ -29,11 +30,11 @@ class Segments:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._next = next_number
-        self._fd: int | None = None  # of the open segment
+        self._fd: int | None = None  # file descriptor of the open segment
         self._number = -1
         self._length = 0
-        self._kept: dict[int, int] = {}  # segments appended to since the last `keep`: how long they were
-        self._new_names = False  # created since the folder was synced
+        self._kept: dict[int, int] = {}  # segments appended to since the last `keep`, with their length then
+        self._new_names = False  # files were created since the folder was synced
         self.written_bytes = 0
 
     @property
@@ -44,7 +45,8 @@ class Segments:
         return self._folder / f"v{FORMAT}-{number:08d}.segment"
 
     def append(self, record: Encoded) -> Place:
-        """Raises OSError; then `abandon` must be called. A record too long for a segment gets one for itself."""
+        """Appends a record. A record longer than a segment gets a segment for itself. Raises OSError; then `abandon`
+        must be called."""
         stored_bytes = record.stored_bytes
         if self._fd is not None and self._length + stored_bytes > self._segment_bytes:
             self.seal()
@@ -58,7 +60,7 @@ class Segments:
         return place
 
     def sync(self) -> None:
-        """What was appended is durable once this returns. Raises OSError."""
+        """Makes appended bytes durable. Raises OSError."""
         if self._fd is not None:
             self._files.sync(self._fd)
         if self._new_names:
@@ -69,7 +71,7 @@ class Segments:
         self._kept.clear()
 
     def abandon(self) -> None:
-        """Takes back what was appended since `keep`, as far as the disk lets us: what stays belongs to no row."""
+        """Removes the bytes appended since `keep`, as far as the disk allows. No row refers to any that stay."""
         self.close()
         for number, kept_length in self._kept.items():
             with contextlib.suppress(OSError):
@@ -80,7 +82,7 @@ class Segments:
         self._kept.clear()
 
     def seal(self) -> None:
-        """The open segment takes no more. Its bytes are synced first. Raises OSError."""
+        """Syncs and closes the open segment, so that no more is appended to it. Raises OSError."""
         if self._fd is not None:
             self._files.sync(self._fd)
             self.close()

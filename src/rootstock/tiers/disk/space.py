@@ -1,17 +1,17 @@
-"""What the directory takes, and how room is made in it.
+"""Disk space of the directory: measures it, and evicts records to make room.
 
-Every byte under the directory counts: segments with the dead bytes in them, the index and its WAL, files of older
-formats and whatever else lies there. It is measured (file lengths, as `ls -l` has them), not booked. Of the cap a
-part stays free at all times, so that making room never needs room that is not there: an eighth of a segment for the
-copies of records that are kept, and twice the limit of the WAL, for itself and for what the database grows by when it
-is written back.
+Every byte under the directory counts: segments with their dead bytes, the index and its WAL, files of older formats,
+and any other files. The usage is measured (file lengths, as `ls -l` shows them), not tracked. A part of the cap
+always stays free, so that making room never needs room that is not there: an eighth of a segment for copies of
+records that are kept, and twice the limit of the WAL, for the WAL itself and for the growth of the database when the
+WAL is written back.
 
-Records are evicted by the segment, as a file system of log structure or a flash cache does it, because a record that
-is evicted alone frees no room until its neighbours are copied. The segment that goes is the one of which the most
-recently used record that would be lost was used longest ago. Records of it that were used since they were written are
-copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each segment
-that goes frees at least seven times the bytes that it makes us write: all copies together are at most a seventh of
-what is stored.
+Records are evicted by segment, like in a log-structured file system or a flash cache, because evicting a single
+record frees no room until its neighbours are copied. Among the most recently used records that each segment would
+lose, the one used longest ago decides: its segment is evicted. Records in it that were used since they were written
+are copied to the open segment, the most recently used first, up to an eighth of the segment (second chance). Each
+eviction frees at least seven times the bytes that it writes, so all copies together are at most a seventh of the
+stored bytes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rootstock.tiers.disk.index import INDEX_NAMES, WAL_NAME, Index
 from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import Segments, segment_number
 
-SEGMENTS = 16  # in a budget, at least: what one eviction gives up is no more than this part
+SEGMENTS = 16  # least number of segments in a budget: one eviction gives up at most this part
 _LEAST_WAL_BYTES = 128 * 1024
-_KEPT_PART = 8  # of a segment that goes, up to one in so many bytes is copied
+_KEPT_PART = 8  # of an evicted segment, at most an eighth is copied
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How a cap is divided."""
+    """Division of a cap."""
 
     cap_bytes: int
     segment_bytes: int
@@ -48,24 +48,24 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """For everything but the WAL."""
+        """Returns the bytes for everything but the WAL."""
         return self.cap_bytes - self.segment_bytes // _KEPT_PART - 2 * self.wal_bytes
 
 
 def least_cap_bytes(largest_record_bytes: int) -> int:
-    """Of a tier for records up to this size: each must find room in a segment, and the index and its WAL as well."""
+    """Returns the least cap for records up to this size: each must fit in a segment, beside the index and its WAL."""
     return max(LEAST_DISK_BUDGET_BYTES, SEGMENTS * largest_record_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of the directory, in bytes, as measured."""
+    """Usage of the directory in bytes, as measured."""
 
     segments: dict[int, int]  # by number
-    live_bytes: int  # of the segments: records that can be loaded
+    live_bytes: int  # bytes of the segments that belong to records
     index_bytes: int
     wal_bytes: int
-    foreign: dict[Path, int]  # other formats, temporary files, strangers
+    foreign: dict[Path, int]  # other formats, temporary files, unknown files
     lock_bytes: int
 
     @property
@@ -86,12 +86,12 @@ class Usage:
 
     @property
     def charged_bytes(self) -> int:
-        """Without the WAL, for which room is kept anyway."""
+        """Returns the bytes without the WAL, for which space is reserved."""
         return self.segment_bytes + self.index_bytes + self.foreign_bytes + self.lock_bytes
 
 
 def measure(files: Files, folder: Path, live_bytes: int) -> Usage:
-    """Raises OSError."""
+    """Measures the directory. Raises OSError."""
     segments: dict[int, int] = {}
     foreign: dict[Path, int] = {}
     index_bytes = wal_bytes = lock_bytes = 0
@@ -122,7 +122,7 @@ class DiskSpaceCounts:
 
 
 def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: DiskSpaceCounts) -> bool:
-    """Removes foreign files worth `short_bytes`, or all of them. One that can't be removed stays, and counts."""
+    """Removes foreign files of at least `short_bytes`, or all. A file that cannot be removed stays, and counts."""
     removed = False
     for path, file_bytes in usage.foreign.items():
         if short_bytes <= 0:
@@ -138,20 +138,20 @@ def remove_foreign(files: Files, usage: Usage, short_bytes: int, counts: DiskSpa
 
 @dataclass(frozen=True, slots=True)
 class _Eviction:
-    """The cost and the gain of giving up a segment."""
+    """Cost and gain of evicting a segment."""
 
     version: int  # of the segment's content
     length: int
     kept_bytes: int
     lost: tuple[RecordKey, ...]  # least recently used first
     lost_bytes: int
-    recency: tuple[float, int]  # of the most recently used record that is lost
+    recency: tuple[float, int]  # of the most recently used record that would be lost
 
 
 class DiskSpace:
-    """Makes room, worst first: foreign files, dead segments, and then the segment that is missed least.
+    """Space manager. It removes foreign files first, then dead segments, then the segment that is needed least.
 
-    Every method is for the thread that stores, and raises OSError and sqlite3.Error.
+    Only the thread that stores may call it. Every method raises OSError and sqlite3.Error.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class DiskSpace:
         segments: Segments,
         budget: Budget,
         rewrite: Callable[[int, Sequence[RecordKey]], None],
-        note_uses: Callable[[], None],  # so that the index knows which records were used last
+        note_uses: Callable[[], None],  # tells the index which records were used last
         evicted: Callable[[Sequence[RecordKey]], None],
     ) -> None:
         self._files = files
@@ -170,19 +170,17 @@ class DiskSpace:
         self._index = index
         self._segments = segments
         self.budget = budget
-        self._rewrite = (
-            rewrite  # gives up these records of a segment, and copies the others elsewhere, durably
-        )
+        self._rewrite = rewrite  # evicts these records of a segment, and copies the others, durably
         self._note_uses = note_uses
-        self._evicted = evicted  # told as soon as the rows are gone
-        self._evictions: dict[int, _Eviction] = {}  # by segment; those that still hold are not computed again
+        self._evicted = evicted  # called as soon as the rows are deleted
+        self._evictions: dict[int, _Eviction] = {}  # by segment; reused while they are valid
         self.counts = DiskSpaceCounts()
 
     def usage(self) -> Usage:
         return measure(self._files, self._folder, sum(self._index.live_bytes().values()))
 
     def make(self, needed_bytes: int) -> bool:
-        """Whether `needed_bytes` can be appended now without going over the cap."""
+        """Makes room for `needed_bytes`. Returns whether they can be appended now without exceeding the cap."""
         if needed_bytes > self.budget.usable_bytes:
             return False
         while True:
@@ -199,7 +197,7 @@ class DiskSpace:
                 return False
 
     def remove_dead(self, usage: Usage) -> bool:
-        """Removes every segment that no record lies in."""
+        """Removes every segment without records."""
         live = self._index.live_bytes()
         dead = [number for number in usage.segments if number not in live]
         if self._segments.open_number in dead:
@@ -210,7 +208,7 @@ class DiskSpace:
         return bool(dead)
 
     def _evict(self, usage: Usage) -> bool:
-        """Gives up a segment, but for what of it is kept."""
+        """Evicts a segment, except for the records that are kept."""
         self._note_uses()
         self._evictions = {
             number: self._eviction(number, usage.segments.get(number, 0))

@@ -1,18 +1,18 @@
-"""The disk tier: append-only segment files and an index of what lies in them.
+"""Disk tier: append-only segment files and an index of their records.
 
-A store is visible once its bytes are synced and its row is committed, in this order, so that a crash at any instant
-loses what was not acknowledged and nothing else. A load believes nothing: header, identity, length and checksum are
-compared, and whatever differs is a miss, is counted under its kind, and is struck from the index.
+A store is visible once its bytes are synced and then its row is committed. A crash at any instant therefore loses
+only stores that were not acknowledged. A load trusts nothing: header, identity, length and checksum are compared. Any
+difference is a miss, which is counted by its kind, and the record is deleted from the index.
 
-No method raises for what the disk does. A failed store turns the tier to `LoadsOnly` for a minute, a failed index to
-`Off`; each says so once, as a warning, and in `state`.
+Methods do not raise disk errors. A failed store turns the tier to `LoadsOnly` for a minute, a failed index to `Off`.
+Each is logged once as a warning, and is in `state`.
 
-Intervals are measured by a monotonic clock. The wall clock is read once, at `open`: times of use are that time plus
-what the monotonic clock has counted since, so that a wall clock that is set does not change the order of use.
+Intervals are measured by a monotonic clock. The wall clock is read once, at `open`. A time of use is that time plus
+the monotonic time since, so that setting the wall clock does not change the order of use.
 
-Two locks, always taken in this order: `_storing` for whoever appends, evicts or compacts, and the index's own, which
-is never held while bytes are written. A load holds the second one only to find its row and open its file: from then
-on the bytes stay readable, even if the record is evicted or moved meanwhile.
+There are two locks, always taken in this order: `_storing` for threads that append, evict or compact, and the index's
+own, which is never held while bytes are written. A load holds the second only to find its row and open its file. From
+then on the bytes stay readable, even if the record is evicted or moved meanwhile.
 """
 
 from __future__ import annotations
@@ -78,15 +78,16 @@ _log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 RETRY_S = 60.0
-# Uses are written after so long, if that adds no more than an eighth to what was stored meanwhile, and at the latest.
+# Uses are written after the first interval if that adds at most an eighth to the bytes stored meanwhile; otherwise
+# after the second.
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
-_IMPORT_BYTES = 16 * 2**20  # read into memory at once
+_IMPORT_BYTES = 16 * 2**20  # payloads that an import holds in memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
 Progress = Callable[[int], None]
-"""Called again and again with the bytes of records that were dealt with since the last time."""
-# Errors of a read that say nothing about the record.
+"""Called repeatedly with the bytes of the records that were processed since the last call."""
+# Errors of a read that do not concern the record.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
 
 
@@ -95,7 +96,7 @@ def _ignore(_done_bytes: int) -> None:
 
 
 class DiskTier:
-    """One directory, owned by this process from `open` to `close`. Thread-safe."""
+    """Disk tier in one directory, which this process owns from `open` to `close`. Thread-safe."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class DiskTier:
         epoch_s: float,
         gone: Gone | None,
     ) -> None:
-        """`epoch_s`, added to `clock`, is the time since the epoch."""
+        """Takes `epoch_s` such that `epoch_s` plus `clock` is the time since the Unix epoch."""
         self._files = files
         self._folder = folder
         self._lock = lock
@@ -120,11 +121,11 @@ class DiskTier:
         self._gone = gone
         self._storing = threading.RLock()
         self._counting = threading.Lock()
-        self._uses: dict[RecordKey, tuple[float, int]] = {}  # touched since the index was told
+        self._uses: dict[RecordKey, tuple[float, int]] = {}  # by `touch`, not yet noted by the index
         self._flushed_at_s = clock()
-        self._flushed_at_bytes = 0  # of `counts.stored_bytes`
+        self._flushed_at_bytes = 0  # `counts.stored_bytes` then
         self._state: TierState = Ready()
-        self._evicted: set[RecordKey] = set()  # by the store that is under way
+        self._evicted: set[RecordKey] = set()  # by the current store
         self._room = DiskSpace(
             files, folder, index, segments, budget, self._rewrite, self._note_uses, self._forget_evicted
         )
@@ -141,8 +142,8 @@ class DiskTier:
         gone: Gone | None = None,
         files: Files | None = None,
     ) -> DiskTier | Off:
-        """`cap_bytes` holds for everything under `folder`, which is made if it is not there. `Off` says why not, and
-        what to do."""
+        """Opens a directory, which is created if it does not exist. `cap_bytes` holds for everything in it. Returns
+        `Off` with the reason and the remedy if that fails."""
         if cap_bytes < LEAST_DISK_BUDGET_BYTES:
             return Off(
                 f"--disk-budget is {cap_bytes:,} bytes, but must be at least {LEAST_DISK_BUDGET_BYTES:,}."
@@ -152,13 +153,13 @@ class DiskTier:
         try:
             lock = lock_directory(files, folder)
         except OSError as error:
-            return Off(f"{folder} can't be used: {error}. Give --disk-dir a directory that can be written.")
+            return Off(f"{folder} cannot be used: {error}. Give --disk-dir a writable directory.")
         if isinstance(lock, Off):
             return lock
         lost = 0
         counts = DiskSpaceCounts()
         try:
-            # Before the index is made: it must not be what takes the directory over its cap.
+            # Before the index is created, which must not take the directory over its cap.
             usage = measure(files, folder, 0)
             remove_foreign(files, usage, usage.charged_bytes - budget.usable_bytes, counts)
             try:
@@ -166,7 +167,7 @@ class DiskTier:
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
-                _log.warning("The index of %s can't be read (%s): the disk tier begins anew.", folder, error)
+                _log.warning("The index of %s is unreadable (%s): the disk tier starts empty.", folder, error)
                 lost = 1
                 for name in INDEX_NAMES:
                     with suppress(FileNotFoundError):
@@ -177,7 +178,7 @@ class DiskTier:
             next_number = _next_number(files, folder, index)
         except _FAULTS as error:
             lock.release()
-            return Off(f"{folder} can't be used: {error}.")
+            return Off(f"{folder} cannot be used: {error}.")
         segments = Segments(files, folder, budget.segment_bytes, next_number)
         tier = DiskTier(files, folder, lock, index, segments, budget, clock, epoch_s, gone)
         tier.counts.indexes_lost = lost
@@ -187,8 +188,9 @@ class DiskTier:
 
     @staticmethod
     def open_as_found(folder: Path, *, files: Files | None = None) -> DiskTier | Off:
-        """For looking at what a server has left, damage included: there is no cap, nothing is removed or put in
-        order, and nothing is made but an index if there is none. `Off` says why not, and what to do."""
+        """Opens a directory that a server has left, to inspect it, including damage. There is no cap, and nothing is
+        removed or repaired. Nothing is created, except an index if there is none. Returns `Off` with the reason and
+        the remedy if that fails."""
         files = files or Files()
         budget = Budget.of(_NO_CAP_BYTES, SEGMENT_BYTES)
         index: Index | None = None
@@ -197,18 +199,18 @@ class DiskTier:
                 return Off(f"{folder} is not a directory. Give the server's --disk-dir.")
             if not (folder / LOCK_NAME).is_file():
                 return Off(
-                    f"{folder} is not a directory of the disk tier, which would have a file {LOCK_NAME}. Give the "
-                    "server's --disk-dir."
+                    f"{folder} is not a directory of the disk tier: it has no file {LOCK_NAME}. Give the server's "
+                    "--disk-dir."
                 )
             lock = lock_directory(files, folder)
             if isinstance(lock, Off):
                 holder = (folder / LOCK_NAME).read_text(errors="replace").strip() or "unknown"
                 return Off(
-                    f"{folder} is in use by a server or another command (pid {holder}), and only one process at a "
-                    "time can have it. Stop that one first."
+                    f"{folder} is in use by a server or another command (pid {holder}). Only one process at a time "
+                    "can use it. Stop that process first."
                 )
         except OSError as error:
-            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+            return Off(f"{folder} cannot be used: {error}. It must be writable, even for reading.")
         try:
             index = Index.open(files, folder, budget.wal_bytes)
             next_number = _next_number(files, folder, index)
@@ -218,10 +220,10 @@ class DiskTier:
             lock.release()
             if isinstance(error, sqlite3.Error) and is_damage(error):
                 return Off(
-                    f"The index of {folder} can't be read ({error}), and without it no record can be found. A server "
-                    "that starts there begins anew."
+                    f"The index of {folder} is unreadable ({error}), and without it no record can be found. A server "
+                    "that is started there starts empty."
                 )
-            return Off(f"{folder} can't be used: {error}. It must be writable, even to be looked at.")
+            return Off(f"{folder} cannot be used: {error}. It must be writable, even for reading.")
         segments = Segments(files, folder, budget.segment_bytes, next_number)
         epoch_s = time.time() - time.monotonic()
         return DiskTier(files, folder, lock, index, segments, budget, time.monotonic, epoch_s, None)
@@ -229,7 +231,8 @@ class DiskTier:
     # -- storing -------------------------------------------------------------------------------------------------
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
-        """One outcome for each record. What is `Stored` is durable; records are synced and committed in groups."""
+        """Stores records. Returns one outcome for each. `Stored` is durable; records are synced and committed in
+        groups."""
         encoded = [encode(record) for record in records]
         outcomes: list[StoreOutcome] = []
         with self._storing:
@@ -256,12 +259,13 @@ class DiskTier:
         return outcomes
 
     def _first_to_stay(self, records: Sequence[Encoded]) -> int:
-        """From where on they fit into the budget together. Those before would be evicted by those after them."""
+        """Returns the index from which on the records fit in the budget together. Earlier ones would be evicted for
+        them."""
         usable_bytes = self._room.budget.usable_bytes
-        room_bytes = usable_bytes - usable_bytes // 8  # some of it is for the index
+        room_bytes = usable_bytes - usable_bytes // 8  # the rest is for the index
         first = len(records)
         for record in reversed(records):
-            if record.stored_bytes <= usable_bytes:  # else it is refused, and takes nothing
+            if record.stored_bytes <= usable_bytes:  # a larger record is refused, and takes no space
                 room_bytes -= record.stored_bytes
             if room_bytes < 0 and first < len(records):
                 break
@@ -269,13 +273,13 @@ class DiskTier:
         return first
 
     def _as_it_ended(self, key: RecordKey, outcome: StoreOutcome) -> StoreOutcome:
-        """Its outcome now: a later group of the same store may have evicted the record."""
+        """Returns a record's final outcome: a later group of the same store may have evicted it."""
         if isinstance(outcome, NotStored) or key not in self._evicted or key in self._index:
             return outcome
         return _EVICTED_AT_ONCE
 
     def _fits(self, group: Sequence[Encoded]) -> bool:
-        """Whether these may be one transaction, and need no more room at once than a segment has."""
+        """Returns whether these fit in one transaction and in the space of one segment."""
         stored_bytes = sum(record.stored_bytes for record in group)
         return stored_bytes <= self._room.budget.segment_bytes and self._index.fits(
             [len(record.identity_raw) for record in group]
@@ -299,7 +303,7 @@ class DiskTier:
         for key, record in zip(keys, group, strict=True):
             if key not in self._index:
                 new.setdefault(key, record)
-        self.touch(set(keys) - set(new))  # first, so that they are not what makes room
+        self.touch(set(keys) - set(new))  # first, so that they are not evicted to make room
         refusal = self._make_room(list(new.values()))
         if new and refusal is None:
             self._write(new)
@@ -316,7 +320,7 @@ class DiskTier:
     def _make_room(self, records: Sequence[Encoded]) -> NotStored | None:
         needed_bytes = sum(record.stored_bytes for record in records)
         if not self._index.fits([len(record.identity_raw) for record in records]):
-            return NotStored(Refusal.TOO_LARGE, "its tokens alone are too much for one transaction")
+            return NotStored(Refusal.TOO_LARGE, "its tokens alone are too many for one transaction")
         if needed_bytes > self._room.budget.usable_bytes:
             return NotStored(Refusal.TOO_LARGE, f"{needed_bytes:,} bytes do not fit under the cap")
         if records and not self._room.make(needed_bytes):
@@ -342,8 +346,8 @@ class DiskTier:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """Reads into the caller's writable buffers, which together have as many bytes as the payload, or into new
-        ones. Whatever is wrong is a miss."""
+        """Loads a record into the caller's writable buffers, whose total size is the payload's, or into new ones. Any
+        error is a miss."""
         result = self._load(identity, into)
         with self._counting:
             if isinstance(result, Miss):
@@ -370,7 +374,7 @@ class DiskTier:
                 raise fd
             result = self._read(fd, place, identity, into)
         except FileNotFoundError:
-            result = Miss(MissKind.MISSING_BYTES, "the segment is gone")
+            result = Miss(MissKind.MISSING_BYTES, "the segment does not exist")
         except OSError as error:
             result = Miss(MissKind.IO_ERROR, str(error))
             if error.errno in _PASSING:
@@ -383,7 +387,7 @@ class DiskTier:
         return result
 
     def _find_and_open(self, key: RecordKey) -> tuple[Place, int | OSError] | None:
-        """Where the record lies, and its file, open: both at once, before a compaction can come between."""
+        """Finds a record and opens its file. Both under the lock, so that no compaction comes in between."""
         with self._index.lock:
             row = self._index.find(key)
             if row is None:
@@ -406,14 +410,14 @@ class DiskTier:
         if kind is None and sum(view.nbytes for view in views) != place.payload_bytes:
             kind = MissKind.OTHER_SIZE
         if kind is not None:
-            # A whole record of something else, or a damaged one: only its checksum can tell.
+            # An intact record of another identity, or a damaged one: only the checksum can tell.
             whole = verify(self._files, fd, place)
-            return whole if isinstance(whole, Miss) else Miss(kind, "the row leads to another record")
+            return whole if isinstance(whole, Miss) else Miss(kind, "the row refers to another record")
         damage = read_payload(self._files, fd, place, head, views)
         return damage or Loaded(tuple(views))
 
     def _strike(self, key: RecordKey, place: Place) -> None:
-        """Quarantine: the row goes, and with it the record; its bytes are dead until their segment is removed."""
+        """Quarantines a record: deletes its row. Its bytes are dead until their segment is removed."""
         try:
             struck = self._index.delete_at(key, place)
         except sqlite3.Error as error:
@@ -429,12 +433,13 @@ class DiskTier:
             self._gone(keys)
 
     def _forget_evicted(self, keys: Sequence[RecordKey]) -> None:
-        """At once, and not when the store ends: a load that is planned from here on must not count on them."""
+        """Reports evictions at once, not at the end of the store: loads that are planned now must not count on
+        them."""
         self._evicted.update(keys)
         self._tell_gone(keys)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """Strikes records that somebody has found to be wrong, here or by computing them anew."""
+        """Deletes records that are wrong, found by loading them or by computing them again."""
         for key in keys:
             try:
                 row = self._index.find(key)
@@ -447,8 +452,8 @@ class DiskTier:
     # -- use and contents ----------------------------------------------------------------------------------------
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
-        """These were used now. Kept in memory and written beside a later store, so that it costs nothing where it is
-        called; a crash forgets what was not written yet, mostly the last minute of it."""
+        """Notes a use now. It is kept in memory and written with a later store, so that the caller does not wait. A
+        crash loses uses that are not written yet, usually those of the last minute."""
         now_s = self._use_time_s()
         with self._counting:
             for key in keys:
@@ -456,8 +461,8 @@ class DiskTier:
                 self._uses[key] = (now_s, count + 1)
 
     def entries(self) -> Iterator[Entry]:
-        """Every record, what it continues before it, without touching payloads. Rows that are not as they were
-        written are struck. Ends early if the index fails."""
+        """Yields every record's entry, each after those of the prefix that it continues, without reading payloads.
+        Damaged rows are deleted. Ends early if the index fails."""
         try:
             self._flush_uses()
             for row in self._index.rows(self._index.keys()):
@@ -473,9 +478,9 @@ class DiskTier:
             self._index_fault(error)
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Removes every record, or those of a namespace. Loads that have begun end well."""
+        """Removes every record, or those of a namespace. Loads in progress are not affected."""
         try:
-            # Read before the lock is taken: stores go on while all rows are looked at.
+            # Read before the lock is taken, so that stores continue while all rows are read.
             of_namespace = None if namespace is None else self._keys_of(namespace)
             with self._storing:
                 keys = self._index.keys() if of_namespace is None else of_namespace
@@ -495,7 +500,7 @@ class DiskTier:
         ]
 
     def verify(self, progress: Progress = _ignore) -> Verified:
-        """Reads every record. Changes nothing: `quarantine` takes the keys of the failures."""
+        """Reads every record. Changes nothing: pass the failures' keys to `quarantine`."""
         failures: list[Failure] = []
         records = stored_bytes = 0
         try:
@@ -512,11 +517,11 @@ class DiskTier:
     def _check(self, row: Row) -> Miss | None:
         identity = _identity_of(row)
         if identity is None:
-            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+            return Miss(MissKind.CHECKSUM, "the row is damaged")
         try:
             fd = self._files.open_read(self._segments.path(row.place.segment))
         except FileNotFoundError:
-            return Miss(MissKind.MISSING_BYTES, "the segment is gone")
+            return Miss(MissKind.MISSING_BYTES, "the segment does not exist")
         except OSError as error:
             return Miss(MissKind.IO_ERROR, str(error))
         try:
@@ -528,14 +533,14 @@ class DiskTier:
         if isinstance(head, Miss):
             return head
         kind = difference(identity, head.identity)
-        return None if kind is None else Miss(kind, "the row leads to another record")
+        return None if kind is None else Miss(kind, "the row refers to another record")
 
     # -- archives ------------------------------------------------------------------------------------------------
 
     def export(self, keys: Iterable[RecordKey], path: Path) -> Exported | NotExported:
-        """Writes these records into one file, which replaces `path` when it is whole."""
+        """Writes these records into an archive, which replaces `path` when it is complete."""
         if path.resolve().is_relative_to(self._folder.resolve()):
-            return NotExported(f"{path} is within the tier's own directory, where it would be deleted.")
+            return NotExported(f"{path} is in the tier's own directory, where it would be deleted.")
         failures: list[Failure] = []
         records = 0
 
@@ -552,7 +557,7 @@ class DiskTier:
         try:
             archive_bytes = write_archive(self._files, path, whole())
         except OSError as error:
-            return NotExported(f"{path} can't be written: {error}.")
+            return NotExported(f"{path} cannot be written: {error}.")
         except sqlite3.Error as error:
             self._index_fault(error)
             return NotExported(f"the index failed: {error}.")
@@ -575,8 +580,8 @@ class DiskTier:
             self._close(fd)
 
     def import_(self, path: Path, progress: Progress = _ignore) -> Imported | Unreadable:
-        """Stores the records of an archive, each verified; nothing is changed if it is `Unreadable`. Records of other
-        namespaces are stored as well: nobody here will ask for them."""
+        """Stores the records of an archive, each verified. Nothing is changed if it is `Unreadable`. Records of other
+        namespaces are stored too, although no request of this model uses them."""
         outcomes: list[StoreOutcome] = []
         damaged: list[Miss] = []
         places = read_places(self._files, path)
@@ -614,17 +619,17 @@ class DiskTier:
 
     @property
     def written_bytes(self) -> int:
-        """To the disk, by everything: stores, compactions, the index."""
+        """Returns the bytes written to disk by stores, compactions and the index."""
         return self._segments.written_bytes + self._index.written_bytes
 
     @property
     def write_amplification(self) -> float:
-        """Bytes written per byte stored; 1 if nothing was stored."""
+        """Returns bytes written per byte stored; 1 if nothing was stored."""
         stored_bytes = self.counts.stored_bytes
         return self.written_bytes / stored_bytes if stored_bytes else 1.0
 
     def usage(self) -> Usage:
-        """Measured now. Raises OSError and sqlite3.Error."""
+        """Measures the directory. Raises OSError and sqlite3.Error."""
         return self._room.usage()
 
     def close(self) -> None:
@@ -652,13 +657,13 @@ class DiskTier:
                 return None
 
     def _fault(self, error: Exception) -> None:
-        """A store failed. One warning until a store succeeds again."""
+        """Handles a failed store. Logs one warning until a store succeeds again."""
         if isinstance(error, sqlite3.Error) and is_damage(error):
             self._index_fault(error)
             return
         if isinstance(self._state, Ready):
             _log.warning(
-                "The disk tier in %s takes no stores for now: %s. Requests go on.", self._folder, error
+                "The disk tier in %s takes no stores for now: %s. Requests continue.", self._folder, error
             )
         if not isinstance(self._state, Off):
             self._state = LoadsOnly(str(error), self._clock() + RETRY_S)
@@ -666,12 +671,14 @@ class DiskTier:
     def _index_fault(self, error: Exception) -> None:
         if not isinstance(self._state, Off):
             _log.warning(
-                "The disk tier in %s is off, its index failed: %s. Requests go on.", self._folder, error
+                "The disk tier in %s is off, because its index failed: %s. Requests continue.",
+                self._folder,
+                error,
             )
             self._state = Off(f"the index failed: {error}")
 
     def _use_time_s(self) -> float:
-        """Since the epoch, by the wall clock as it was when the tier was opened."""
+        """Returns the time since the Unix epoch, by the wall clock as it was when the tier was opened."""
         return self._epoch_s + self._clock()
 
     def _note_uses(self) -> None:
@@ -700,8 +707,8 @@ class DiskTier:
                 self._fault(error)
 
     def _rewrite(self, number: int, lost: Sequence[RecordKey]) -> None:
-        """Gives up these records of a segment and copies the others to the open one. Their rows lead there once the
-        copies are synced. Damaged records are struck instead. The segment is dead afterwards."""
+        """Evicts these records of a segment and copies the others to the open one. Their rows refer to the copies
+        once these are synced. Damaged records are quarantined instead. Afterwards the segment is dead."""
         moves: list[tuple[Row, Place]] = []
         damaged: list[Row] = []
         going = set(lost)
@@ -723,7 +730,7 @@ class DiskTier:
             raise
         finally:
             self._close(fd)
-        # From here on rows may lead to the copies: they are not taken back, whatever happens.
+        # From here on rows may refer to the copies, so `abandon` must not remove them.
         self._segments.keep()
         self._index.replace(lost, moves)
         for row in damaged:
@@ -732,13 +739,13 @@ class DiskTier:
     def _copy(self, fd: int, row: Row) -> Encoded | Miss:
         identity = decode_identity(row.identity)
         if identity is None:
-            return Miss(MissKind.CHECKSUM, "the row is not as it was written")
+            return Miss(MissKind.CHECKSUM, "the row is damaged")
         loaded = self._read(fd, row.place, identity, None)
         return loaded if isinstance(loaded, Miss) else encode(Record(identity, loaded.payload))
 
     def _tidy(self) -> None:
-        """Deals with what a crash, a smaller cap or somebody else has left: rows without bytes, bytes without rows,
-        too much of everything."""
+        """Repairs the directory after a crash, a smaller cap or outside changes: rows without bytes, bytes without
+        rows, and usage over the cap."""
         with self._storing:
             try:
                 usage = measure(self._files, self._folder, 0)
@@ -752,28 +759,26 @@ class DiskTier:
                     elif end < length:
                         self._files.truncate(self._segments.path(number), end)
                 self._room.remove_dead(usage)
-                # The index was just written back: the room that is kept for its growth may be in use.
+                # The index was just written back: the space reserved for its growth may be in use.
                 if not self._room.make(-self._room.budget.wal_bytes):
-                    raise OSError(
-                        errno.EDQUOT, "what lies there is more than --disk-budget, and can't be removed"
-                    )
+                    raise OSError(errno.EDQUOT, "the files there exceed --disk-budget and cannot be removed")
             except _FAULTS as error:
                 self._fault(error)
 
 
 _CLOSED = "closed"
-_EVICTED_AT_ONCE = NotStored(Refusal.NO_ROOM, "it was evicted for records of the same store")
+_EVICTED_AT_ONCE = NotStored(Refusal.NO_ROOM, "it was evicted for other records of the same store")
 
 
 def _next_number(files: Files, folder: Path, index: Index) -> int:
-    """Of a new segment. Rows count too: a segment's file may be gone, and a row must never find another's bytes in
-    its place."""
+    """Returns the number of a new segment. Rows count too: a segment's file may be missing, and its row must never
+    find another segment's bytes."""
     numbers = [n for path, _ in files.sizes(folder) if (n := segment_number(path)) is not None]
     return 1 + max([0, *numbers, *index.live_bytes()])
 
 
 def _identity_of(row: Row) -> Identity | None:
-    """None if the row is not as it was written."""
+    """Decodes a row's identity. Returns None if the row is damaged."""
     identity = decode_identity(row.identity)
     return None if identity is None or identity.key != row.key else identity
 

@@ -1,6 +1,6 @@
-"""What stands in the `forward` of a module that has a fused form, and what such a form needs of a step.
+"""Base classes of fused replacements of a module's `forward`, and the interface of a step that they need.
 
-Apart from the forms themselves (modules.py), which need Numba: a model can be without any.
+They are separate from the replacements (modules.py), which need Numba, because a model may run without any.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from rootstock.runtime.torch.module_parts import StepCache
 
 
 class FusedStep(StepCache):
-    """The cache of a packed step, for attention that was given apart into rows already."""
+    """Cache of a packed step, for attention whose Q, K and V are already separate rows."""
 
     def memory_of(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where K and V of layer `index` are to be written: keys and values [slots, kv_heads, …] and the rows' slots
-        [tokens] int64. None: they are not kept in this dtype as they are, and `attend` keeps them."""
+        """Returns the memory for K and V of layer `index`: keys and values [slots, kv_heads, …] and the rows' slots
+        [tokens] int64. None: they are not stored unchanged in this dtype, and `attend` writes them."""
         return None
 
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores, *, is_kept: bool
     ) -> Tensor:
-        """Attention of layer `index`, after it has kept K and V unless somebody did.
+        """Attends layer `index`. Writes K and V to the pool before, unless `is_kept`.
 
         query        [tokens, q_heads, head_dim], rotated
         key, value   [tokens, kv_heads, …], the keys rotated
-        → [tokens, q_heads, value_dim]
+        returns      [tokens, q_heads, value_dim]
         """
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class Fused:
-    """In place of `forward`, on the instance."""
+    """Fused replacement of a module's `forward`, on the instance."""
 
     own: Callable[..., Any]  # the module's own forward
 
@@ -48,9 +48,9 @@ class Fused:
 
 
 class Projection:
-    """Linear layers that read the same rows, as one: [rows, in] → [rows, the sum of their widths]
+    """Projection by linear layers that read the same rows: [rows, in] → [rows, the sum of their widths]
 
-    Side by side until somebody packs them: see `use`.
+    The layers are called one by one until they are packed together: see `use`.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -58,7 +58,7 @@ class Projection:
         self._packed: Callable[[Tensor], Tensor] | None = None
 
     def use(self, packed: Callable[[Tensor], Tensor]) -> None:
-        """From now on this computes them all: contiguous rows of the widths side by side."""
+        """Replaces the layers by `packed`, which computes all of them: contiguous rows, outputs side by side."""
         self._packed = packed
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -72,17 +72,17 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What of a model was fused."""
+    """Fused parts of a model."""
 
     parts: dict[str, Fused]  # by the module's name
-    projections: tuple[Projection, ...]  # all their linear layers, in groups that are computed together
+    projections: tuple[Projection, ...]  # linear layers of all parts, in groups that are computed together
 
 
 NOTHING_FUSED = Fusion({}, ())
 
 
 def undo_fusion(model: nn.Module) -> None:
-    """Every module as its file says."""
+    """Restores the original forward of every module."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Fused):
             del module.forward
@@ -90,7 +90,7 @@ def undo_fusion(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unfused(model: nn.Module) -> Iterator[None]:
-    """The model as its file says, for as long as this lasts."""
+    """Runs the model without fused parts inside the context."""
     fused = [(module, module.forward) for module in model.modules() if is_fused(module)]
     undo_fusion(model)
     try:

@@ -1,12 +1,12 @@
-"""Which modules of a model are the common parts of a decoder layer: found by structure, accepted by numbers.
+"""Search for the common parts of a decoder layer: candidates by structure, accepted by comparing numbers.
 
-A module with the children of a gated MLP may compute anything. So the model is run once on a few tokens at near and
-far positions, what each candidate was given is written down, and the candidate and its fused form are both run on
-that, and on the same many times as large (which shows what clips) and as small (which shows what a layer adds, where
-the hidden states themselves are large). A form whose result differs by more than rounding is dropped: that module,
-and whatever contains it, stays as its file says. No architecture is named.
+A module with the children of a gated MLP may compute anything. The model is therefore run once on a few tokens at
+near and far positions, and the inputs of each candidate are recorded. The candidate and its fused form are both run
+on these inputs, and on the same inputs scaled up (which shows clipping) and scaled down (which shows the layer's own
+part where hidden states are large). A form whose result differs by more than rounding is dropped: that module, and
+any module that contains it, keeps its own forward. No architecture is named.
 
-The self-check of the load judges the model with its fused parts, as it judges everything else.
+The self-check at load judges the model with its fused parts, like everything else.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fused, FusedStep,
 from rootstock.runtime.torch.fusion.modules import (
     FusedAttention,
     FusedLayer,
+    FusedLoops,
     FusedMLP,
     FusedNorm,
     Gate,
     Heads,
-    Loops,
     Norms,
 )
 from rootstock.runtime.torch.hooks import LayerUnsupported, mark
@@ -37,15 +37,16 @@ from rootstock.runtime.torch.inspect.survey import Surveyed
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative root mean square
 _ACTIVATION_TOLERANCE = 1e-3  # relative to 1 + |x|: two forms of GELU differ by 2e-4, others by 1e-2
-_LARGER = 16.0  # what clips or saturates shows by then
-_SMALLER = 1 / 256  # what is added to hidden states is no longer lost in the rounding of their sum
+_LARGER = 16.0  # large enough to show clipping and saturation
+# Small enough that a layer's part of the hidden states is not lost in the rounding of their sum.
+_SMALLER = 1 / 256
 
 Activation = Callable[[Tensor], Tensor]
 
 
 def fuse(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Fusion:
-    """Puts the fused forms of all parts that have one in their place. `probe_packed` comes first; `undo_fusion`
-    undoes it. On a CPU, in float32 or bfloat16; else nothing is fused."""
+    """Installs the fused forms of all parts that have one. Call `probe_packed` before; `undo_fusion` removes them.
+    Fuses on a CPU in float32 or bfloat16 only."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if device.type != "cpu" or len(dtypes) != 1 or not dtypes <= _TOLERANCE.keys():
         return NOTHING_FUSED
@@ -59,7 +60,7 @@ class _Fuser:
         last = context_limit - 1
         self._places = sorted({0, min(1, last), min(7, last), last // 2, last})
         self._dtype = dtype
-        self._loops = Loops(dtype)
+        self._loops = FusedLoops(dtype)
         self._index_of = {module: index for index, module in found.attention.items()}
         self._parts: dict[str, Fused] = {}
         self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -69,7 +70,7 @@ class _Fuser:
         plain = [name for name, module in named.items() if "forward" not in vars(module)]
         with torch.inference_mode():
             self._write_down([named[name] for name in plain])
-            # From the inside out: a layer is made of its fused parts.
+            # From the inside out, because a fused layer is made of its fused parts.
             for kind in (self._norm, self._mlp, self._attention, self._layer):
                 for name in plain:
                     module = named[name]
@@ -78,7 +79,7 @@ class _Fuser:
         return Fusion(self._parts, tuple(self._projections()))
 
     def _projections(self) -> Iterator[Projection]:
-        """Those whose linear layers are nobody else's: of layers that share one, the second computes it by itself."""
+        """Yields the projections whose linear layers are in no other: of two that share a layer, only the first."""
         taken: set[nn.Linear] = set()
         for part in self._parts.values():
             of_part: tuple[Projection, ...] = ()
@@ -92,7 +93,7 @@ class _Fuser:
                     yield projection
 
     def _write_down(self, modules: list[nn.Module]) -> None:
-        """What each module is given, in a forward of the whole model."""
+        """Records each module's inputs in a forward of the whole model."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._calls.setdefault(module, (args, kwargs))
@@ -110,7 +111,7 @@ class _Fuser:
                 hook.remove()
 
     def _try(self, name: str, module: nn.Module, kind: Callable[[nn.Module], Iterator[Fused]]) -> None:
-        """The first form of this kind that computes what the module does takes its place."""
+        """Replaces the module's forward by the first form of this kind that agrees with it."""
         try:
             for form in kind(module):
                 if self._agrees(module, form):
@@ -130,7 +131,7 @@ class _Fuser:
                 if isinstance(form, FusedAttention):
                     form.scores = own.scores[form.index]
                 got = form(*_scaled(args, times), **_given(kwargs, times, ours))
-            except Exception:  # of the module's own code, or a shape that does not fit: it is something else
+            except Exception:  # the module's own code, or a shape that does not fit: the form does not apply
                 return False
             if type(expected) is not type(got) or not self._alike(_first(expected), _first(got)):
                 return False
@@ -146,7 +147,7 @@ class _Fuser:
         if expected.shape != got.shape or expected.dtype != got.dtype:
             return False
         exact, difference = expected.double(), (expected.double() - got.double())
-        # Row by row: what is done to far positions only must not hide behind the near ones.
+        # Row by row, so that near rows do not hide an error in far ones.
         rows = exact.reshape(-1, exact.shape[-1])
         error = difference.reshape(rows.shape).square().mean(-1).sqrt()
         return bool((error <= _TOLERANCE[self._dtype] * rows.square().mean(-1).sqrt() + 1e-30).all())
@@ -163,7 +164,7 @@ class _Fuser:
         weight = parameters["weight"]
         if weight.dim() != 1:
             return
-        for shift in (0.0, 1.0):  # some keep the weight's difference from 1
+        for shift in (0.0, 1.0):  # some models store the weight's difference from 1
             yield FusedNorm(module.forward, (weight.float() + shift).contiguous(), eps, self._loops)
 
     def _mlp(self, module: nn.Module) -> Iterator[Fused]:
@@ -268,16 +269,16 @@ class _Fuser:
 
 
 def _are_alike(one: Activation, other: Activation) -> bool:
-    """Whether two activations are the same but for what rounding to bfloat16 hides: the products of an MLP's hidden
-    states tell apart only what differs by more than rounding does, and a sigmoid for a gaussian can be less."""
+    """Compares two activations more closely than an MLP's output can: there, rounding to bfloat16 may hide the
+    difference between a sigmoid and a Gaussian form."""
     x = torch.linspace(-8, 8, 1025)
     try:
         return bool(((one(x) - other(x)).abs() <= _ACTIVATION_TOLERANCE * (1 + x.abs())).all())
-    except Exception:  # of the module's own code
+    except Exception:  # from the module's own code
         return False
 
 
-# How layers call their norms, in the order of `Norms`.
+# Names of a layer's norms, in the order of `Norms`.
 _ORDERS = (
     ("input_layernorm", "post_attention_layernorm"),
     (
@@ -290,7 +291,7 @@ _ORDERS = (
 
 
 def _scaled(args: tuple[Any, ...], times: float) -> tuple[Any, ...]:
-    """The first of them is the hidden states, if it is a tensor of numbers."""
+    """Scales the first argument, the hidden states, if it is a tensor of floating-point numbers."""
     return tuple(
         given * times if i == 0 and isinstance(given, Tensor) and given.is_floating_point() else given
         for i, given in enumerate(args)
@@ -308,15 +309,15 @@ def _given(kwargs: dict[str, Any], times: float, recorder: _Recorder) -> dict[st
 
 def _first(output: Any) -> Tensor:
     first = output[0] if isinstance(output, tuple) else output
-    assert isinstance(first, Tensor), "a module that gives something else has no fused form"
+    assert isinstance(first, Tensor), "a module that returns something else has no fused form"
     return first
 
 
 class _Recorder(ProbeCache, FusedStep):
-    """A packed step of one sequence that starts, by either way: it writes down what reaches attention.
+    """Packed step of one new sequence, for a module or its fused form: records the tensors that reach attention.
 
-    `attended`: results of another one, given out again: what a rounding of a key does to them is no difference
-    between two forms.
+    `attended`: results of another recorder, returned again. The effect of a key's rounding on attention is then not
+    counted as a difference between the two forms.
     """
 
     def __init__(self, tokens: int, attended: dict[int, Tensor] | None = None) -> None:
@@ -341,7 +342,7 @@ class _Recorder(ProbeCache, FusedStep):
         return self.record(index, q, k, v, scores).transpose(0, 1)
 
     def record(self, index: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """query, key, value [heads, tokens, …] → [q_heads, tokens, value_dim]"""
+        """Records query, key and value [heads, tokens, …], and attends them. Returns [q_heads, tokens, value_dim]."""
         self.given[index] = (query.clone(), key.clone(), value.clone())
         self.scores[index] = scores
         replayed = self._replayed

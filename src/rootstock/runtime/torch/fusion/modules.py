@@ -1,11 +1,11 @@
-"""The parts of a common decoder layer, each as few calls as it needs: what stands in such a module's `forward`.
+"""Fused forms of a common decoder layer's parts, each with as few operations as it needs.
 
-A decoder layer's file spends most of a small step outside its linear layers: some thirty operations of torch that
-start, read and write a few rows, and the modules around them. Here a norm, the gate of an MLP and the rotation of
-queries and keys are one pass each (kernels/cpu/row_loops.py), linear layers that read the same rows are one, K and
-V go to the pool, and attention reads them without a detour. The modules are found by structure and compared with the
-module itself (fusion/find.py). A call without a packed step's cache (the self-check's reference) and one with
-anything that is not known goes to the module's own forward.
+A decoder layer's own code spends most of a small step outside its linear layers: some thirty torch operations that
+start, read and write a few rows, and the modules around them. Here a norm, an MLP's gate and the rotation of queries
+and keys are one pass each (kernels/cpu/row_loops.py), linear layers that read the same rows are one product, and K
+and V go straight to the pool, where attention reads them. Modules are found by structure and compared with the module
+itself (fusion/find.py). A call without a packed step's cache (the self-check's reference), or with any unknown
+argument, goes to the module's own forward.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rootstock.runtime.torch.fusion.base import Fused, FusedStep, Projection
 from rootstock.runtime.torch.hooks import HARMLESS
 
 
-class Loops:
-    """The row-wise loops of a model's parts, and rows that live from one linear layer to the next.
+class FusedLoops:
+    """Row-wise loops of a model's fused parts, and scratch rows between linear layers.
 
-    Shared by all parts, which run in turn.
+    Shared by all parts, which run one after the other.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ class Loops:
         self._memory: dict[tuple[str, int], Tensor] = {}
 
     def scratch(self, name: str, rows: int, width: int) -> Tensor:
-        """[rows, width], valid until the next call with that name."""
+        """Returns scratch [rows, width], valid until the next call with that name."""
         memory = self._memory.get((name, width))
         if memory is None or len(memory) < rows:
             memory = self._memory[name, width] = torch.empty(rows, width, dtype=self.dtype)
@@ -44,11 +44,11 @@ class Loops:
 
 @dataclass(eq=False)
 class FusedNorm(Fused):
-    """Root mean square normalisation over the last axis, any number of axes before it."""
+    """Fused root mean square normalisation over the last axis, with any number of axes before it."""
 
     weight: Tensor  # [width] float32
     eps: float
-    loops: Loops
+    loops: FusedLoops
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or hidden.dtype != self.loops.dtype:
@@ -63,20 +63,19 @@ class FusedNorm(Fused):
         self.loops.rows.rms_norm(rows, self.weight, self.eps, out)
 
 
-Gate = Callable[
-    [Tensor, Tensor], None
-]  # gate and up side by side → their product, as `RowLoops.silu_and_mul`
+# Computes the product of activated gate and up, which lie side by side, like `RowLoops.silu_and_mul`.
+Gate = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
 class FusedMLP(Fused):
-    """down(activation(gate(x)) · up(x))"""
+    """Fused gated MLP: down(activation(gate(x)) · up(x))"""
 
     gate_up: Projection
     down: Projection
     gate: Gate
-    width: int  # of what the gate is for
-    loops: Loops
+    width: int  # of the gate's output
+    loops: FusedLoops
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or hidden.dtype != self.loops.dtype:
@@ -85,7 +84,7 @@ class FusedMLP(Fused):
         return self.rows(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """[rows, hidden] → so as well"""
+        """Computes rows [rows, hidden] → [rows, hidden]."""
         gated = self.loops.scratch("gated", len(rows), self.width)
         self.gate(self.gate_up(rows), gated)
         return self.down(gated)
@@ -93,7 +92,7 @@ class FusedMLP(Fused):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How the rows of a layer's first projection divide."""
+    """Numbers of heads by which the rows of a layer's first projection divide."""
 
     queries: int
     kv: int
@@ -102,9 +101,9 @@ class Heads:
 
 @dataclass(eq=False)
 class FusedAttention(Fused):
-    """Queries, keys and values from one linear layer, normalised and rotated in one pass, attended, projected."""
+    """Fused attention: Q, K and V from one projection, normalised and rotated in one pass, attended, projected."""
 
-    index: int  # the layer's
+    index: int  # number of the layer
     inputs: Projection
     output: Projection
     heads: Heads
@@ -112,7 +111,7 @@ class FusedAttention(Fused):
     key_norm: Tensor | None
     eps: float
     rotated: bool
-    loops: Loops
+    loops: FusedLoops
     scores: Scores = field(default_factory=lambda: Scores(1.0))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,14 +124,14 @@ class FusedAttention(Fused):
         return self.rows(hidden[0], self.rotation(kwargs), step)[None], None
 
     def rotation(self, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [tokens, rotary_dim], of what a layer was given."""
+        """Returns cosines and sines [tokens, rotary_dim] from a layer's arguments."""
         if not self.rotated:
             return None
         cos, sin = kwargs["position_embeddings"]
         return cos[0].contiguous(), sin[0].contiguous()
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """[tokens, hidden] → so as well; rotation as it gives it"""
+        """Computes rows [tokens, hidden] → [tokens, hidden]. `rotation`: the result of the method of this name."""
         tokens, heads = len(rows), self.heads
         projected = self.inputs(rows).view(tokens, heads.queries + 2 * heads.kv, heads.dim)
         query = self.loops.scratch("query", tokens, heads.queries * heads.dim)
@@ -149,7 +148,7 @@ class FusedAttention(Fused):
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Of a layer, in the order in which they come."""
+    """Norms of a layer, in the order in which they run."""
 
     before_attention: FusedNorm
     before_mlp: FusedNorm
@@ -159,13 +158,14 @@ class Norms:
 
 @dataclass(eq=False)
 class FusedLayer(Fused):
-    """x + attention(norm(x)), then x + MLP(norm(x)); with a norm of what is added, where a layer has those."""
+    """Fused layer: x + attention(norm(x)), then x + MLP(norm(x)), with norms of both summands where a layer has
+    them."""
 
     attention: FusedAttention
     mlp: nn.Module | FusedMLP
     norms: Norms
     gives_tuple: bool
-    loops: Loops
+    loops: FusedLoops
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = kwargs.get("past_key_values")
@@ -181,7 +181,8 @@ class FusedLayer(Fused):
         return (out,) if self.gives_tuple else out
 
     def rows(self, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, step: FusedStep) -> Tensor:
-        """[tokens, hidden] → so as well, in memory of its own: a model may keep what a layer gave it"""
+        """Computes rows [tokens, hidden] → [tokens, hidden] in new memory, because a model may keep a layer's
+        output."""
         norms, loops = self.norms, self.loops.rows
         normed = self.loops.scratch("normed", *rows.shape)
         norms.before_attention.into(rows, normed)
@@ -205,7 +206,7 @@ class FusedLayer(Fused):
 
 
 def only_harmless(kwargs: dict[str, Any]) -> bool:
-    """Whether nothing is given that could change what a layer computes."""
+    """Returns whether no argument is given that could change the result of a layer."""
     return all(given is None or name in _KNOWN for name, given in kwargs.items())
 
 

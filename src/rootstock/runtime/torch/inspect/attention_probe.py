@@ -1,7 +1,7 @@
-"""How each attention layer is served in a packed step, found by running the model once over the hooks.
+"""Probe of attention layers: runs the model once over the hooks to find how a packed step serves each layer.
 
-A module that does something of its own there is set apart, to be run one sequence at a time; so are, by groups, the
-recurrent mixers that the survey found. Nothing is treated as full attention because nobody said otherwise.
+A module whose attention the hooks cannot serve is marked to run one sequence at a time. The recurrent mixers that the
+survey found are marked to run by groups. No layer is treated as full attention only because it declares nothing else.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rootstock.runtime.torch.module_parts import Part, PartByPart, StepCache
 
 
 def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, context_limit: int) -> Layout:
-    """Finds how each layer is served in a packed step, and puts what it needs in place (`undo_parts` undoes it).
-    Raises LayerUnsupported if some layer cannot be packed."""
+    """Finds how each layer is served in a packed step, and installs the replacements it needs (`undo_parts` removes
+    them). Raises LayerUnsupported if some layer cannot be packed."""
     for module in model.modules():
         if callable(getattr(module, "expand_kv", None)):
             module.expand_kv = Unexpanded(module)  # type: ignore[assignment]
@@ -57,7 +57,7 @@ def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, contex
             break
         except OutOfMemory:
             raise
-        except Exception as error:  # of a hook, or of the model's code where it meets what the hooks gave it
+        except Exception as error:  # from a hook, or from the model's code when it meets the hooks' results
             culprit = next((m for m in reversed(cache.running) if m in attention), None)
             if culprit is None or runs_alone(culprit):
                 if isinstance(error, LayerUnsupported):
@@ -65,7 +65,7 @@ def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, contex
                 raise LayerUnsupported(
                     f"cannot be packed ({say(error)})", module=type(model).__name__
                 ) from error
-            # All that are like it, so that a deep model is not probed once for every layer.
+            # Set apart all modules like it, so that a deep model is not probed once for every layer.
             likeness = _likeness(found, culprit)
             for module in attention:
                 if type(module) is type(culprit) and _likeness(found, module) == likeness:
@@ -75,7 +75,7 @@ def probe_packed(model: nn.Module, found: Surveyed, device: torch.device, contex
             seen[index] = Seen("alone", EVERYTHING)
         elif index not in seen:
             raise LayerUnsupported(
-                "gives K and V to the cache and does not attend to them",
+                "gives K and V to the cache but does not attend to them",
                 module=f"({layer_class(model, index)})",
                 layer=index,
             )
@@ -96,7 +96,7 @@ def _likeness(found: Surveyed, module: nn.Module) -> set[tuple[bool, tuple[int, 
 
 
 def undo_parts(model: nn.Module) -> None:
-    """Every module as its class says."""
+    """Restores the original methods of every module."""
     for module in model.modules():
         for name, kind in (("forward", PartByPart), ("expand_kv", Unexpanded)):
             if isinstance(vars(module).get(name), kind):
@@ -104,7 +104,7 @@ def undo_parts(model: nn.Module) -> None:
 
 
 class ProbeCache(Watch, StepCache):
-    """A packed step of one sequence that starts. Layers attend densely, and write down what they were asked."""
+    """Packed step of one new sequence. Layers attend densely and record how they attend."""
 
     def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ class _ProbedLayer:
         if seen.kind == "latent":
             if seen.softcap:
                 raise self._refusal(module, "caps the scores of latents")
-            expansion(module)  # or a refusal
+            expansion(module)  # raises if it cannot be absorbed
             key, value = vars(module)["expand_kv"].expand(key, value)
         return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None].contiguous()
 
     def _how(self, module: nn.Module, query: Tensor, key: Tensor, mask: object, scores: Scores) -> Seen:
         if not isinstance(mask, MaskPattern):
-            raise self._refusal(module, f"attends with a mask of its own ({type(mask).__name__})")
+            raise self._refusal(module, f"attends with its own mask ({type(mask).__name__})")
         family = mask.rule(query.device)
         if family is None:
             name = getattr(mask.function, "__qualname__", mask.function)

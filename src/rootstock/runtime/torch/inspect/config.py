@@ -1,4 +1,4 @@
-"""What a model's configuration tells before anything is computed: kinds of layers, how far it reads."""
+"""Declarations of a model's configuration: kinds of layers, context limit and RoPE regime."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rootstock.runtime.torch.hooks import LayerUnsupported
 
 _UNLIMITED = 1 << 20  # positions, for a model that declares no limit (ALiBi, recurrent models)
 
-NO_MEMORY = "dummy"  # transformers' word for a layer that keeps nothing of its own
+NO_MEMORY = "dummy"  # transformers' name for a layer that keeps no cache
 
-# transformers' kinds of layers whose memory is K and V, indexer keys, or states. What each layer really keeps, and
-# what it sees, is found out by running it; a kind that is not here keeps something that nobody here has met.
+# transformers' kinds of layers whose memory is K and V, indexer keys, or states. Running a layer shows which of these
+# it keeps and which positions it sees. A kind that is not listed keeps something that this version does not know.
 _KNOWN_KINDS = {
     "full_attention",
     "sliding_attention",
@@ -29,7 +29,7 @@ _KNOWN_KINDS = {
 
 
 def refuse_unknown_kinds(model: nn.Module) -> None:
-    """Raises LayerUnsupported for what can be told without a forward; the model may be on the meta device."""
+    """Raises LayerUnsupported if the configuration alone shows it. The model may be on the meta device."""
     config = text_config(model)
     for index, kind in enumerate(declared_kinds(config)):
         if kind not in _KNOWN_KINDS:
@@ -46,18 +46,18 @@ def refuse_unknown_kinds(model: nn.Module) -> None:
 
 
 def declared_kinds(config: Any) -> list[str]:
-    """transformers' name for each layer's kind of memory."""
+    """Returns transformers' name of each layer's kind of memory."""
     kinds, _ = get_layer_types_and_kwargs(config)
     return list(kinds)
 
 
 def text_config(model: nn.Module) -> Any:
-    """The decoder's configuration; that of the whole model if it is nothing else."""
+    """Returns the decoder's configuration, which may be that of the whole model."""
     return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
 
 
 def layer_class(model: nn.Module, index: int) -> str:
-    """The class of the decoder's layer. The outermost list of that many modules is the stack of layers."""
+    """Returns the class name of a decoder layer. The outermost list with that many modules is the stack of layers."""
     layers = len(declared_kinds(text_config(model)))
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -66,11 +66,12 @@ def layer_class(model: nn.Module, index: int) -> str:
 
 
 def context_limit(config: Any) -> tuple[int, str]:
-    """(positions that the model can serve, RoPE regime or "").
+    """Returns (positions that the model can serve, RoPE regime or "").
 
-    RoPE of type "dynamic" and "longrope" takes its frequencies from the longest sequence of a forward: a short
-    sequence packed with a long one would get the wrong ones, and so would cached K. Such models are served up to
-    the length at which the frequencies begin to change, and the regime tells those K apart.
+    RoPE of type "dynamic" and "longrope" takes its frequencies from the longest sequence of a forward. A short
+    sequence packed with a long one would get wrong frequencies, and cached K would be wrong. Such models are served
+    up to the length at which the frequencies begin to change. The regime keeps their cached K apart from that of
+    other regimes.
     """
     limit = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
     regimes = []
@@ -88,7 +89,7 @@ def context_limit(config: Any) -> tuple[int, str]:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """RoPE's parameters: one set, or one for each layer kind."""
+    """Returns RoPE's parameters: one set, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return []

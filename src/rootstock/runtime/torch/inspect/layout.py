@@ -1,4 +1,4 @@
-"""From layers to families: the memory that a model needs on one rung of the ladder."""
+"""Layout of a model's memory: its layers grouped into families, for one execution mode."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rootstock.runtime.torch.state_pool import StateShape
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What every layer keeps, and how the model is called."""
+    """Tensors that every layer keeps, and the arguments of a forward."""
 
     calling: Calling
     vocab_size: int
     families: tuple[Family, ...]
-    layers: tuple[LayerShape, ...]  # that keep something per position, in the order in which they run
+    layers: tuple[LayerShape, ...]  # layers with K and V, in the order in which they run
     states: tuple[StateShape, ...]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of everything that is kept."""
+        """Returns the dtypes of all stored tensors."""
         return {layer.kept_dtype for layer in self.layers} | {state.stored for state in self.states}
 
     def with_stored_states(self, stored: torch.dtype) -> Layout:
-        """Recurrent states rounded to this dtype in their slots."""
+        """Returns the layout with recurrent states rounded to this dtype in their slots."""
         states = tuple(state.stored_as(stored) for state in self.states)
         families = tuple(
             replace(family, bytes_per_state=sum(state.bytes_per_state for state in states))
@@ -41,7 +41,7 @@ class Layout:
         return replace(self, families=families, states=states)
 
     def with_rounded_rows(self) -> Layout:
-        """K and V in 8 bits: of all layers but those that keep latents, and without the indexers' keys."""
+        """Returns the layout with K and V in int8, except latents and the indexers' keys."""
         layers = tuple(replace(layer, is_rounded=layer.kind != "latent") for layer in self.layers)
         rules = self.families[: max((layer.family + 1 for layer in layers), default=0)]
         families = tuple(
@@ -53,16 +53,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """How a layer attends."""
+    """Attention of a layer, as the probe observed it."""
 
     kind: Kind
-    family: TokenFamily  # its rule; counts mean nothing
+    family: TokenFamily  # the rule of visible positions; its counts are unused
     softcap: bool = False
 
 
 def lay_out(found: Surveyed, seen: dict[int, Seen], context_limit: int) -> Layout:
-    """Families of all that was surveyed, in the order of the description: full attention, windows and chunks as they
-    come, states."""
+    """Groups the surveyed layers into families, in the order of the description: full attention, then windows and
+    chunks in order of appearance, then states."""
     rules = {index: _within(layer.family, context_limit) for index, layer in seen.items()}
     order = sorted(dict.fromkeys(rules.values()), key=lambda rule: not isinstance(rule, FullAttention))
     layers = tuple(
@@ -84,11 +84,12 @@ def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
 
 
 def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
-    """A window or chunk as long as all that the model reads hides nothing."""
+    """Returns full attention for a window or chunk that covers the whole context."""
     return EVERYTHING if family.tail_start(context_limit - 1) == 0 else family
 
 
 def sequential_layout(found: Surveyed) -> Layout:
-    """For one sequence per forward: every layer keeps every position, and the model's own masks say what it sees."""
+    """Returns the layout for one sequence per forward: every layer keeps every position, and the model's own masks
+    hide positions."""
     seen = {index: Seen("alone", EVERYTHING) for index in found.keys}
     return lay_out(found, seen, context_limit=1)

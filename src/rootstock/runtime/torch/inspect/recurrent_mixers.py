@@ -1,10 +1,10 @@
-"""Whether recurrent mixers continue what they stored when they are given several tokens: some begin anew.
+"""Check whether recurrent mixers continue their stored state when they get several tokens: some start anew.
 
-Each mixer is run on the same rows at once and in two parts, and gives on what it gave at once, so that the next one
-gets the same rows again. Nothing adds up from layer to layer, and so the two cases lie far apart in every dtype: of
-22 architectures with random weights the right ones were off by up to 3e-6 in float32 and 7e-3 in bfloat16, the wrong
-ones by 8e-2 to 1 in their worst layer. The self-check compares logits, and in a model that amplifies rounding it can
-take the one for the other.
+Each mixer runs on the same rows at once and in two parts. In the second run it returns its output of the first run,
+so that the next mixer gets the same rows again. Errors then do not add up from layer to layer, and the two cases lie
+far apart in every dtype. Of 22 architectures with random weights, correct mixers were off by up to 3e-6 in float32
+and 7e-3 in bfloat16; wrong ones by 8e-2 to 1 in their worst layer. The self-check compares logits. In a model that
+amplifies rounding it can mistake one case for the other.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rootstock.runtime.torch.module_parts import Part
 from rootstock.runtime.torch.state_pool import StateCache, StatePool
 
 _TOKENS = 16
-_AFTER = 2  # of them come after the cut: what was stored matters most to the first rows that follow
+_AFTER = 2  # tokens after the cut: the stored state matters most to the first rows that follow it
 
 
 def refuse_forgetful_mixers(
     model: nn.Module, found: Surveyed, device: torch.device, context_limit: int
 ) -> None:
-    """Raises LayerUnsupported with the first layer whose mixer ignores its state. `probe_packed` comes first."""
+    """Raises LayerUnsupported for the first layer whose mixer ignores its state. Call `probe_packed` before."""
     tokens = min(_TOKENS, context_limit)
     cut = tokens - _AFTER
     if cut < 1:
-        return  # the self-check will have to do
+        return  # too short to test; only the self-check remains
     layer_of = {mixer: index for index, mixers in found.mixers.items() for mixer in mixers}
     mixers = [mixer for mixer in layer_of if not runs_alone(mixer)]
     pool = StatePool(found.states, 1, device)
@@ -67,7 +67,7 @@ def refuse_forgetful_mixers(
 
 
 def _rows(output: Any) -> Tensor:
-    """[1, tokens, …] of what a mixer gives: it, or the first of several."""
+    """Returns the rows [1, tokens, …] of a mixer's output: the output, or the first of several."""
     rows: Tensor = output[0] if isinstance(output, tuple) else output
     return rows
 
@@ -83,7 +83,7 @@ def _hooked(mixers: list[nn.Module], hook: Callable[[nn.Module, object, Any], An
 
 
 class _CutCache(ProbeCache):
-    """A packed step of one sequence, whose mixers get it in parts that end at `cuts`."""
+    """Packed step of one sequence, whose mixers get it in parts that end at `cuts`."""
 
     def __init__(self, device: torch.device, pool: StatePool, cuts: list[int]) -> None:
         super().__init__(device, cuts[-1])

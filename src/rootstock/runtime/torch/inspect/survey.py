@@ -1,6 +1,6 @@
-"""What a model keeps, found by letting it run as its file says: which module gives what to which layer of a cache.
+"""Survey of a model's memory: one forward shows which module gives which tensors to which layer of a cache.
 
-A layer that keeps what it remembers anywhere else is refused, with its class.
+A layer that keeps its memory anywhere else is refused, with its class.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PROBE_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How this model wants to be called."""
+    """Arguments with which a model's forward is called."""
 
-    cache: str  # the parameter that takes the cache
-    use_cache: bool  # what makes it use the one that is given, and make none of its own
+    cache: str  # name of the parameter that takes the cache
+    use_cache: bool  # value with which the model uses the given cache and makes none of its own
     positions: bool  # whether it takes position ids
-    keeps_rows: bool  # whether it takes an index tensor of the rows to score
+    keeps_rows: bool  # whether `logits_to_keep` may be an index tensor
 
     def __call__(
         self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
     ) -> Tensor:
-        """ids and positions [tokens], rows [rows] of them → logits [rows, vocab]"""
+        """Runs a forward of ids and positions [tokens]. Returns logits [rows, vocab] of the given rows [rows]."""
         given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
         if self.positions:
             given["position_ids"] = positions[None]
@@ -45,7 +45,7 @@ class Calling:
         return logits if self.keeps_rows else logits[rows]
 
     def own(self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object) -> Any:
-        """As anybody would call it: with the cache that it made itself, None at first. → all it gives out"""
+        """Calls the model as plain transformers does, with its own cache (None at first). Returns the full output."""
         given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": True}
         if self.positions:
             given["position_ids"] = positions[None]
@@ -54,7 +54,7 @@ class Calling:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What the model gives to a cache, layer by layer, in the order in which it runs them."""
+    """Tensors that a model gives to a cache, layer by layer, in the order in which layers run."""
 
     calling: Calling
     vocab_size: int  # width of the logits
@@ -62,11 +62,11 @@ class Surveyed:
     values: dict[int, Tensor]  # [1, kv_heads, tokens, value_dim], an example
     indexer: dict[int, Tensor]  # [1, tokens, indexer_dim], an example
     states: list[StateShape]
-    attention: dict[int, nn.Module]  # the innermost module that gives K and V
-    mixers: dict[int, list[nn.Module]]  # the innermost modules that ask for states
+    attention: dict[int, nn.Module]  # the innermost module that gives K and V to the cache
+    mixers: dict[int, list[nn.Module]]  # the innermost modules that ask the cache for states
 
     def shape(self, index: int, kind: Kind, family: int, *, softcap: bool) -> LayerShape:
-        """What layer `index` keeps per position, served in this way."""
+        """Returns the shape of layer `index` per position, for this kind of attention."""
         key, value, indexer = self.keys[index], self.values[index], self.indexer.get(index)
         return LayerShape(
             index,
@@ -84,8 +84,8 @@ class Surveyed:
 
 
 def survey(model: nn.Module, device: torch.device) -> Surveyed:
-    """One forward of a few tokens, as the model's file says. Raises LayerUnsupported if a layer keeps what it
-    remembers anywhere else than in the cache."""
+    """Runs one forward of a few tokens with the model's own code. Raises LayerUnsupported if a layer keeps its memory
+    anywhere else than in the cache."""
     parameters = inspect.signature(type(model).forward).parameters
     name = f"{type(model).__name__} (of {layer_class(model, 0)})"
     cache_name = next((given for given in ("past_key_values", "cache_params") if given in parameters), None)
@@ -99,7 +99,7 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
                 logits = forward_few(model, calling, cache, device)
         except (LayerUnsupported, *OutOfMemory):
             raise
-        except Exception as error:  # of the model's own code, when it meets a cache that it does not know
+        except Exception as error:  # from the model's own code, when it meets an unknown cache
             raise LayerUnsupported(f"cannot use a cache from outside ({say(error)})", module=name) from error
         found = cache.found(calling, logits.shape[-1])
         if found.keys or found.states:
@@ -117,20 +117,20 @@ def survey(model: nn.Module, device: torch.device) -> Surveyed:
 def forward_few(
     model: nn.Module, calling: Calling, cache: object, device: torch.device, tokens: int = PROBE_TOKENS
 ) -> Tensor:
-    """→ [tokens, vocab]"""
+    """Runs a forward of a few tokens. Returns logits [tokens, vocab]."""
     positions = torch.arange(tokens, device=device)
     with torch.inference_mode():
         return calling(model, (positions + 1) % text_config(model).vocab_size, positions, cache, positions)
 
 
 def say(error: Exception) -> str:
-    """In one line."""
+    """Returns an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class Watch:
-    """Knows which modules are running."""
+    """Tracker of the modules that are running."""
 
     running: list[nn.Module]  # outermost first
 
@@ -147,14 +147,14 @@ class Watch:
         hooks = [m.register_forward_pre_hook(enter) for m in model.modules()]
         hooks += [m.register_forward_hook(leave) for m in model.modules()]
         try:
-            yield  # if the model raises, `running` says where
+            yield  # if the model raises, `running` holds the modules in which it did
         finally:
             for hook in hooks:
                 hook.remove()
 
 
 class SurveyCache(Watch, StateCache):
-    """Takes everything of one sequence that starts, and says nothing of it back."""
+    """Cache that records all tensors of one new sequence, and returns no earlier ones."""
 
     def __init__(self, device: torch.device, tokens: int = PROBE_TOKENS) -> None:
         super().__init__(None, torch.zeros(1, dtype=torch.int64, device=device), continues=False)
