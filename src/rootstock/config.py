@@ -19,7 +19,6 @@ STATE_DTYPES = ("auto", "bfloat16")
 KV_DTYPES = ("auto", "int8")
 ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
-COMPRESSIONS = ("none", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
 MAX_THREADS = 4096
 MAX_NAME_CHARS = 256
@@ -124,7 +123,6 @@ class TierConfig:
     host_budget_bytes: int = (
         0  # RAM between an accelerator and the disk; not for a CPU, whose pool is the RAM
     )
-    compress: str = "none"  # of blocks of attention below the device; int8 is lossy
     verify_hits: float = 0.0  # share of hits that are computed anew in idle time, and compared
     queue_bytes: int = 256 * KIB**2  # copies that wait to be written
 
@@ -137,8 +135,6 @@ class TierConfig:
             )
         if self.disk_write not in DISK_WRITES:
             raise InvalidOption("--disk-write", self.disk_write, " | ".join(DISK_WRITES))
-        if self.compress not in COMPRESSIONS:
-            raise InvalidOption("--tier-compress", self.compress, " | ".join(COMPRESSIONS))
         if not (0.0 <= self.verify_hits <= 1.0):
             raise InvalidOption("--verify-hits", self.verify_hits, "from 0 to 1")
         if self.host_budget_bytes < 0:

@@ -45,14 +45,6 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class BufferFormat:
-    """What numbers a buffer of `read` holds: vectors of `width`, for each of the part's positions one or several."""
-
-    dtype: str  # "float32" | "bfloat16" | "float16" | another name that torch has
-    width: int  # of the last axis: a head's, or a latent's
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """One sequence's share of a packed forward.
 
@@ -110,9 +102,9 @@ class Runtime(Protocol):
         """The buffers that `buffers` gave are written: they are the row's content now."""
         ...
 
-    def formats(self, family: int) -> list[BufferFormat]:
-        """Of each buffer that `read` gives for a row of this family (an index into the model's families). Empty: only
-        whole bytes are known of it. May be asked before `allocate`."""
+    def buffer_dtypes(self, family: int) -> list[str]:
+        """Name the dtype of each buffer that `read` returns for a row of this family (an index into the model's
+        families), as torch names it. Empty if the buffers hold no numbers."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

@@ -418,7 +418,7 @@ class TierConnector:
 
     def _probe(self, reach: TierHit | None = None) -> None:
         """Reads a few records for their time alone."""
-        if self._probing or self._stored.lossy:
+        if self._probing:
             return
         identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
         tasks: list[LoadTask] = []

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from rootstock.cache.plan import BlockIds, StateCopy
-from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.module_parts import PartCache
 
@@ -164,12 +163,9 @@ class StateCache(PartCache):
         self.update_recurrent_state(state, layer_idx)
 
 
-def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
-    """Of the buffers of a state, in the order in which a pool of these shapes gives them out."""
-    return [
-        BufferFormat(str(shape.stored).removeprefix("torch."), shape.shape[-1])
-        for shape in sorted(shapes, key=lambda shape: shape.key)
-    ]
+def state_dtypes(shapes: Sequence[StateShape]) -> list[torch.dtype]:
+    """Returns the dtypes of the buffers of a state, in the order in which a pool of these shapes returns them."""
+    return [shape.stored for shape in sorted(shapes, key=lambda shape: shape.key)]
 
 
 def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:
