@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rootstock.errors import InvalidOption
+from rootstock.units import GIB, KIB, MIB, TIB
 
-KIB = 1024
-_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": KIB**2, "GIB": KIB**3, "TIB": KIB**4}
-_UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_UNITS |= {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
@@ -21,9 +21,9 @@ ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
 QUANTIZATIONS = ("none", "int8", "int4")
 MAX_THREADS = 4096
-MAX_NAME_CHARS = 256
+MAX_MODEL_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter of it is for the index's write-ahead log
+LEAST_DISK_BUDGET_BYTES = MIB  # a quarter of it is for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
@@ -118,13 +118,13 @@ class TierConfig:
     """Where the cache goes on below the device's memory. Without a directory and a host budget there is nothing."""
 
     disk_dir: Path | None = None
-    disk_budget_bytes: int = 50 * KIB**3  # of everything under disk_dir
+    disk_budget_bytes: int = 50 * GIB  # of everything under disk_dir
     disk_write: str = "back"  # when evicted and at the end; "through": as it is published
     host_budget_bytes: int = (
         0  # RAM between an accelerator and the disk; not for a CPU, whose pool is the RAM
     )
     verify_hits: float = 0.0  # share of hits that are computed anew in idle time, and compared
-    queue_bytes: int = 256 * KIB**2  # copies that wait to be written
+    queue_bytes: int = 256 * MIB  # copies that wait to be written
 
     def __post_init__(self) -> None:
         if self.disk_budget_bytes <= 0:
@@ -205,10 +205,10 @@ class ModelConfig:
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
         name = self.served_name
         if name is not None and not (
-            1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name.strip()
+            1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()
         ):
             raise InvalidOption(
-                "--served-model-name", name, f"a name of 1 to {MAX_NAME_CHARS} printable characters"
+                "--served-model-name", name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters"
             )
 
 
@@ -223,7 +223,7 @@ class ServerConfig:
     # The answers of `explain`. own: about the prompt alone; all: about everything in its namespace.
     explain: str = "own"
     parse_special_tokens: bool = False  # spelled out in messages: as control tokens instead of as plain text
-    max_body_bytes: int = 16 * KIB**2  # of one request
+    max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048
     # Web pages of these origins may use the server; "*": all. A page of the server's own always may.
     allowed_origins: tuple[str, ...] = ()

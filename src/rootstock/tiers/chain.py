@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from typing import Protocol
 
 from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
@@ -34,29 +33,10 @@ from rootstock.tiers.base import (
     TierState,
 )
 from rootstock.tiers.host import HostTier
-from rootstock.tiers.writer import Done, PutResult
+from rootstock.tiers.writer import TierWriter
+from rootstock.units import MIB
 
-_GROUP_BYTES = 16 * 2**20  # brought down together when the chain closes
-
-
-class Below(Protocol):
-    """`TierWriter` over the lower tier, or a double of it."""
-
-    def put(self, record: Record, done: Done | None = None) -> PutResult:
-        """Never blocks. If it answers `Queued`, `done` is called once the lower tier has stored or refused it."""
-        ...
-
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """From the queue if it is there, or from the lower tier."""
-        ...
-
-    def drain(self) -> None:
-        """Everything that was queued has been stored or refused when this returns."""
-        ...
-
-    def close(self) -> None:
-        """So, and nothing more is taken."""
-        ...
+_GROUP_BYTES = 16 * MIB  # brought down together when the chain closes
 
 
 class TierChain:
@@ -66,7 +46,7 @@ class TierChain:
     damaged. The lower tier tells its own: it may name records that the upper one still holds.
     """
 
-    def __init__(self, upper: HostTier, lower: Tier, mover: Below, *, gone: Gone | None = None) -> None:
+    def __init__(self, upper: HostTier, lower: Tier, mover: TierWriter, *, gone: Gone | None = None) -> None:
         self.upper = upper
         self.lower = lower
         self._mover = mover

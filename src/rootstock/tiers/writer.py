@@ -25,6 +25,7 @@ from rootstock.tiers.base import (
     as_bytes,
 )
 from rootstock.tiers.disk.record import difference
+from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class TierWriter:
     """Owns its thread; the tier belongs to the caller, and outlives it. Thread-safe."""
 
     def __init__(
-        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20, *, linger_s: float = 0.0
+        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * MIB, *, linger_s: float = 0.0
     ) -> None:
         self._tier = tier
         self._queue_bytes = queue_bytes

@@ -73,15 +73,16 @@ from rootstock.tiers.disk.reports import (
 )
 from rootstock.tiers.disk.segments import Segments, segment_number
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 * 2**20
+SEGMENT_BYTES = 64 * MIB
 RETRY_S = 60.0
 # Uses are written after so long, if that adds no more than an eighth to what was stored meanwhile, and at the latest.
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
-_IMPORT_BYTES = 16 * 2**20  # read into memory at once
+_IMPORT_BYTES = 16 * MIB  # read into memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
 Progress = Callable[[int], None]
