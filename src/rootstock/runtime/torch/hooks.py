@@ -114,13 +114,8 @@ def expansion(module: nn.Module) -> Tensor:
     return weight
 
 
-class RunsAlone(Protocol):
-    """What stands in a module's `forward` if it is run one sequence at a time, on dense K and V and a real mask."""
-
-    alone: bool
-
-
 def runs_alone(module: nn.Module) -> bool:
+    """Whether the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
     return bool(getattr(vars(module).get("forward"), "alone", False))
 
 
