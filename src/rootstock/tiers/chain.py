@@ -54,7 +54,6 @@ class TierChain:
         self._lock = threading.Lock()
         self._moving: dict[RecordKey, Record] = {}  # handed to the mover, and not yet below
         self._condemned: set[RecordKey] = set()  # of those: not to stay below
-        self.lost_records = 0  # evicted above, refused below
         upper.spilled = self._spill
 
     @property
@@ -94,9 +93,7 @@ class TierChain:
         with self._lock:  # until now it was not given out
             self._moving.pop(key, None)
             self._condemned.discard(key)
-            lost = isinstance(outcome, NotStored) and not condemned
-            self.lost_records += lost
-        if lost and key not in self.upper:
+        if isinstance(outcome, NotStored) and not condemned and key not in self.upper:
             self._tell_gone([key])
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -161,17 +158,13 @@ class TierChain:
             group.append(record)
             group_bytes += record.payload_bytes
             if group_bytes >= _GROUP_BYTES:
-                self._bring_down(group)
+                self.lower.store(group)
                 group, group_bytes = [], 0
-        self._bring_down(group)
+        self.lower.store(group)
         self.upper.close()
         self.lower.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _bring_down(self, group: Sequence[Record]) -> None:
-        outcomes = self.lower.store(group)
-        self.lost_records += sum(isinstance(outcome, NotStored) for outcome in outcomes)
 
     def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
         if keys and self._gone is not None:

@@ -22,7 +22,7 @@ from rootstock.tiers.base import (
     Refusal,
     StoreOutcome,
     Tier,
-    as_bytes,
+    views_of,
 )
 from rootstock.tiers.disk.record import difference
 from rootstock.units import MIB
@@ -50,13 +50,6 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class TierWriterCounts:
-    queued_records: int = 0
-    refused_records: int = 0  # the queue was full
-    hits_in_queue: int = 0
-
-
-@dataclass(slots=True)
 class _Queue:
     waiting: list[_Pending] = field(default_factory=list)
     by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting, or being stored
@@ -78,7 +71,6 @@ class TierWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._telling: list[_Pending] = []  # a group that has left the queue, while its ends are told
-        self.counts = TierWriterCounts()
         self._thread = threading.Thread(target=self._run, name="rootstock-mover", daemon=True)
         self._thread.start()
 
@@ -99,13 +91,11 @@ class TierWriter:
                     pending.done.append(done)
                 return Queued()
             if self._queue.bytes + payload_bytes > self._queue_bytes:
-                self.counts.refused_records += 1
                 return NotStored(Refusal.QUEUE_FULL)
             pending = _Pending(key, record, [] if done is None else [done])
             self._queue.waiting.append(pending)
             self._queue.by_key[key] = pending
             self._queue.bytes += payload_bytes
-            self.counts.queued_records += 1
             self._changed.notify_all()
         return Queued()
 
@@ -116,7 +106,6 @@ class TierWriter:
             pending = self._queue.by_key.get(key)
             if pending is not None:
                 pending.readers += 1
-                self.counts.hits_in_queue += 1
         if pending is None:
             return self._tier.load(identity, into)
         try:
@@ -206,7 +195,7 @@ def _copied(record: Record, asked: Identity, into: Sequence[Buffer] | None) -> L
     source = record.views()
     if into is None:
         return Loaded(tuple(memoryview(bytearray(view)) for view in source))
-    target = [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+    target = views_of(into)
     if sum(view.nbytes for view in target) != record.payload_bytes:
         return Miss(MissKind.OTHER_SIZE)
     left = list(target)

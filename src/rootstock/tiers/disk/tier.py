@@ -46,7 +46,7 @@ from rootstock.tiers.base import (
     Stored,
     StoreOutcome,
     TierState,
-    as_bytes,
+    views_of,
 )
 from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.disk.files import Files
@@ -781,5 +781,5 @@ def _identity_of(row: Row) -> Identity | None:
 
 def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:
     if into is not None:
-        return [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+        return views_of(into)
     return [memoryview(bytearray(length)) for length in head.buffer_bytes]
