@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rootstock.cache.record_identity import Identity, RecordKey
@@ -114,9 +114,6 @@ class TierWriter:
             with self._changed:
                 pending.readers -= 1
                 self._changed.notify_all()
-
-    def touch(self, keys: Iterable[RecordKey]) -> None:
-        self._tier.touch(keys)
 
     def drain(self) -> None:
         """Returns when everything that was queued has been stored or refused, and everybody has been told. What is

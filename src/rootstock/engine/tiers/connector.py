@@ -228,7 +228,7 @@ class TierConnector:
         if spill is not None:
             spill.is_open = not isinstance(self._tier.state, Off)
             if used := spill.take_used():
-                self._writer.touch(used)
+                self._tier.touch(used)
             if wrong := spill.take_wrong():
                 self.quarantine(wrong)
 
@@ -298,7 +298,7 @@ class TierConnector:
         )
         self._under_way[lease] = under_way
         keys = [load.identity.key for load in loads]
-        self._writer.touch(keys)  # before the load, so that the tier does not evict them next
+        self._tier.touch(keys)  # before the load, so that the tier does not evict them next
         self._events.apply(self._stored)
         if not all(key in self._stored for key in keys):
             evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
