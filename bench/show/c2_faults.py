@@ -41,7 +41,7 @@ from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity, Kind, RecordKey
-from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex
+from rootstock.cache.tier_index import StoredIndex
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored
 from rootstock.tiers.disk.files import Files
@@ -54,6 +54,7 @@ SEGMENT_BYTES = 8 * 1024  # so that a directory has several
 ANSWER = 4  # tokens
 MEMORY = Path("/dev/shm")  # where there is one: no power is cut here, and waiting for syncs shows nothing
 NAMESPACE = Namespace("fake", "float32:float32")
+COMPRESSED = "/int8"  # dtype suffix of records of versions with --tier-compress
 FAMILIES: tuple[tuple[Family, ...], ...] = (
     (FULL,),
     (FULL, window(24)),
@@ -324,11 +325,12 @@ def other_tenant(case: Case) -> Expected:
 
 
 def other_dtype(case: Case) -> Expected:
-    """What a server stores that computes in bfloat16, which is another namespace too; or one that compresses."""
+    """A record of a server that computes in bfloat16, or of an older version with compressed blocks: the latter is of
+    the same namespace."""
     if case.rng.random() < 0.5:
         of_bfloat16 = replace(NAMESPACE, kv_dtype="bfloat16:bfloat16")
         return led_astray(case, MissKind.OTHER_NAMESPACE, of_bfloat16, dtype="bfloat16:bfloat16")
-    return led_astray(case, MissKind.OTHER_DTYPE, dtype=NAMESPACE.kv_dtype + LOSSY_MARK)
+    return led_astray(case, MissKind.OTHER_DTYPE, dtype=NAMESPACE.kv_dtype + COMPRESSED)
 
 
 def other_position(case: Case) -> Expected:
@@ -344,11 +346,11 @@ def led_astray(
 ) -> Expected:
     """A row leads to a whole record of the same block of something else, with bytes that would give other answers."""
     wanted, rows = case.wanted(), case.rows()
-    if dtype.endswith(LOSSY_MARK):  # as states never are
+    if dtype.endswith(COMPRESSED):  # as states never are
         wanted = [key for key in wanted if rows[key][0].kind is Kind.BLOCKS] or wanted
     key = pick(case.rng, wanted)
     identity, _ = rows[key]
-    if dtype.endswith(LOSSY_MARK) and identity.kind is Kind.STATE:
+    if dtype.endswith(COMPRESSED) and identity.kind is Kind.STATE:
         dtype, namespace, kind = "float16", replace(NAMESPACE, kv_dtype="float16"), MissKind.OTHER_NAMESPACE
     before = case.rng.integers(0, 97, later_by * case.shape.block_size).astype(np.int32)
     prefix = np.concatenate((before, case.prompts[0][: identity.start], identity.tokens))

@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rootstock.errors import InvalidOption
+from rootstock.units import GIB, KIB, MIB, TIB
 
-KIB = 1024
-_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": KIB**2, "GIB": KIB**3, "TIB": KIB**4}
-_UNITS |= {"K": KIB, "M": KIB**2, "G": KIB**3, "T": KIB**4, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
+_UNITS |= {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 STATE_DTYPES = ("auto", "bfloat16")
 KV_DTYPES = ("auto", "int8")
 ATTENTIONS = ("auto", "torch", "numba")
 DISK_WRITES = ("back", "through")
-COMPRESSIONS = ("none", "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
 MAX_THREADS = 4096
-MAX_NAME_CHARS = 256
+MAX_MODEL_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LEAST_DISK_BUDGET_BYTES = KIB**2  # a quarter is reserved for the index's write-ahead log
+LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
@@ -121,13 +120,12 @@ class TierConfig:
     """Tiers below the device's memory. Without a directory and a host budget there are none."""
 
     disk_dir: Path | None = None
-    disk_budget_bytes: int = 50 * KIB**3  # of all files under disk_dir
+    disk_budget_bytes: int = 50 * GIB  # of all files under disk_dir
     disk_write: str = "back"  # "back": write on eviction and at the end; "through": write when published
     # RAM between an accelerator and the disk. A CPU's pool is in RAM already and has no host tier.
     host_budget_bytes: int = 0
-    compress: str = "none"  # of blocks of attention below the device; int8 is lossy
     verify_hits: float = 0.0  # share of hits that are recomputed in idle time and compared
-    queue_bytes: int = 256 * KIB**2  # limit of copies that wait to be written
+    queue_bytes: int = 256 * MIB  # limit of copies that wait to be written
 
     def __post_init__(self) -> None:
         if self.disk_budget_bytes <= 0:
@@ -138,8 +136,6 @@ class TierConfig:
             )
         if self.disk_write not in DISK_WRITES:
             raise InvalidOption("--disk-write", self.disk_write, " | ".join(DISK_WRITES))
-        if self.compress not in COMPRESSIONS:
-            raise InvalidOption("--tier-compress", self.compress, " | ".join(COMPRESSIONS))
         if not (0.0 <= self.verify_hits <= 1.0):
             raise InvalidOption("--verify-hits", self.verify_hits, "from 0 to 1")
         if self.host_budget_bytes < 0:
@@ -209,10 +205,10 @@ class ModelConfig:
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
         name = self.served_name
         if name is not None and not (
-            1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name.strip()
+            1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()
         ):
             raise InvalidOption(
-                "--served-model-name", name, f"a name of 1 to {MAX_NAME_CHARS} printable characters"
+                "--served-model-name", name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters"
             )
 
 
@@ -228,10 +224,9 @@ class ServerConfig:
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
     # Content of `explain`'s answers. "own": the prompt alone; "all": other prompts of its namespace as well.
     explain: str = "own"
-    parse_special_tokens: bool = (
-        False  # read special tokens in messages as control tokens instead of plain text
-    )
-    max_body_bytes: int = 16 * KIB**2  # of one request
+    # Read special tokens in messages as control tokens instead of plain text.
+    parse_special_tokens: bool = False
+    max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048
     # Origins whose web pages may use the server; "*": all. The server's own origin is always allowed.
     allowed_origins: tuple[str, ...] = ()

@@ -67,7 +67,8 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _MOST_SHOWN_CHARS = 160
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Returns the repr of a wrong value, shortened: it may be a megabyte."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
 
@@ -105,7 +106,7 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
-        super().__init__(f"'{name}' is {_shown(value)}, but must be {allowed}.", param=name)
+        super().__init__(f"'{name}' is {shown(value)}, but must be {allowed}.", param=name)
         self.name = name
         self.value = value
         self.allowed = allowed
@@ -235,7 +236,7 @@ class ModelNotFound(RequestError):
     http_status = 404
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"Model {_shown(asked)} is not served here. Ask for {served!r}.", param="model")
+        super().__init__(f"Model {shown(asked)} is not served here. Ask for {served!r}.", param="model")
         self.asked = asked
         self.served = served
 

@@ -1,6 +1,8 @@
-"""Sizes in binary units, for messages."""
+"""Binary units of sizes."""
 
 from __future__ import annotations
+
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
 
 def in_units(size_bytes: int) -> str:

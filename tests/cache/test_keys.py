@@ -1,29 +1,26 @@
-"""Content keys name a prefix in a namespace."""
+"""Content hashes name a prefix in a namespace."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rootstock.cache.keys import Namespace, block_keys
+from rootstock.cache.keys import Namespace, prefix_digest
 
 
-def keys(tokens: list[int], namespace: Namespace, size: int = 4) -> list[bytes]:
-    return list(block_keys(namespace, np.array(tokens, np.int32), size))
+def digests(tokens: list[int], namespace: Namespace) -> list[bytes]:
+    """Of each prefix, the empty one first."""
+    return [prefix_digest(namespace, np.array(tokens[:end], np.int32)) for end in range(len(tokens) + 1)]
 
 
-def test_equal_prefixes_have_equal_keys_and_a_change_changes_all_that_follow() -> None:
+def test_equal_prefixes_have_equal_digests_and_a_change_changes_all_that_follow() -> None:
     namespace = Namespace("w", "float32")
-    a, b = keys(list(range(16)), namespace), keys([*range(5), 99, *range(6, 16)], namespace)
-    assert a[0] == b[0]
-    assert not set(a[1:]) & set(b[1:])
-    assert len(a) == 4
-
-
-def test_only_whole_blocks_have_keys() -> None:
-    assert len(keys(list(range(15)), Namespace("w", "float32"))) == 3
-    assert keys([1, 2, 3], Namespace("w", "float32")) == []
+    a, b = digests(list(range(16)), namespace), digests([*range(5), 99, *range(6, 16)], namespace)
+    assert a[:6] == b[:6]
+    assert not set(a[6:]) & set(b[6:])
+    assert len(set(a)) == 17
 
 
 def test_no_two_namespaces_spell_the_same_digest() -> None:
     assert Namespace("ab", "c").digest() != Namespace("a", "bc").digest()
-    assert keys(list(range(8)), Namespace("w", "x")) != keys(list(range(8)), Namespace("w", "y"))
+    one, other = (digests(list(range(8)), Namespace("w", dtype)) for dtype in ("x", "y"))
+    assert not set(one) & set(other)

@@ -20,7 +20,7 @@ from rootstock.cache.families import (
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity, Kind, identify
-from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex, TierHit
+from rootstock.cache.tier_index import StoredIndex, TierHit
 
 
 def ints(*values: int | Sequence[int] | Tokens) -> Tokens:
@@ -41,8 +41,7 @@ class Disk(StoredIndex):
     def put(self, family: Family, tokens: Tokens, start: int, namespace: Namespace = NAMESPACE) -> Identity:
         """The family's memory of tokens[start:], or its state after them."""
         kind = Kind.STATE if isinstance(family, RecurrentState) else Kind.BLOCKS
-        dtype = self.dtype_of(namespace)
-        identity = identify(namespace, family.name, family.layers, dtype, kind, tokens, start)
+        identity = identify(namespace, family.name, family.layers, namespace.kv_dtype, kind, tokens, start)
         self.add(identity)
         return identity
 
@@ -355,18 +354,14 @@ def test_records_that_no_request_of_this_model_can_ask_for_are_counted_and_left_
     assert (len(disk), disk.foreign_records) == (0, 3)
 
 
-def test_exact_and_lossy_records_are_never_mixed() -> None:
-    exact, lossy = Disk([FULL, STATE], SIZE), Disk([FULL, STATE], SIZE, lossy=LOSSY_MARK)
-    exactly, lossily = exact.put(FULL, PROMPT[:4], 0), lossy.put(FULL, PROMPT[:4], 0)
-    assert exactly.key != lossily.key
-    assert lossily.dtype == "float32/int8"
-    lossy.add(exactly)
-    exact.add(lossily)
-    assert len(exact) == len(lossy) == 1
-    assert exact.foreign_records == lossy.foreign_records == 1
-    for state, other in ((exact.put_state(PROMPT[:4]), lossy), (lossy.put_state(PROMPT[:4]), exact)):
-        other.add(state)
-        assert state.key not in other, "a state is computed from blocks that may have been rounded"
+def test_records_that_an_older_version_compressed_are_foreign() -> None:
+    disk = Disk([FULL, STATE], SIZE)
+    block, state = Disk([FULL], SIZE).put(FULL, PROMPT[:6], 4), Disk([STATE], SIZE).put_state(PROMPT[:4])
+    for record in (block, state):
+        disk.add(replace(record, dtype=f"{NAMESPACE.kv_dtype}/int8"))
+    assert (len(disk), disk.foreign_records) == (0, 2)
+    assert not disk.covers(0, block.parent, PROMPT[4:6]), "the exact block would not be stored"
+    assert disk.ask(PROMPT) is None
 
 
 def test_a_block_is_covered_by_one_that_begins_with_its_tokens() -> None:

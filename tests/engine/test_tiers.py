@@ -514,11 +514,6 @@ def test_host_memory_below_a_cpu_is_refused_with_what_to_do(tmp_path: Path) -> N
         stored_index(FakeRuntime(), TierConfig(host_budget_bytes=MIB), 4)
 
 
-def test_compression_of_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="--tier-compress"):
-        stored_index(FakeRuntime(), TierConfig(tmp_path, compress="int8"), 4)
-
-
 def test_without_a_directory_there_is_nothing_below() -> None:
     assert stored_index(FakeRuntime(), TierConfig(), 4) is None
 

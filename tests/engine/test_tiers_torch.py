@@ -1,7 +1,8 @@
-"""Real models above a disk: what is loaded is what was computed, or near it where that was asked for."""
+"""Real models above a disk: loaded records equal computed ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,12 @@ import pytest
 from engine.helpers import Client
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
-from rootstock.cache.record_identity import Kind
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, TokenEvent
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
-from rootstock.errors import InvalidOption
-from rootstock.tiers.base import Entry
+from rootstock.tiers.base import Record, Stored
 from rootstock.tiers.disk.tier import DiskTier
 from tiers.helpers import Clock
 from twins.checkpoints import VOCAB, save
@@ -27,6 +26,7 @@ from twins.driving import load, random_tokens
 MODELS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
 BLOCK_SIZE = 8
 BLOCKS = 60
+CAP_BYTES = 2**24
 PROMPT = random_tokens(VOCAB, 75, seed=3)
 LOGPROBS = SamplingParams(temperature=0.0, top_logprobs=5)
 
@@ -38,13 +38,12 @@ class Served:
         self,
         model: Path,
         folder: Path,
-        compress: str = "none",
         dtype: str = "float32",
         kv_dtype: str = "auto",
     ) -> None:
         runtime = load(model, dtype, kv_dtype=kv_dtype)
         families = runtime.description.families
-        tier = TierConfig(folder, 2**24, compress=compress)
+        tier = TierConfig(folder, CAP_BYTES)
         budget = BLOCKS * sum(row_bytes(family, BLOCK_SIZE) for family in families)
         stored = stored_index(runtime, tier, BLOCK_SIZE)
         self.cache = KVCache(families, budget, BLOCK_SIZE, stored=stored)
@@ -147,12 +146,6 @@ def test_with_rounded_rows_an_answer_is_the_same_whether_cached_or_not(
     np.testing.assert_allclose(logprobs(warm), logprobs(cold), atol=2e-3)
 
 
-def test_rows_in_8_bits_are_not_compressed_once_more(tmp_path: Path) -> None:
-    model = save(tmp_path / "model", "llama")
-    with pytest.raises(InvalidOption, match=r"--tier-compress.*--kv-dtype int8"):
-        Served(model, tmp_path / "tier", "int8", kv_dtype="int8")
-
-
 def test_other_weights_of_the_same_architecture_find_nothing(tmp_path: Path) -> None:
     for seed in range(2):
         model = save(tmp_path / f"model-{seed}", "llama", seed=seed)
@@ -167,48 +160,28 @@ def test_another_dtype_finds_nothing(tmp_path: Path) -> None:
             assert cached(served.answer(PROMPT)) == 0
 
 
-def test_compressed_a_model_answers_nearly_the_same_from_half_of_the_bytes_or_less(
-    model: Path, tmp_path: Path
-) -> None:
-    with Served(model, tmp_path / "exact") as served:
-        first = served.answer(PROMPT)
-        longer = np.concatenate((PROMPT, np.array(first.tokens, np.int32), PROMPT[:5]))
-        expected = served.answer(longer)
-    with Served(model, tmp_path / "lossy", "int8") as served:
-        served.answer(PROMPT)
-    with Served(model, tmp_path / "exact") as served:
-        exact_bytes = sum(entry.payload_bytes for entry in blocks(served))
-    with Served(model, tmp_path / "lossy", "int8") as served:
-        # States as well, which are kept as they are: they were computed from what is rounded.
-        assert all(entry.identity.dtype.endswith("/int8") for entry in served.disk.entries())
-        assert 0 < sum(entry.payload_bytes for entry in blocks(served)) < exact_bytes / 2
-        again = served.answer(longer, 1)
-        assert cached(again) == len(PROMPT) + 7
+def test_records_that_an_older_version_compressed_are_never_loaded(tmp_path: Path) -> None:
+    """Versions with `--tier-compress int8` named them by the dtype of the cache and a suffix."""
+    model = save(tmp_path / "model", "qwen3_next")
+    folder = tmp_path / "tier"
+    with Served(model, folder) as served:
+        expected = served.answer(PROMPT)
+    disk = DiskTier.open(folder, CAP_BYTES)
+    assert isinstance(disk, DiskTier)
+    exact = [entry.identity for entry in disk.entries()]
+    disk.clear()
+    half = np.zeros(1000, np.uint8)
+    compressed = [Record(replace(one, dtype=f"{one.dtype}/int8"), [half]) for one in exact]
+    assert all(isinstance(outcome, Stored) for outcome in disk.store(compressed))
+    disk.close()
+    with Served(model, folder) as served:
+        assert (served.tier.records, served.tier.foreign_records) == (0, len(exact))
+        again = served.answer(PROMPT)
+        assert cached(again) == 0
+        assert again.tokens == expected.tokens
+        np.testing.assert_array_equal(logprobs(again), logprobs(expected))
+    with Served(model, folder) as served:
+        assert served.tier.records == len(exact)
+        longer = np.concatenate((PROMPT, np.array(expected.tokens, np.int32), PROMPT[:5]))
+        assert cached(served.answer(longer)) == len(PROMPT) + 7
         assert served.tier.counters.loads == {"loaded": 1}
-        error = np.abs(logprobs(again) - logprobs(expected)[:1]).max()
-        assert error < 0.2
-        assert error > 0
-
-
-def blocks(served: Served) -> list[Entry]:
-    return [entry for entry in served.disk.entries() if entry.identity.kind is Kind.BLOCKS]
-
-
-def test_exact_and_lossy_records_in_one_directory_never_meet(tmp_path: Path) -> None:
-    model = save(tmp_path / "model", "llama")
-    tokens = np.concatenate((PROMPT, PROMPT[:3]))
-    with Served(model, tmp_path / "tier", "int8") as served:
-        served.answer(PROMPT)
-    with Served(model, tmp_path / "tier") as served:
-        assert served.tier.records == 0
-        assert served.tier.foreign_records > 0
-        exact = served.answer(tokens)
-        assert cached(exact) == 0
-    with Served(model, tmp_path / "tier", "int8") as served:
-        lossy = served.answer(tokens)
-        assert cached(lossy) == len(PROMPT)
-    with Served(model, tmp_path / "tier") as served:
-        again = served.answer(tokens)
-        assert cached(again) == len(tokens) - 1
-        np.testing.assert_allclose(logprobs(again), logprobs(exact), atol=1e-5)
-        assert np.abs(logprobs(lossy)[0] - logprobs(exact)[0]) > 1e-4

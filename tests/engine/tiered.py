@@ -101,7 +101,6 @@ class Tiered(Bench):
 
     @property
     def mover(self) -> TierWriter:
-        assert isinstance(self.tiering._writer, TierWriter)
         return self.tiering._writer
 
     @property

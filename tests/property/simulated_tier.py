@@ -179,9 +179,6 @@ class SimulatedWriter:
             at += target.nbytes
         return Loaded(tuple(as_bytes(buffer) for buffer in into))
 
-    def touch(self, keys: Iterable[RecordKey]) -> None:
-        self.tier.touch(keys)
-
     def run(self, records: int = 1) -> None:
         for key in list(self._waiting)[:records]:
             record, done = self._waiting[key]

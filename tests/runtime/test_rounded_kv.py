@@ -93,13 +93,11 @@ def test_rounded_rows_are_never_exchanged_with_exact_ones(tmp_path: Path) -> Non
     assert rounded(tmp_path / "llama").description.kv_dtype == "int8"
 
 
-def test_formats_tell_codes_from_scales(tmp_path: Path) -> None:
+def test_the_dtypes_of_buffers_tell_codes_from_scales(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     runtime = rounded(tmp_path)
-    formats = [(form.dtype, form.width) for form in runtime.formats(0)]
-    heads = runtime._layout.layers[0].kv_heads
-    assert formats[:4] == [("int8", 16), ("int8", 16), ("float32", heads), ("float32", heads)]
-    assert len(formats) == 4 * len(runtime._layout.layers)
+    dtypes = runtime.buffer_dtypes(0)
+    assert dtypes == ["int8", "int8", "float32", "float32"] * len(runtime._layout.layers)
 
 
 def test_a_model_that_keeps_latents_alone_is_refused_and_others_are_told(

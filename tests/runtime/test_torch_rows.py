@@ -11,7 +11,6 @@ import torch
 
 from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, RowsReturned
-from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch.kv_pool import TorchPool
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
@@ -257,19 +256,19 @@ def test_a_sequence_goes_on_in_other_rows_as_if_nothing_had_been_moved(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_formats_say_the_dtype_and_the_width_of_every_buffer_of_a_block(tmp_path: Path, dtype: str) -> None:
+def test_every_buffer_of_a_block_has_a_dtype(tmp_path: Path, dtype: str) -> None:
     runtime = loaded(tmp_path, "deepseek_v32", dtype)
-    # Latents, rotary keys, and the keys by which a layer chooses.
-    formats = runtime.formats(0)
-    assert [(f.dtype, f.width) for f in formats] == [(dtype, 24), (dtype, 8), (dtype, 16)] * 3
-    itemsize = {"float32": 4, "bfloat16": 2}
-    for buffer, form in zip(runtime.read(RowPart(0, 1, 3)), formats, strict=True):
-        assert buffer.nbytes % (3 * form.width * itemsize[form.dtype]) == 0
+    # Latents, rotary keys, and the indexer's keys, of three layers.
+    dtypes = runtime.buffer_dtypes(0)
+    assert dtypes == [dtype] * 9
+    positions, itemsize = 3, {"float32": 4, "bfloat16": 2}[dtype]
+    widths = [buffer.nbytes // (positions * itemsize) for buffer in runtime.read(RowPart(0, 1, positions))]
+    assert widths == [24, 8, 16] * 3
 
 
-def test_states_have_no_format(tmp_path: Path) -> None:
+def test_every_buffer_of_a_state_has_a_dtype(tmp_path: Path) -> None:
     runtime = load(save(tmp_path, "qwen3_next"))
-    assert runtime.formats(0) == [BufferFormat("float32", 16)] * 2  # whose pool is not made yet
-    assert {form.dtype for form in runtime.formats(1)} == {"float32"}  # of the states
+    assert runtime.buffer_dtypes(0) == ["float32"] * 2  # the pool is not allocated yet
+    assert set(runtime.buffer_dtypes(1)) == {"float32"}
     fake = FakeRuntime(families=(FULL, window(5), STATE))
-    assert [fake.formats(number) for number in range(3)] == [[], [], []]
+    assert [fake.buffer_dtypes(number) for number in range(3)] == [[], [], []]

@@ -1,8 +1,7 @@
-"""Identity: what may share cached bytes with what, and content keys for whoever needs to name a prefix."""
+"""Cache namespaces and content hashes of prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,24 +35,11 @@ class Namespace:
 
 
 def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:
-    """16 bytes that name exactly these tokens from position 0 on, in exactly this namespace."""
+    """Returns 16 bytes that name exactly these tokens from position 0 on, in exactly this namespace.
+
+    Equal digests mean equal prefixes in equal namespaces, up to 2^-64 by the birthday bound. Tiers use them; the
+    tree compares tokens and hashes nothing.
+    """
     h = xxhash.xxh3_128(namespace.digest())
     h.update(np.ascontiguousarray(prefix, "<i4").data)
     return h.digest()
-
-
-def block_keys(namespace: Namespace, tokens: Tokens, block_tokens: int) -> Iterator[bytes]:
-    """Content keys of the whole blocks of `tokens`: key[i] = xxh3-128(key[i-1] | tokens of block i).
-
-    key[-1] is the namespace's digest. A key therefore names the whole prefix up to the end of its block: equal
-    keys mean equal prefixes in equal namespaces (up to 2^-64 by the birthday bound). For tiers and routing;
-    the tree itself compares tokens and hashes nothing.
-    """
-    key = namespace.digest()
-    raw = memoryview(tokens.astype("<i4", copy=False).tobytes())
-    step = block_tokens * 4
-    for start in range(0, len(raw) - step + 1, step):
-        h = xxhash.xxh3_128(key)
-        h.update(raw[start : start + step])
-        key = h.digest()
-        yield key

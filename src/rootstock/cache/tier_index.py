@@ -54,13 +54,11 @@ class TierHit:
 
 
 class StoredIndex:
-    """Owned by one thread. `lossy` ends the dtype of what is stored where blocks are compressed: then only such is
-    found, else only what is exact."""
+    """Index of the records of one model. Owned by one thread."""
 
-    def __init__(self, families: Sequence[Family], block_size: int, *, lossy: str = "") -> None:
+    def __init__(self, families: Sequence[Family], block_size: int) -> None:
         self.block_size = block_size
         self.families = tuple(families)
-        self.lossy = lossy
         self.foreign_records = 0  # that no request of this model can ask for
         self.version = 0
         self._of = {(f.name, f.layers): i for i, f in enumerate(families)}
@@ -79,16 +77,11 @@ class StoredIndex:
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._places
 
-    def dtype_of(self, namespace: Namespace) -> str:
-        """As records name it."""
-        return namespace.kv_dtype + self.lossy  # states too: they were computed from rounded blocks
-
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
-        is_lossy = identity.dtype.endswith(LOSSY_MARK)
         too_long = identity.kind is Kind.BLOCKS and len(identity.tokens) > self.block_size
         misplaced = identity.start % self.block_size  # stored with blocks of another size: never looked up
-        if family is None or too_long or misplaced or is_lossy != bool(self.lossy):
+        if family is None or too_long or misplaced or identity.dtype.endswith(_WITHDRAWN_DTYPE):
             self.foreign_records += 1
             return
         key = identity.key
@@ -130,7 +123,7 @@ class StoredIndex:
         return [identity for k in keys for _, key, identity in self._at[self._places[k]] if key == k]
 
     def payload_bytes(self, identity: Identity) -> int:
-        """In a pool; less if it is stored compressed."""
+        """Returns the size of the record's memory, in a pool and in a tier."""
         family = self.families[self._of[identity.family, identity.layers]]
         if isinstance(family, RecurrentState):
             return family.bytes_per_state
@@ -173,12 +166,13 @@ class StoredIndex:
         if limit <= resumable or not self._places:
             return None
         search = _Search(
-            self, tokens, namespace, min(found, limit), limit, self.dtype_of(namespace), namespace.digest()
+            self, tokens, namespace, min(found, limit), limit, namespace.kv_dtype, namespace.digest()
         )
         return search.run(resumable)
 
 
-LOSSY_MARK = "/int8"  # ends the dtype of compressed blocks
+# Dtype suffix of records that a version with `--tier-compress int8` stored. Nothing can decode them any more.
+_WITHDRAWN_DTYPE = "/int8"
 
 
 def _boundaries(

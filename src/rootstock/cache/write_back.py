@@ -157,7 +157,7 @@ class WriteBackQueue:
         if namespace.is_private:
             return
         size, raw = self._size, np.ascontiguousarray(tokens, "<i4").data.cast("B")
-        of_namespace, dtype = namespace.digest(), self.stored.dtype_of(namespace)
+        of_namespace, dtype = namespace.digest(), namespace.kv_dtype
         h = xxhash.xxh3_128(of_namespace)
         h.update(raw[: first * size * 4])
         for i, block in enumerate(ids.tolist(), first):
@@ -194,7 +194,7 @@ class WriteBackQueue:
             namespace,
             pool.family.name,
             pool.family.layers,
-            self.stored.dtype_of(namespace),
+            namespace.kv_dtype,
             Kind.STATE,
             tokens,
             start,

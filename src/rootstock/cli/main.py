@@ -217,9 +217,7 @@ def serve(
     host_budget: Annotated[
         str, typer.Option(help="RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.")
     ] = "0",
-    tier_compress: Annotated[
-        str, typer.Option(help="Of blocks below the device's memory: none, or int8, which is lossy.")
-    ] = _TIER.compress,
+    tier_compress: Annotated[str | None, typer.Option(hidden=True)] = None,
     verify_hits: Annotated[
         float,
         typer.Option(help="Share of hits that are computed anew in idle time and compared, such as 0.01."),
@@ -281,6 +279,12 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients."""
     _log_warnings()
+    if tier_compress is not None:
+        raise InvalidOption(
+            "--tier-compress",
+            tier_compress,
+            "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
+        )
     model_config = ModelConfig(
         model,
         device,
@@ -312,7 +316,6 @@ def serve(
         parse_bytes(disk_budget, "--disk-budget"),
         disk_write,
         parse_bytes(host_budget, "--host-budget"),
-        tier_compress,
         verify_hits,
     )
     server_config = ServerConfig(

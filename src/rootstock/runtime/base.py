@@ -48,14 +48,6 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class BufferFormat:
-    """Element format of a buffer of `read`: vectors of `width`, for each of the part's positions one or several."""
-
-    dtype: str  # "float32" | "bfloat16" | "float16" | another torch dtype name
-    width: int  # of the last axis: head_dim or rank
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """Segment of a packed forward: the share of one sequence.
 
@@ -113,9 +105,9 @@ class Runtime(Protocol):
         """Make the filled buffers of `buffers` the row's content."""
         ...
 
-    def formats(self, family: int) -> list[BufferFormat]:
-        """Return the format of each buffer of `read` for a row of this family (an index into the model's families).
-        Empty: the buffers are known only as bytes. May be called before `allocate`."""
+    def buffer_dtypes(self, family: int) -> list[str]:
+        """Name the dtype of each buffer of `read` for a row of this family (an index into the model's families), as
+        torch names it. Empty: the buffers are known only as bytes. May be called before `allocate`."""
         ...
 
     def forward(self, batch: Batch) -> Logits:

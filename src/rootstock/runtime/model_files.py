@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMissing
+from rootstock.errors import ModelFileInvalid, ModelPathNotFound, ModelWeightsMissing, shown
 from rootstock.units import in_units
 
 Progress = Callable[[str, float], None]
@@ -163,7 +163,7 @@ def check_configs(model: str, directory: Path) -> None:
             count = inner.get(key)
             if isinstance(count, int) and not (0 <= count <= _MAX_LAYERS):
                 raise ModelFileInvalid(
-                    model, CONFIG, f"{key} is {_short(count)}, but must be from 0 to {_MAX_LAYERS:,}"
+                    model, CONFIG, f"{key} is {shown(count)}, but must be from 0 to {_MAX_LAYERS:,}"
                 )
         _check_eos(model, CONFIG, inner.get("eos_token_id"))
     if (directory / GENERATION_CONFIG).exists():
@@ -175,16 +175,8 @@ def _check_eos(model: str, file: str, found: object) -> None:
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(ids) > _MAX_EOS_TOKENS or not all(type(i) is int and abs(i) < 1 << 31 for i in ids):
         raise ModelFileInvalid(
-            model, file, f"eos_token_id is {_short(found)}, but must be a token id or a list of them"
+            model, file, f"eos_token_id is {shown(found)}, but must be a token id or a list of them"
         )
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a number of thousands of digits
-        text = "a very long number"
-    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 # ---- weights
@@ -249,7 +241,7 @@ def _named_weights(model: str, directory: Path) -> list[str]:
         path = PurePosixPath(name)
         if not name.endswith(".safetensors") or path.is_absolute() or ".." in path.parts:
             raise ModelFileInvalid(
-                model, _INDEX, f"{_short(name)} does not name a safetensors file in the model's directory"
+                model, _INDEX, f"{shown(name)} does not name a safetensors file in the model's directory"
             )
     return sorted(names)
 

@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from rootstock.config import KIB, ServerConfig
+from rootstock.config import ServerConfig
 from rootstock.errors import (
     HeadTooLarge,
     MalformedHttp,
@@ -29,6 +29,7 @@ from rootstock.errors import (
     UrlTooLong,
 )
 from rootstock.server.errors import error_response
+from rootstock.units import KIB
 
 WriteChunk = Callable[[bytes], bool]  # whether it was written
 

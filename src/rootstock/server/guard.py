@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rootstock.config import KIB, ServerConfig
+from rootstock.config import ServerConfig
 from rootstock.errors import (
     BodyTooLarge,
     ContentTypeNotJson,
@@ -22,11 +22,12 @@ from rootstock.errors import (
 )
 from rootstock.server.access import Caller, Keys, remember_caller
 from rootstock.server.errors import BodyRefused, error_response
+from rootstock.units import MIB
 
 Headers = Mapping[bytes, bytes]
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no API key
-MAX_HELD_BODY_BYTES = 256 * KIB**2  # of all requests that are being received or answered
+MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own doing, such as a bookmark

@@ -20,9 +20,10 @@ from starlette.requests import ClientDisconnect
 from rootstock.errors import InvalidJson, JsonTooComplex
 from rootstock.server.errors import ClientGone
 from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
+from rootstock.units import MIB
 
 _ON_A_THREAD_FROM_BYTES = 262_144
-_SLICE_BYTES = 1024**2
+_SLICE_BYTES = MIB
 
 Bits = NDArray[np.bool_]
 

@@ -14,13 +14,14 @@ from starlette.requests import Request
 
 from rootstock.errors import QueueFull
 from rootstock.server.errors import ClientGone
+from rootstock.units import MIB
 
 T = TypeVar("T")
 
 LONG_BODY_BYTES = 65_536  # a prompt of about 16,000 tokens, 30 ms of a core
 _CORES_PER_LONG_BODY = 4
 _SHORT_BODIES_AT_ONCE = 8
-_LARGE_BODY_BYTES = 1024**2  # from here on the allocator is asked to return what it holds
+_LARGE_BODY_BYTES = MIB  # from here on the allocator is asked to return what it holds
 
 
 class PreparationQueue:

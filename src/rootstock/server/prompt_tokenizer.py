@@ -15,8 +15,9 @@ import numpy as np
 from rootstock.cache.plan import Tokens
 from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 from rootstock.errors import PromptTextTooLong
+from rootstock.units import MIB
 
-CAP_BYTES = 64 * 1024**2
+CAP_BYTES = 64 * MIB
 # A text of more characters per token of the limit is first counted by slices: texts have about four.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536

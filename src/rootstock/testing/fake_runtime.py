@@ -25,7 +25,7 @@ from rootstock.cache.families import (
     token_families,
 )
 from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, HostBytes, Plan, RowPart, RowsReturned, Tokens
-from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
 
@@ -195,8 +195,8 @@ class FakeRuntime:
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
         pass  # the buffers are the row's own memory
 
-    def formats(self, family: int) -> list[BufferFormat]:
-        return []  # hashes must not be rounded
+    def buffer_dtypes(self, family: int) -> list[str]:
+        return []  # hashes
 
     def _pool_of(self, family: TokenFamily) -> _Pool:
         return self._pools[token_families(self.description.families).index(family)]

@@ -26,7 +26,7 @@ class Record:
     payload: Sequence[Buffer]
 
     def views(self) -> list[memoryview]:
-        return [view for buffer in self.payload if (view := as_bytes(buffer)).nbytes]
+        return views_of(self.payload)
 
     @property
     def payload_bytes(self) -> int:
@@ -40,6 +40,11 @@ def as_bytes(buffer: Buffer) -> memoryview:
     if view.format == "B" and view.ndim == 1:  # the common case; a record has many buffers
         return view
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def views_of(buffers: Iterable[Buffer]) -> list[memoryview]:
+    """Returns the buffers byte by byte, without empty ones."""
+    return [view for buffer in buffers if (view := as_bytes(buffer)).nbytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

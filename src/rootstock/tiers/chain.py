@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from typing import Protocol
 
 from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
@@ -35,30 +34,10 @@ from rootstock.tiers.base import (
     TierState,
 )
 from rootstock.tiers.host import HostTier
-from rootstock.tiers.writer import Done, PutResult
+from rootstock.tiers.writer import TierWriter
+from rootstock.units import MIB
 
-_GROUP_BYTES = 16 * 2**20  # stored in the lower tier together when the chain closes
-
-
-class Below(Protocol):
-    """Writer of the lower tier: `TierWriter`, or a double of it in tests."""
-
-    def put(self, record: Record, done: Done | None = None) -> PutResult:
-        """Queues a record without blocking. If `Queued`, `done` is called once the lower tier has stored or refused
-        it."""
-        ...
-
-    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
-        """Loads a record from the queue, or from the lower tier if it is not there."""
-        ...
-
-    def drain(self) -> None:
-        """Waits until every queued record has been stored or refused."""
-        ...
-
-    def close(self) -> None:
-        """Drains the queue and takes no more records."""
-        ...
+_GROUP_BYTES = 16 * MIB  # stored in the lower tier together when the chain closes
 
 
 class TierChain:
@@ -68,7 +47,7 @@ class TierChain:
     damaged. The lower tier reports its own evictions, which may include records that the upper tier still holds.
     """
 
-    def __init__(self, upper: HostTier, lower: Tier, mover: Below, *, gone: Gone | None = None) -> None:
+    def __init__(self, upper: HostTier, lower: Tier, mover: TierWriter, *, gone: Gone | None = None) -> None:
         self.upper = upper
         self.lower = lower
         self._mover = mover
@@ -76,7 +55,6 @@ class TierChain:
         self._lock = threading.Lock()
         self._moving: dict[RecordKey, Record] = {}  # passed to the writer, but not yet in the lower tier
         self._condemned: set[RecordKey] = set()  # those of `_moving` that must not stay in the lower tier
-        self.lost_records = 0  # evicted by the upper tier, refused by the lower one
         upper.spilled = self._spill
 
     @property
@@ -117,9 +95,7 @@ class TierChain:
         with self._lock:  # until here a condemned record cannot be loaded
             self._moving.pop(key, None)
             self._condemned.discard(key)
-            lost = isinstance(outcome, NotStored) and not condemned
-            self.lost_records += lost
-        if lost and key not in self.upper:
+        if isinstance(outcome, NotStored) and not condemned and key not in self.upper:
             self._tell_gone([key])
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -185,17 +161,13 @@ class TierChain:
             group.append(record)
             group_bytes += record.payload_bytes
             if group_bytes >= _GROUP_BYTES:
-                self._bring_down(group)
+                self.lower.store(group)
                 group, group_bytes = [], 0
-        self._bring_down(group)
+        self.lower.store(group)
         self.upper.close()
         self.lower.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _bring_down(self, group: Sequence[Record]) -> None:
-        outcomes = self.lower.store(group)
-        self.lost_records += sum(isinstance(outcome, NotStored) for outcome in outcomes)
 
     def _tell_gone(self, keys: Sequence[RecordKey]) -> None:
         if keys and self._gone is not None:

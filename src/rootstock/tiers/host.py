@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -40,6 +40,7 @@ from rootstock.tiers.base import (
     StoreOutcome,
     TierState,
     as_bytes,
+    views_of,
 )
 from rootstock.tiers.disk.record import difference
 
@@ -53,19 +54,6 @@ _BUFFER_BYTES = 48  # for the length of each buffer
 Spilled = Callable[[Record], None]
 """Called with an evicted record, whose payload never changes, by the thread that stores, which holds no lock of the
 tier then. The record can be loaded here until this returns. It must not store, quarantine or clear here."""
-
-
-@dataclass(slots=True)
-class HostCounts:
-    stored_records: int = 0
-    stored_bytes: int = 0  # counted as `charge` does
-    refused: Counter[Refusal] = field(default_factory=Counter)
-    loaded_records: int = 0
-    loaded_bytes: int = 0
-    misses: Counter[MissKind] = field(default_factory=Counter)
-    evicted_records: int = 0
-    evicted_bytes: int = 0  # counted as `charge` does
-    quarantined_records: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +105,6 @@ class HostTier:
         self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `spilled` has not returned yet
         self._used_bytes = 0  # charged: held, leaving, and reserved for copies in progress
         self._closed = False
-        self.counts = HostCounts()
 
     @property
     def state(self) -> TierState:
@@ -139,17 +126,7 @@ class HostTier:
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
         """Stores records. Returns one outcome for each, in order. Later records may evict earlier ones."""
-        outcomes = []
-        for record in records:
-            outcome = self._store(record)
-            outcomes.append(outcome)
-            with self._changed:
-                if isinstance(outcome, NotStored):
-                    self.counts.refused[outcome.why] += 1
-                elif isinstance(outcome, Stored):
-                    self.counts.stored_records += 1
-                    self.counts.stored_bytes += outcome.stored_bytes
-        return outcomes
+        return [self._store(record) for record in records]
 
     def _store(self, record: Record) -> StoreOutcome:
         views, charged_bytes = record.views(), charge(record)
@@ -221,9 +198,8 @@ class HostTier:
     def _hand_on(self, victim: _Held) -> None:
         key = victim.identity.key
         # The receiver computes its own checksum, so damage that is not detected now would never be found.
-        intact = victim.is_intact
         try:
-            if intact and self.spilled is not None:
+            if self.spilled is not None and victim.is_intact:
                 self.spilled(victim.record)
             else:
                 self._tell_gone([key])
@@ -233,9 +209,6 @@ class HostTier:
             with self._changed:
                 del self._leaving[key]
                 self._used_bytes -= victim.charged_bytes
-                self.counts.evicted_records += 1
-                self.counts.evicted_bytes += victim.charged_bytes
-                self.counts.quarantined_records += not intact
                 self._changed.notify_all()
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -255,12 +228,6 @@ class HostTier:
             result: LoadResult = Miss(MissKind.UNAVAILABLE, _CLOSED) if closed else Miss(MissKind.ABSENT)
         else:
             result = _read(held, identity, into)
-        with self._changed:
-            if isinstance(result, Loaded):
-                self.counts.loaded_records += 1
-                self.counts.loaded_bytes += sum(view.nbytes for view in result.payload)
-            else:
-                self.counts.misses[result.kind] += 1
         if held is not None and isinstance(result, Miss):
             self._strike(key, held)
         return result
@@ -270,7 +237,6 @@ class HostTier:
             struck = self._held.get(key) is held
             if struck:
                 self._drop(key)
-                self.counts.quarantined_records += 1
         if struck:
             self._tell_gone([key])
 
@@ -289,7 +255,6 @@ class HostTier:
             with self._changed:
                 if key in self._held:
                     self._drop(key)
-                    self.counts.quarantined_records += 1
                     struck.append(key)
                 self._wait_until_it_has_left(key)
         self._tell_gone(struck)
@@ -383,7 +348,7 @@ def _read(held: _Held, asked: Identity, into: Sequence[Buffer] | None) -> LoadRe
     if into is None:
         target = held.divided(np.empty_like(held.content))
     else:
-        target = [np.frombuffer(view, np.uint8) for buffer in into if (view := as_bytes(buffer)).nbytes]
+        target = [np.frombuffer(view, np.uint8) for view in views_of(into)]
     target_bytes = sum(buffer.nbytes for buffer in target)
     if target_bytes != held.content.nbytes:
         return Miss(

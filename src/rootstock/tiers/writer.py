@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rootstock.cache.record_identity import Identity, RecordKey
@@ -22,9 +22,10 @@ from rootstock.tiers.base import (
     Refusal,
     StoreOutcome,
     Tier,
-    as_bytes,
+    views_of,
 )
 from rootstock.tiers.disk.record import difference
+from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +50,6 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class TierWriterCounts:
-    queued_records: int = 0
-    refused_records: int = 0  # because the queue was full
-    hits_in_queue: int = 0
-
-
-@dataclass(slots=True)
 class _Queue:
     waiting: list[_Pending] = field(default_factory=list)
     by_key: dict[RecordKey, _Pending] = field(default_factory=dict)  # waiting or being stored
@@ -66,7 +60,7 @@ class TierWriter:
     """Writer of a tier, with its own thread. The caller owns the tier, which outlives the writer. Thread-safe."""
 
     def __init__(
-        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * 2**20, *, linger_s: float = 0.0
+        self, tier: Tier, queue_bytes: int, group_bytes: int = 16 * MIB, *, linger_s: float = 0.0
     ) -> None:
         self._tier = tier
         self._queue_bytes = queue_bytes
@@ -78,7 +72,6 @@ class TierWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._telling: list[_Pending] = []  # a group that has left the queue, while its `Done` are called
-        self.counts = TierWriterCounts()
         self._thread = threading.Thread(target=self._run, name="rootstock-writer", daemon=True)
         self._thread.start()
 
@@ -100,13 +93,11 @@ class TierWriter:
                     pending.done.append(done)
                 return Queued()
             if self._queue.bytes + payload_bytes > self._queue_bytes:
-                self.counts.refused_records += 1
                 return NotStored(Refusal.QUEUE_FULL)
             pending = _Pending(key, record, [] if done is None else [done])
             self._queue.waiting.append(pending)
             self._queue.by_key[key] = pending
             self._queue.bytes += payload_bytes
-            self.counts.queued_records += 1
             self._changed.notify_all()
         return Queued()
 
@@ -117,7 +108,6 @@ class TierWriter:
             pending = self._queue.by_key.get(key)
             if pending is not None:
                 pending.readers += 1
-                self.counts.hits_in_queue += 1
         if pending is None:
             return self._tier.load(identity, into)
         try:
@@ -126,9 +116,6 @@ class TierWriter:
             with self._changed:
                 pending.readers -= 1
                 self._changed.notify_all()
-
-    def touch(self, keys: Iterable[RecordKey]) -> None:
-        self._tier.touch(keys)
 
     def drain(self) -> None:
         """Waits until every record that is queued now has been stored or refused, and its `Done` called. Later
@@ -207,7 +194,7 @@ def _copied(record: Record, asked: Identity, into: Sequence[Buffer] | None) -> L
     source = record.views()
     if into is None:
         return Loaded(tuple(memoryview(bytearray(view)) for view in source))
-    target = [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+    target = views_of(into)
     if sum(view.nbytes for view in target) != record.payload_bytes:
         return Miss(MissKind.OTHER_SIZE)
     left = list(target)

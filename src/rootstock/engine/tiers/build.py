@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from rootstock.cache import KVCache
-from rootstock.cache.families import row_bytes, token_families
-from rootstock.cache.tier_index import LOSSY_MARK, StoredIndex
+from rootstock.cache.families import row_bytes
+from rootstock.cache.tier_index import StoredIndex
 from rootstock.config import TierConfig
 from rootstock.engine.tiers.connector import Events, Space, TierConnector
 from rootstock.errors import InvalidOption
@@ -17,11 +17,9 @@ from rootstock.runtime.base import Runtime
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.tiers.base import Off, Tier
 from rootstock.tiers.chain import TierChain
-from rootstock.tiers.compressed import CompressedTier
 from rootstock.tiers.disk.space import SEGMENTS, least_cap_bytes
 from rootstock.tiers.disk.tier import DiskTier
 from rootstock.tiers.host import HostTier
-from rootstock.tiers.int8 import can_encode
 from rootstock.tiers.reader import TierReader
 from rootstock.tiers.unavailable import UnavailableTier
 from rootstock.tiers.writer import TierWriter
@@ -47,19 +45,7 @@ def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredI
                 f"at least {least_bytes:,} bytes: {SEGMENTS} of this model's largest records, {largest_bytes:,} "
                 "bytes each, must fit",
             )
-    lossy = ""
-    if tier.compress == "int8":
-        formats = [runtime.formats(i) for i in range(len(token_families(described.families)))]
-        if any(form.dtype == "int8" for of_family in formats for form in of_family):
-            raise InvalidOption(
-                "--tier-compress", tier.compress, "none: with --kv-dtype int8 blocks are in 8 bits already"
-            )
-        if not formats or not all(can_encode(of_family) for of_family in formats):
-            raise InvalidOption(
-                "--tier-compress", tier.compress, "none: what this model keeps has no such form"
-            )
-        lossy = LOSSY_MARK
-    return StoredIndex(described.families, block_size, lossy=lossy)
+    return StoredIndex(described.families, block_size)
 
 
 def open_below(
@@ -86,10 +72,6 @@ def open_below(
             bottom = UnavailableTier(opened)
         else:
             bottom = disk = opened
-    if bottom is not None and cache.stored.lossy:
-        families = token_families(runtime.description.families)
-        formats = {family.name: runtime.formats(i) for i, family in enumerate(families)}
-        bottom = CompressedTier(bottom, formats)
     if tier.host_budget_bytes:
         # What the host gives up goes on to the disk, in the host's own time.
         below = bottom or UnavailableTier(Off("there is no disk tier: --disk-dir is not given"))

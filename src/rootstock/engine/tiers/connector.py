@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,43 +42,19 @@ from rootstock.tiers.base import (
     TierState,
 )
 from rootstock.tiers.disk.tier import DiskTier
-from rootstock.tiers.reader import LoadEnded, LoadTask
-from rootstock.tiers.writer import Done, PutResult
+from rootstock.tiers.reader import LoadEnded, LoadJob, LoadTask, TierReader
+from rootstock.tiers.writer import PutResult, TierWriter
+from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
 
 TIER_STATES = ("ready", "loads only", "off")
 MOSTLY_PREFILL = 0.9  # share of a forward's tokens from which on it tells the speed of prefills
-PROBE_BYTES = 8 * 2**20  # read to learn how fast a tier is
+PROBE_BYTES = 8 * MIB  # read to learn how fast a tier is
 PROBE_RECORDS = 16
 STALE_S = 30.0  # an estimate that speaks against loading is checked again after so long
 # A load that takes longer than both by this factor is given up: its request computes instead.
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
-
-
-class Writer(Protocol):
-    """`TierWriter`, or a double of it."""
-
-    @property
-    def waiting_bytes(self) -> int: ...
-    def put(self, record: Record, done: Done | None = None) -> PutResult: ...
-    def touch(self, keys: Iterable[RecordKey]) -> None: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Job(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Reader(Protocol):
-    """`TierReader`, or a double of it."""
-
-    @property
-    def waiting_bytes(self) -> int: ...
-    def submit(self, tasks: Sequence[LoadTask], done: Callable[[LoadEnded], None]) -> Job: ...
-    def drain(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Events:
@@ -171,7 +147,7 @@ class UnderWay:
     buffers: list[list[HostBytes]]
     sequence: RequestSequence | None  # None: it is not waited for any more
     overdue_at: float
-    job: Job | None = None
+    job: LoadJob | None = None
 
 
 class TierConnector:
@@ -182,8 +158,8 @@ class TierConnector:
         runtime: Runtime,
         cache: KVCache,
         tier: Tier,
-        writer: Writer,
-        reader: Reader,
+        writer: TierWriter,
+        reader: TierReader,
         events: Events,
         chunk_tokens: int,
         queue_bytes: int,
@@ -252,7 +228,7 @@ class TierConnector:
         if spill is not None:
             spill.is_open = not isinstance(self._tier.state, Off)
             if used := spill.take_used():
-                self._writer.touch(used)
+                self._tier.touch(used)
             if wrong := spill.take_wrong():
                 self.quarantine(wrong)
 
@@ -322,7 +298,7 @@ class TierConnector:
         )
         self._under_way[lease] = under_way
         keys = [load.identity.key for load in loads]
-        self._writer.touch(keys)  # before the load, so that the tier does not evict them next
+        self._tier.touch(keys)  # before the load, so that the tier does not evict them next
         self._events.apply(self._stored)
         if not all(key in self._stored for key in keys):
             evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
@@ -418,7 +394,7 @@ class TierConnector:
 
     def _probe(self, reach: TierHit | None = None) -> None:
         """Reads a few records for their time alone."""
-        if self._probing or self._stored.lossy:
+        if self._probing:
             return
         identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
         tasks: list[LoadTask] = []

@@ -193,7 +193,7 @@ class HitVerifier:
     def _rows_differ(self, ours: RowPart, theirs: RowPart, first: int = 0) -> bool:
         """From the row's position `first` on."""
         a, b = self._runtime.read(ours), self._runtime.read(theirs)
-        dtypes = [form.dtype for form in self._runtime.formats(ours.family)] or [""] * len(a)
+        dtypes = self._runtime.buffer_dtypes(ours.family) or [""] * len(a)
         positions = max(1, ours.tokens)
         # Scales of what is rounded are as coarse as the numbers that they were made of, which may be bfloat16.
         coarse = "int8" in dtypes

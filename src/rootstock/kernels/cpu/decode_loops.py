@@ -90,8 +90,8 @@ JOB = np.dtype(
 OF_CALL = struct.Struct(
     "=18q2f"
 )  # packing all fields at once takes a tenth of the time of single assignments
-ITEM = ("table", "first", "end", "first_partial", "end_partial")  # columns of `items`
-ROW = ("row", "first", "end", "first_order", "end_order")  # columns of `rows`
+# Columns of `items`: table, first, end, first_partial, end_partial.
+# Columns of `rows`: row, first, end, first_order, end_order.
 
 
 @compiled

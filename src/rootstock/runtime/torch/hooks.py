@@ -117,13 +117,8 @@ def expansion(module: nn.Module) -> Tensor:
     return weight
 
 
-class RunsAlone(Protocol):
-    """Replacement of the `forward` of a module that runs one sequence at a time, on dense K and V and a real mask."""
-
-    alone: bool
-
-
 def runs_alone(module: nn.Module) -> bool:
+    """Whether the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
     return bool(getattr(vars(module).get("forward"), "alone", False))
 
 

@@ -14,7 +14,6 @@ from rootstock.cache.families import Family, RecurrentState, TokenFamily, token_
 from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.kernels.quantized_rows import PoolRows, RoundedRows
 from rootstock.kernels.torch.sliced_attention import Tuning
-from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch.attention_backends import Compiled, Kernel, Kernels, kernel_of
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.state_pool import StatePool, StateShape
@@ -271,11 +270,11 @@ def _loops_for(shape: LayerShape) -> RoundingLoops | None:
     return RoundingLoops(shape.dtype) if shape.dtype in DTYPES else None
 
 
-def formats_of(layers: Sequence[LayerShape], family: int) -> list[BufferFormat]:
-    """Returns the formats of a block's buffers, in the order of a pool of these layers."""
+def block_dtypes(layers: Sequence[LayerShape], family: int) -> list[torch.dtype]:
+    """Returns the dtypes of the buffers of a block, in the order in which a pool of these layers returns them."""
     return [
-        BufferFormat(str(dtype).removeprefix("torch."), shape[-1])
+        dtype
         for layer in sorted(layers, key=lambda layer: layer.index)
         if layer.family == family
-        for shape, dtype in layer.tensors
+        for _, dtype in layer.tensors
     ]

@@ -20,7 +20,7 @@ from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch.sliced_attention import Tuning
-from rootstock.runtime.base import Batch, BufferFormat, Logits, ModelDescription, Segment
+from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 from rootstock.runtime.host_memory import refuse_host_tier
 from rootstock.runtime.model_files import Progress, locate, stored_tensors, weight_files
 from rootstock.runtime.torch.attention_backends import compile_for, compiled_for
@@ -30,12 +30,12 @@ from rootstock.runtime.torch.hooks import HookedCache, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import context_limit, refuse_unknown_kinds, text_config
 from rootstock.runtime.torch.inspect.layout import Layout
 from rootstock.runtime.torch.inspect.survey import survey
-from rootstock.runtime.torch.kv_pool import TorchPool, formats_of
+from rootstock.runtime.torch.kv_pool import TorchPool, block_dtypes
 from rootstock.runtime.torch.mamba_time_steps import limit_time_steps
 from rootstock.runtime.torch.memory_fit import Demands, refuse_longer_context, refuse_too_large, weight_bytes
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.self_check import own_attention, rounding, trial_logits
-from rootstock.runtime.torch.state_pool import state_formats
+from rootstock.runtime.torch.state_pool import state_dtypes
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache, context_slots
 from rootstock.runtime.torch.weights import empty_model, fingerprint, read_config, read_weights
 
@@ -275,10 +275,10 @@ class TorchRuntime:
         with torch.inference_mode():
             self._pool.place(part, buffers)
 
-    def formats(self, family: int) -> list[BufferFormat]:
+    def buffer_dtypes(self, family: int) -> list[str]:
         if family < len(token_families(self._layout.families)):
-            return formats_of(self._layout.layers, family)
-        return state_formats(self._layout.states)
+            return [_name_of(dtype) for dtype in block_dtypes(self._layout.layers, family)]
+        return [_name_of(dtype) for dtype in state_dtypes(self._layout.states)]
 
     def forward(self, batch: Batch) -> Logits:
         pool, rung = self._pool, self._description.rung

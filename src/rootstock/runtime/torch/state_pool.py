@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from rootstock.cache.plan import BlockIds, StateCopy
-from rootstock.runtime.base import BufferFormat
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.module_parts import PartCache
 
@@ -182,12 +181,9 @@ class _LayersByIndex(list[LinearAttentionLayer]):
         return self._layer_at(index)
 
 
-def state_formats(shapes: Sequence[StateShape]) -> list[BufferFormat]:
-    """Returns the formats of a state's buffers, in the order of a pool of these shapes."""
-    return [
-        BufferFormat(str(shape.stored).removeprefix("torch."), shape.shape[-1])
-        for shape in sorted(shapes, key=lambda shape: shape.key)
-    ]
+def state_dtypes(shapes: Sequence[StateShape]) -> list[torch.dtype]:
+    """Returns the dtypes of the buffers of a state, in the order in which a pool of these shapes returns them."""
+    return [shape.stored for shape in sorted(shapes, key=lambda shape: shape.key)]
 
 
 def shapes_of(layer_idx: int, scratch: LinearAttentionLayer) -> list[StateShape]:

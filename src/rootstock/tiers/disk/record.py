@@ -21,13 +21,14 @@ import xxhash
 from rootstock.cache.record_identity import Identity, Kind
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
+from rootstock.units import MIB
 
 FORMAT = 1
 _MAGIC = b"RtStkRec"
 _PREFIX = struct.Struct("<8sIQ16s")
 _SIZES = struct.Struct("<IQ")
 _IDENTITY = struct.Struct("<16s16s16sBIQIHH")
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = MIB
 _SMALL_HEADER_BYTES = 1 << 16  # up to this size the header is read with its prefix, in one call
 
 PREFIX_BYTES = _PREFIX.size

@@ -27,6 +27,7 @@ from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.index import INDEX_NAMES, WAL_NAME, Index
 from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import Segments, segment_number
+from rootstock.units import MIB
 
 SEGMENTS = 16  # least number of segments in a budget: one eviction gives up at most this part
 _LEAST_WAL_BYTES = 128 * 1024
@@ -43,7 +44,7 @@ class Budget:
 
     @staticmethod
     def of(cap_bytes: int, segment_bytes: int) -> Budget:
-        wal_bytes = min(8 * 2**20, max(_LEAST_WAL_BYTES, cap_bytes // 32))
+        wal_bytes = min(8 * MIB, max(_LEAST_WAL_BYTES, cap_bytes // 32))
         return Budget(cap_bytes, min(segment_bytes, cap_bytes // SEGMENTS), wal_bytes)
 
     @property

@@ -46,7 +46,7 @@ from rootstock.tiers.base import (
     Stored,
     StoreOutcome,
     TierState,
-    as_bytes,
+    views_of,
 )
 from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
 from rootstock.tiers.disk.files import Files
@@ -73,16 +73,17 @@ from rootstock.tiers.disk.reports import (
 )
 from rootstock.tiers.disk.segments import Segments, segment_number
 from rootstock.tiers.disk.space import Budget, DiskSpace, DiskSpaceCounts, Usage, measure, remove_foreign
+from rootstock.units import MIB
 
 _log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 * 2**20
+SEGMENT_BYTES = 64 * MIB
 RETRY_S = 60.0
 # Uses are written after the first interval if that adds at most an eighth to the bytes stored meanwhile; otherwise
 # after the second.
 _FLUSH_S, _FLUSH_AT_LATEST_S = 5.0, 60.0
 _FLUSH_PART = 8
-_IMPORT_BYTES = 16 * 2**20  # payloads that an import holds in memory at once
+_IMPORT_BYTES = 16 * MIB  # payloads that an import holds in memory at once
 _FAULTS = (OSError, sqlite3.Error)
 _NO_CAP_BYTES = 2**62
 Progress = Callable[[int], None]
@@ -785,5 +786,5 @@ def _identity_of(row: Row) -> Identity | None:
 
 def _views(head: Head, into: Sequence[Buffer] | None) -> list[memoryview]:
     if into is not None:
-        return [view for buffer in into if (view := as_bytes(buffer)).nbytes]
+        return views_of(into)
     return [memoryview(bytearray(length)) for length in head.buffer_bytes]

@@ -118,7 +118,7 @@ class ProbeCache(Watch, StepCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer = self._layers[layer_idx] = _ProbedLayer(layer_idx, key_states, value_states)
+        layer = self._layers[layer_idx] = _ProbedLayer(layer_idx)
         mark(key_states, value_states, layer)
         return key_states, value_states
 
@@ -135,10 +135,8 @@ class ProbeCache(Watch, StepCache):
 
 
 class _ProbedLayer:
-    def __init__(self, index: int, key: Tensor, value: Tensor) -> None:
+    def __init__(self, index: int) -> None:
         self._index = index
-        self._key = key
-        self._value = value
         self.seen: Seen | None = None
 
     def attend(
