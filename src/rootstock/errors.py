@@ -39,6 +39,7 @@
     │   └── EngineStopped               503
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, what is allowed
+        ├── ConfigFileInvalid                the file of --config: the line, what is wrong
         ├── AddressUnavailable
         ├── BudgetTooSmall
         └── ModelError
@@ -58,6 +59,7 @@ machine-readable, `http_status` is what a server answers, `param` names the offe
 from __future__ import annotations
 
 import reprlib
+from pathlib import Path
 from typing import ClassVar
 
 from rootstock.units import in_units
@@ -463,6 +465,16 @@ class InvalidOption(StartupError):
         self.option = option
         self.value = value
         self.allowed = allowed
+
+
+class ConfigFileInvalid(StartupError):
+    code = "config_file_invalid"
+
+    def __init__(self, path: Path, line: int, detail: str) -> None:
+        super().__init__(f"{path}, line {line}: {detail}")
+        self.path = path
+        self.line = line
+        self.detail = detail
 
 
 class AddressUnavailable(StartupError):
