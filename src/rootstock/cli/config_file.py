@@ -100,7 +100,7 @@ def _value(ctx: typer.Context, path: Path, key: str, node: Any, parameter: Any, 
     try:
         parsed = parameter.process_value(ctx, value)
     except typer.BadParameter as error:
-        raise ConfigFileInvalid(path, line, f"{key} is {value!r}: {error.message}") from None
+        raise ConfigFileInvalid(path, line, f"{key} is {value!r}: {error.message.rstrip('.')}.") from None
     return str(not parsed) if negated else value
 
 

@@ -174,7 +174,7 @@ MemoryCheck = Annotated[
     option(
         CACHE,
         "--memory-check/--no-memory-check",
-        "Refuse, before loading, a model that does not fit in the free memory with its KV cache.",
+        "Refuse, before loading, a model whose weights and KV cache exceed the free memory.",
     ),
 ]
 KVDtype = Annotated[
