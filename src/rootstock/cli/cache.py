@@ -296,10 +296,8 @@ def export(
             written = tier.export(_counting(chosen, progress), file)
     if isinstance(written, NotExported):
         raise StartupError(f"Nothing was exported: {written.reason}")
-    print(
-        f"{counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}. "
-        f"{_SAME_SERVER}"
-    )
+    print(f"{counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}.")
+    print(_SAME_SERVER)
     if written.failures:
         kinds = Counter(failure.miss.kind for failure in written.failures)
         told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())

@@ -195,12 +195,12 @@ def serve(
     template = None
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
-    _run_server(
+    run_server(
         model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
     )
 
 
-def _run_server(
+def run_server(
     model: ModelConfig,
     cache: CacheConfig,
     engine: EngineConfig,
