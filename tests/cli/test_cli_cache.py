@@ -310,6 +310,23 @@ def test_ls_outside_a_terminal_is_lines_of_fields_and_of_remarks(tmp_path: Path,
     assert "1 of 2 prefixes are shown" in remarks[1]
 
 
+@pytest.mark.parametrize("columns", [80, 130])
+def test_ls_on_a_terminal_is_a_table_with_more_columns_if_it_is_wide(
+    tmp_path: Path, rootstock: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    folder = stored(tmp_path / "tier", two_conversations())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = rootstock("cache", "ls", folder).out.splitlines()
+    header, row = (next(line for line in lines if word in line) for word in ("tokens", f"{len(FIRST)}  "))
+    shown = ["key", "tokens", "families", "checkpoints", "own", "shared"]
+    wide = ["at", "last", "use", "uses", "namespace"] if columns == 130 else ["last", "use"]
+    assert re.findall(r"\w+", re.sub(r"\x1b\[\d+m", "", header)) == shown + wide
+    assert "…" not in row
+    assert not any(line.startswith("#") for line in lines)
+    assert lines[-1].startswith("Namespace ")
+
+
 def test_ls_of_a_directory_with_nothing_of_this_format_says_so(tmp_path: Path, rootstock: Run) -> None:
     stored(tmp_path / "tier", [])
     (tmp_path / "tier" / "v0-index.sqlite").write_bytes(bytes(5000))

@@ -207,12 +207,16 @@ def _summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, n
     return lines
 
 
+def _spaced(families: str) -> str:
+    return families.replace(",", ", ")
+
+
 def _columns(now_s: float, *, with_text: bool) -> list[Column[Prefix]]:
     number = "{:,}".format
     columns: list[Column[Prefix]] = [
         Column("key", "key", lambda prefix: prefix.key[:12]),
         Column("tokens", "tokens", lambda prefix: prefix.tokens, number, numeric=True),
-        Column("families", "families", lambda prefix: ",".join(prefix.families), wraps=True),
+        Column("families", "families", lambda prefix: ",".join(prefix.families), _spaced, wraps=True),
         Column("checkpoints", "checkpoints", lambda prefix: prefix.checkpoints, number, numeric=True),
         Column("own", "own_bytes", lambda prefix: prefix.own_bytes, in_units, numeric=True),
         Column("shared", "shared_bytes", lambda prefix: prefix.shared_bytes, in_units, numeric=True),

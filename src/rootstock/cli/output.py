@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-WIDE_COLUMNS = 120
+WIDE_COLUMNS = 130
 
 T = TypeVar("T")
 
