@@ -137,7 +137,9 @@ def _place_in_words(identity: Identity) -> str:
 def list_prefixes(
     folder: Folder,
     tokenizer: TokenizerOf = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="ROOTSTOCK_CACHE_LS_JSON", help="Print one JSON object.")
+    ] = False,
     limit: Annotated[
         int, typer.Option(min=0, help="Maximum number of prefixes, most recently used first. 0: all.")
     ] = 50,
