@@ -137,7 +137,7 @@ def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
         metrics = get(f"{one.url}/metrics").text
         returncode, _, err = one.stop(signal.SIGTERM)
         assert returncode == 0
-        assert "writing down what only memory has" in err
+        assert "writing the cache to disk" in err
     assert "on disk 0 records" in processes[0].ready
     assert "on disk 0 records" not in processes[1].ready
     assert answers[0] == answers[1]
@@ -153,7 +153,7 @@ def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
     options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
     first, second = Process(*options), Process(*options)
     processes += [first, second]
-    assert "nothing below it" in second.ready
+    assert "no disk tier" in second.ready
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
     assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
     assert 'rootstock_tier_state{state="off"} 1.0' in get(f"{second.url}/metrics").text

@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
     out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (-signal.SIGINT, "")
     [line] = [line for line in err.splitlines() if "Loading" not in line]
-    assert line == "rootstock: writing down what only memory has (Ctrl-C again: end at once, without it)"
+    assert line == "rootstock: writing the cache to disk (Ctrl-C again: exit at once without it)"
 
 
 @pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])

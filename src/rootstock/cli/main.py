@@ -243,7 +243,7 @@ def run_server(
 
 def _announce_writing(made: Assembly) -> None:
     if made.tier is not None and made.tier.state != "off":
-        words = "writing down what only memory has (Ctrl-C again: end at once, without it)"
+        words = "writing the cache to disk (Ctrl-C again: exit at once without it)"
         print(f"rootstock: {words}", file=sys.stderr, flush=True)
 
 
@@ -385,18 +385,18 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, "
         f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, {described.rung} · "
         f"{costs}, "
-        f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_below_in_words(made.tier)}"
+        f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_tiers_in_words(made.tier)}"
         f"{'' if made.serves_chat else NO_CHAT}"
     )
 
 
-def _below_in_words(tier: TierStats | None) -> str:
+def _tiers_in_words(tier: TierStats | None) -> str:
     if tier is None:
         return ""
     if tier.state == "off":
-        return " · nothing below it: see the warning above"
+        return " · no disk tier: see the warning above"
     if not tier.cap_bytes:
-        return " · the host's memory below it"
+        return " · host tier"
     used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
     return f" · on disk {tier.records:,} records, {used} of {cap}"
 
