@@ -15,7 +15,7 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cli.main import main
+from rootstock.cli import main as command
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.model_card import (
     bytes_per_checkpoint,
@@ -71,7 +71,7 @@ def test_a_description_names_the_rung_its_reason_and_every_family() -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rootstock", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        command.main()
     assert isinstance(ended.value.code, int)
     return ended.value.code
 

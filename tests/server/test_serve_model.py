@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rootstock.cli.main import main
+from rootstock.cli import main as command
 from waiting import HANG_S
 
 
@@ -98,11 +98,11 @@ def test_a_model_that_lacks_something_is_one_clear_line_and_exit_status_2(
     spoil(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rootstock", "serve", str(tmp_path), "--port", "0"])
     with pytest.raises(SystemExit) as ended:
-        main.main()
+        command.main()
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    stages = {f"rootstock: {words}" for words in main.LoadProgress.STAGES.values()}
+    stages = {f"rootstock: {words}" for words in command.LoadProgress.STAGES.values()}
     [line] = [line for line in err.splitlines() if line not in stages]
     assert line.startswith("rootstock: ")
     assert said in line

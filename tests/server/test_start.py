@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rootstock.cli.main import main
+from rootstock.cli import main as command
 from rootstock.config import CacheConfig, ModelConfig
 from rootstock.engine.build import build_engine
 from rootstock.errors import InvalidOption, ModelTooLarge, ModelWeightsMissing
@@ -44,10 +44,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             monkeypatch.setattr(runner, "read_weights", read_weights)
         monkeypatch.setattr(sys, "argv", ["rootstock", "serve", str(model), "--port", "0", *options])
         with pytest.raises(SystemExit) as ended:
-            main.main()
+            command.main()
         out, err = capsys.readouterr()
         assert (ended.value.code, out) == (2, ""), err
-        stages = {f"rootstock: {words}" for words in main.LoadProgress.STAGES.values()}
+        stages = {f"rootstock: {words}" for words in command.LoadProgress.STAGES.values()}
         [line] = [line for line in err.splitlines() if line not in stages]
         assert line.startswith("rootstock: ")
         return line
@@ -282,9 +282,9 @@ def test_the_ready_line_tells_that_only_completions_serve_without_a_template(
     budget = CacheConfig(budget_bytes=1 << 20)
     config = ModelConfig(str(copy), dtype="float32", device="cpu", threads=1)
     said = "no chat template: only /v1/completions serves, or start it with --chat-template FILE"
-    assert said in main.ready_line(build_engine(config, budget), "http://x")
+    assert said in command.ready_line(build_engine(config, budget), "http://x")
     with_one = build_engine(config, budget, chat_template="{{ messages }}")
-    assert said not in main.ready_line(with_one, "http://x")
+    assert said not in command.ready_line(with_one, "http://x")
 
 
 # ------------------------------------------------------------------------------------------ memory, context
