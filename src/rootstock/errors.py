@@ -39,9 +39,9 @@
     │   └── EngineStopped               503
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, what is allowed
-        ├── ConfigFileInvalid                the file of --config: the line, what is wrong
         ├── AddressUnavailable
         ├── BudgetTooSmall
+        ├── ConfigFileInvalid                the file of --config: its line, and the fault
         └── ModelError
             ├── ModelPathNotFound
             ├── ModelFileInvalid             config.json and the like: the file, what is wrong, and where
