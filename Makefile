@@ -50,5 +50,9 @@ show: setup
 soak: setup
 	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/property
 
+# Generates docs/cli.md.
+docs: setup
+	$(BIN)/python -m rootstock.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -41,6 +41,7 @@
         ├── InvalidOption                    an option, its value, the allowed values
         ├── AddressUnavailable
         ├── BudgetTooSmall
+        ├── ConfigFileInvalid                the file of --config: its line, and the fault
         └── ModelError
             ├── ModelPathNotFound
             ├── ModelFileInvalid             config.json and the like: the file, the fault, the place
@@ -58,6 +59,7 @@ machine-readable, `http_status` is the status of the HTTP response, `param` name
 from __future__ import annotations
 
 import reprlib
+from pathlib import Path
 from typing import ClassVar
 
 from rootstock.units import in_units
@@ -464,6 +466,16 @@ class InvalidOption(StartupError):
         self.option = option
         self.value = value
         self.allowed = allowed
+
+
+class ConfigFileInvalid(StartupError):
+    code = "config_file_invalid"
+
+    def __init__(self, path: Path, line: int, detail: str) -> None:
+        super().__init__(f"{path}, line {line}: {detail}")
+        self.path = path
+        self.line = line
+        self.detail = detail
 
 
 class AddressUnavailable(StartupError):

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from cli.running import Process
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.guard import Guard
-from server.test_cli import Process, rootstock
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -376,20 +376,6 @@ def test_lists_of_names_are_written_with_commas_or_as_json() -> None:
 def test_a_wrong_option_is_refused(fields: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidOption, match=option):
         ServerConfig(**fields)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--max-body", "lots"], "--max-body is 'lots', but must be a size"),
-        (["--allowed-origins", "chat.example.com"], "--allowed-origins is 'chat.example.com'"),
-        (["--allowed-hosts", '["a"'], "--allowed-hosts is"),
-    ],
-)
-def test_the_command_line_refuses_a_wrong_option(options: list[str], said: str) -> None:
-    done = rootstock("serve", "nowhere", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
 
 
 def test_the_options_of_the_command_line_reach_the_server() -> None:

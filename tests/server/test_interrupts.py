@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.running import ORACLE
 from rootstock.tiers.disk.index import INDEX_NAME
 from rootstock.tiers.disk.tier import DiskTier
-from server.test_cli import ORACLE
 from waiting import HANG_S
 
 # Sends a signal from inside, when the process imports a module, opens a file or connects to a database: exactly
@@ -123,7 +123,7 @@ def test_a_process_that_was_started_with_ctrl_c_ignored_goes_on(tmp_path: Path) 
 def test_on_a_terminal_the_cursor_is_shown_again() -> None:
     code = (
         "import signal\n"
-        "from rootstock.cli.main import LoadProgress\n"
+        "from rootstock.cli.output import LoadProgress\n"
         "with LoadProgress() as progress:\n"
         "    progress('load', 0.5)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_ends_a_server_that_is_still_writing(tmp_path: Path, fir
     out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (-signal.SIGINT, "")
     [line] = [line for line in err.splitlines() if "Loading" not in line]
-    assert line == "rootstock: writing down what only memory has (Ctrl-C again: end at once, without it)"
+    assert line == "rootstock: writing the cache to disk (Ctrl-C again: exit at once without it)"
 
 
 @pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])

@@ -1,6 +1,6 @@
-"""`rootstock cache`: looks into a directory of the disk tier while no server has it, and moves records in and out.
+"""`rootstock cache`: inspects a directory of the disk tier that no server uses, and moves records in and out.
 
-The tier knows records. People know prompts: `Prefixes` chains the records into them.
+The tier stores records. A user knows prompts: `Prefixes` chains the records into them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cli import options
+from rootstock.cli.output import Column, age, counted, iso_time, print_table, progress_bar
 from rootstock.config import parse_bytes
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import InvalidOption, StartupError
@@ -53,63 +48,68 @@ EXIT_DAMAGED = 1
 
 T = TypeVar("T")
 
-_WORDS = 7  # of a prefix's text, at either end
-_TOKENS_FOR_WORDS = 48
+_TEXT_WORDS = 7  # of a prefix's text, at either end
+_TEXT_TOKENS = 48  # decoded for them
 _STATUSES = "Exit status 0: {}. 1: {}. 2: {}."
+_SAME_SERVER = "Only a server with the same weights, dtype and tenant can use these records."
 
 cache_app = typer.Typer(no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What the server has as --disk-dir.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Directory that servers get as --disk-dir.")]
+Archive = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Archive that `rootstock cache export` writes.")
+]
+TokenizerOf = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Model directory or Hub name, for texts instead of token ids."),
+]
 
 
 # -- verify --------------------------------------------------------------------------------------------------------
 
 
 @cache_app.command(
-    epilog=_STATUSES.format("every record is right", "some are damaged", "the directory can't be opened")
+    cls=options.Command,
+    epilog=_STATUSES.format("every record is right", "some are damaged", "the directory can't be opened"),
 )
 def verify(
     folder: Folder,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Strike the damaged records, so that a server computes them anew."),
+        typer.Option("--repair", help="Delete damaged records from the index. Servers recompute them."),
     ] = False,
 ) -> None:
-    """Read every record and say which are damaged. Without --repair nothing is changed."""
+    """Read every record and list the damaged ones. Without --repair nothing is changed."""
     with _opened(folder) as tier:
         usage = _usage(tier)
-        with _progress("Reading records", usage.live_bytes) as progress:
+        with progress_bar("Reading records", usage.live_bytes) as progress:
             found = tier.verify(progress)
         _stop_if_off(tier)
         for failure in found.failures:
             print(_damage_in_words(failure))
         right = found.records - len(found.failures)
         print(
-            f"{right:,} of {_counted(found.records, 'record')} are right, {in_units(found.stored_bytes)} read."
+            f"{right:,} of {counted(found.records, 'record')} are right, {in_units(found.stored_bytes)} read."
         )
         if usage.dead_bytes:
             print(
-                f"{in_units(usage.dead_bytes)} belong to no record: a server frees them when it needs the room."
+                f"{in_units(usage.dead_bytes)} belong to no record: servers free them when they need space."
             )
         if usage.foreign:
             names = ", ".join(sorted(str(path.relative_to(folder)) for path in islice(usage.foreign, 3)))
             more = ", …" if len(usage.foreign) > 3 else ""
             print(
-                f"{in_units(usage.foreign_bytes)} are files of other formats or of others ({names}{more}): they "
-                "count against --disk-budget, and go first when room is needed."
+                f"{in_units(usage.foreign_bytes)} are files of other formats or programs ({names}{more}): "
+                "they count against --disk-budget, and are deleted first when space is needed."
             )
         if not found.failures:
             return
         if repair:
             tier.quarantine([failure.key for failure in found.failures])
             _stop_if_off(tier)
-            print(
-                f"{_counted(len(found.failures), 'damaged record')} struck: a server computes anew what is missing."
-            )
+            print(f"{counted(len(found.failures), 'damaged record')} deleted: servers recompute them.")
         else:
-            print(
-                "A server would find the damage when it loads the record, and compute it anew. --repair strikes it."
-            )
+            print("Servers detect the damage when they load a record, and recompute it. --repair deletes it.")
     raise typer.Exit(EXIT_DAMAGED)
 
 
@@ -121,7 +121,7 @@ def _damage_in_words(failure: Failure) -> str:
 
 def _place_in_words(identity: Identity) -> str:
     place = (
-        f"after {_counted(identity.end, 'token')}"
+        f"after {counted(identity.end, 'token')}"
         if identity.kind is Kind.STATE
         else f"positions {identity.start}–{identity.end - 1}"
     )
@@ -131,24 +131,27 @@ def _place_in_words(identity: Identity) -> str:
 # -- ls ------------------------------------------------------------------------------------------------------------
 
 
-@cache_app.command("ls", epilog="Exit status 0: it was listed. 2: the directory can't be opened.")
+@cache_app.command(
+    "ls", cls=options.Command, epilog="Exit status 0: prefixes are listed. 2: the directory can't be opened."
+)
 def list_prefixes(
     folder: Folder,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A directory or a hub name: shows how each text begins and ends."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Prefixes to show, those used last first. 0: all.")] = 50,
-    disk_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The server's, to say how much of it is taken.")
-    ] = None,
+    tokenizer: TokenizerOf = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="ROOTSTOCK_CACHE_LS_JSON", help="Print one JSON object.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Maximum number of prefixes, most recently used first. 0: all.")
+    ] = 50,
+    disk_budget: Annotated[str | None, options.DISK_BUDGET] = None,
 ) -> None:
-    """List the prefixes that are stored: how far they go, what they take and share, when they were last used."""
+    """List stored prefixes: length, size, shared size and last use.
+
+    With --tokenizer, also the first and last words. With --disk-budget, also the used share of it."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
     codec = None if tokenizer is None else HFTokenizer.load(tokenizer)
     with _opened(folder) as tier:
-        with _progress("Reading the index") as progress:
+        with progress_bar("Reading the index") as progress:
             prefixes = Prefixes.of(_counting(tier.entries(), progress))
             leaves = prefixes.leaves()
             shown = [prefixes.described(leaf) for leaf in (leaves[:limit] if limit else leaves)]
@@ -162,8 +165,8 @@ def list_prefixes(
         "record_bytes": prefixes.stored_bytes,
         "directory_bytes": usage.total_bytes,
         "budget_bytes": budget_bytes,
-        "oldest_use": _iso(prefixes.oldest_use_s) if prefixes.records else None,
-        "newest_use": _iso(prefixes.newest_use_s) if prefixes.records else None,
+        "oldest_use": iso_time(prefixes.oldest_use_s) if prefixes.records else None,
+        "newest_use": iso_time(prefixes.newest_use_s) if prefixes.records else None,
         "prefixes": len(leaves),
         "namespaces": [_namespace_as_json(content) for content in prefixes.namespaces.values()],
         "orphans": {"records": prefixes.orphans, "bytes": prefixes.orphan_bytes},
@@ -174,13 +177,10 @@ def list_prefixes(
         listed = {"summary": summary, "prefixes": [_prefix_as_json(prefix) for prefix in shown]}
         print(json.dumps(listed, indent=2, ensure_ascii=False))
         return
-    lines = _summary_in_words(summary, prefixes, len(shown), now_s)
-    if sys.stdout.isatty():
-        _print_table(shown, now_s, with_text=codec is not None)
-        print("\n".join(lines))
-    else:
-        _print_rows(shown, now_s, with_text=codec is not None)
-        print("\n".join(f"# {line}" for line in lines))
+    print_table(_columns(now_s, with_text=codec is not None), shown)
+    mark = "" if sys.stdout.isatty() else "# "
+    for line in _summary_in_words(summary, prefixes, len(shown), now_s):
+        print(f"{mark}{line}")
 
 
 def _summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, now_s: float) -> list[str]:
@@ -191,89 +191,45 @@ def _summary_in_words(summary: dict[str, Any], prefixes: Prefixes, shown: int, n
     if not prefixes.records:
         return [f"Nothing is stored ({taken})."]
     lines = [
-        f"{_counted(prefixes.records, 'record')}, {in_units(prefixes.stored_bytes)}; {taken}; last used between "
-        f"{_ago(prefixes.oldest_use_s, now_s)} and {_ago(prefixes.newest_use_s, now_s)}."
+        f"{counted(prefixes.records, 'record')}, {in_units(prefixes.stored_bytes)}; {taken}; last used between "
+        f"{age(prefixes.oldest_use_s, now_s)} and {age(prefixes.newest_use_s, now_s)}."
     ]
     if shown < summary["prefixes"]:
         lines.append(
-            f"{shown:,} of {summary['prefixes']:,} prefixes are shown, those used last: --limit 0 shows all."
+            f"{shown:,} of {summary['prefixes']:,} prefixes are shown, most recently used first: --limit 0 shows all."
         )
     lines += [_namespace_in_words(content) for content in prefixes.namespaces.values()]
     if prefixes.orphans:
         lines.append(
-            f"{_counted(prefixes.orphans, 'record')}, {in_units(prefixes.orphan_bytes)}, continue what is gone: they "
-            "are of use again once a server has computed and stored it."
+            f"{counted(prefixes.orphans, 'record')}, {in_units(prefixes.orphan_bytes)}, continue prefixes that are "
+            "no longer stored: servers can use them after those prefixes are stored again."
         )
     if summary["struck_records"]:
-        lines.append(f"{_counted(summary['struck_records'], 'damaged row')} of the index struck.")
+        lines.append(f"{counted(summary['struck_records'], 'damaged row')} of the index deleted.")
     return lines
 
 
-_NARROW = 120  # columns of a terminal
+def _spaced(families: str) -> str:
+    return families.replace(",", ", ")
 
 
-def _print_table(shown: Sequence[Prefix], now_s: float, *, with_text: bool) -> None:
-    console = Console()
-    if not shown:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns: list[tuple[str, Callable[[Prefix], str]]] = [
-        ("key", lambda prefix: prefix.key[:12]),
-        ("tokens", lambda prefix: f"{prefix.tokens:,}"),
-        ("families", lambda prefix: ", ".join(prefix.families)),
-        ("checkpoints", lambda prefix: f"{prefix.checkpoints:,}"),
-        ("own", lambda prefix: in_units(prefix.own_bytes)),
-        ("shared", lambda prefix: in_units(prefix.shared_bytes)),
-        ("last use", lambda prefix: _ago(prefix.last_use_s, now_s)),
+def _columns(now_s: float, *, with_text: bool) -> list[Column[Prefix]]:
+    number = "{:,}".format
+    columns: list[Column[Prefix]] = [
+        Column("key", "key", lambda prefix: prefix.key[:12]),
+        Column("tokens", "tokens", lambda prefix: prefix.tokens, number, numeric=True),
+        Column("families", "families", lambda prefix: ",".join(prefix.families), _spaced, wraps=True),
+        Column("checkpoints", "checkpoints", lambda prefix: prefix.checkpoints, number, numeric=True),
+        Column("own", "own_bytes", lambda prefix: prefix.own_bytes, in_units, numeric=True),
+        Column("shared", "shared_bytes", lambda prefix: prefix.shared_bytes, in_units, numeric=True),
+        Column("at", "last_use", lambda prefix: iso_time(prefix.last_use_s), wide=True),
+        Column("last use", "age", lambda prefix: age(prefix.last_use_s, now_s), wraps=True),
+        Column("uses", "uses", lambda prefix: prefix.uses, number, numeric=True, wide=True),
+        Column("namespace", "namespace", lambda prefix: prefix.namespace[:8], wide=True),
     ]
-    if console.width >= _NARROW:
-        columns += [
-            ("at", lambda prefix: _iso(prefix.last_use_s)),
-            ("uses", lambda prefix: f"{prefix.uses:,}"),
-            ("namespace", lambda prefix: prefix.namespace[:8]),
-        ]
     if with_text:
-        columns.append(("text", lambda prefix: prefix.text))
-    for name, _ in columns:
-        is_number = name in ("tokens", "checkpoints", "own", "shared", "uses")
-        table.add_column(
-            name,
-            justify="right" if is_number else "left",
-            no_wrap=name not in ("families", "last use", "text"),
-        )
-    for prefix in shown:
-        table.add_row(*(Text(cell(prefix)) for _, cell in columns))
-    console.print(table)
-
-
-def _print_rows(shown: Sequence[Prefix], now_s: float, *, with_text: bool) -> None:
-    names = [
-        "key",
-        "tokens",
-        "families",
-        "checkpoints",
-        "own_bytes",
-        "shared_bytes",
-        "last_use",
-        "age",
-        "uses",
-    ]
-    print("\t".join([*names, "namespace", *(["text"] if with_text else [])]))
-    for prefix in shown:
-        cells = (
-            prefix.key[:12],
-            prefix.tokens,
-            ",".join(prefix.families),
-            prefix.checkpoints,
-            prefix.own_bytes,
-            prefix.shared_bytes,
-            _iso(prefix.last_use_s),
-            _ago(prefix.last_use_s, now_s),
-            prefix.uses,
-            prefix.namespace[:8],
-        )
-        texts = (prefix.text,) if with_text else ()
-        print("\t".join(str(cell) for cell in (*cells, *texts)))
+        columns.append(Column("text", "text", lambda prefix: prefix.text, wraps=True))
+    return columns
 
 
 # -- export and import ---------------------------------------------------------------------------------------------
@@ -281,42 +237,42 @@ def _print_rows(shown: Sequence[Prefix], now_s: float, *, with_text: bool) -> No
 
 @cache_app.command(
     "export",
+    cls=options.Command,
     epilog=_STATUSES.format(
-        "FILE holds all that was chosen", "damaged records were left out", "nothing was written"
+        "FILE holds all chosen records", "damaged records are left out", "nothing is written"
     ),
 )
 def export(
     folder: Folder,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Appears when it is whole. An older archive is replaced.")
+        Path, typer.Argument(metavar="FILE", help="Archive to write. An older archive is replaced.")
     ],
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Only records of this namespace, as ls shows it, or its beginning."),
+        typer.Option(metavar="HEX", help="Only records of this namespace: its first characters, as in ls."),
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Only a prefix that ls shows, by its key or the key's beginning."),
+        typer.Option(metavar="HEX", help="Only one prefix: the first characters of its key, as in ls."),
     ] = None,
     prefix_text: Annotated[
         str | None,
-        typer.Option(help="Only what leads to this text and what continues it. Needs --tokenizer."),
+        typer.Option(help="Only records of this text and of its continuations. Needs --tokenizer."),
     ] = None,
-    prefix_tokens: Annotated[str | None, typer.Option(metavar="1,2,3", help="The same by token ids.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="For --prefix-text: a directory or a hub name.")
+    prefix_tokens: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="Like --prefix-text, but token ids.")
     ] = None,
+    tokenizer: TokenizerOf = None,
     limit_bytes: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of records: what was used last first, none without what it continues."
+            metavar="SIZE", help="Maximum size of the records: the most recently used, with their prefixes."
         ),
     ] = None,
 ) -> None:
-    """Write records into one file: all of them, or those of a namespace or of a prefix.
+    """Write records to one file: all, or those of a namespace or a prefix.
 
-    They are of use only to a server with the same weights, dtype and tenant: no other finds them. The file holds what
-    was said in the prompts, as tokens."""
+    Only a server with the same weights, dtype and tenant can use them. The file holds the prompts as tokens."""
     if sum(option is not None for option in (key, prefix_text, prefix_tokens)) > 1:
         raise StartupError("--key, --prefix-text and --prefix-tokens each choose a prefix: give one of them.")
     if prefix_text is not None and tokenizer is None:
@@ -337,48 +293,43 @@ def export(
 
     with _opened(folder) as tier:
         only = None if namespace is None else _find_namespace(tier, namespace)
-        with _progress("Reading the index") as progress:
+        with progress_bar("Reading the index") as progress:
             chosen = _chosen(tier, only, key, chosen_tokens, most_bytes, progress)
         _stop_if_off(tier)
         if not chosen:
-            raise StartupError(f"{folder} holds no such record, so that there is nothing to export.")
-        with _progress("Copying records", len(chosen)) as progress:
+            raise StartupError(f"{folder} holds no such record: nothing to export.")
+        with progress_bar("Copying records", len(chosen)) as progress:
             written = tier.export(_counting(chosen, progress), file)
     if isinstance(written, NotExported):
         raise StartupError(f"Nothing was exported: {written.reason}")
-    print(
-        f"{_counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}. They are "
-        "of use only to a server with the same weights, dtype and tenant."
-    )
+    print(f"{counted(written.records, 'record')} written to {file}, {in_units(written.archive_bytes)}.")
+    print(_SAME_SERVER)
     if written.failures:
         kinds = Counter(failure.miss.kind for failure in written.failures)
         told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
         print(
-            f"{_counted(len(written.failures), 'record')} left out, damaged: {told}. See `rootstock cache verify`."
+            f"{counted(len(written.failures), 'record')} left out, damaged: {told}. See `rootstock cache verify`."
         )
         raise typer.Exit(EXIT_DAMAGED)
 
 
 @cache_app.command(
     "import",
+    cls=options.Command,
     epilog=_STATUSES.format(
         "the directory has every record of FILE",
-        "some were damaged or refused, and all others are there",
-        "nothing was changed",
+        "damaged or refused records are left out",
+        "nothing is changed",
     ),
 )
 def import_(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What a server has as --disk-dir. Made if it is not there.")
-    ],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="From `rootstock cache export`.")],
-    disk_budget: Annotated[
-        str, typer.Option(metavar="SIZE", help="The most that the directory may take: the server's.")
-    ],
+    folder: Folder,
+    file: Archive,
+    disk_budget: options.DiskBudget,
 ) -> None:
-    """Take in the records of a file, each verified.
+    """Add the records of a file to a directory, after verifying each. A missing directory is created.
 
-    They are of use only to a server with the same weights, dtype and tenant: no other finds them."""
+    Only a server with the same weights, dtype and tenant can use them."""
     cap_bytes = parse_bytes(disk_budget, "--disk-budget")
     places = read_places(Files(), file)
     if isinstance(places, Unreadable):
@@ -390,7 +341,7 @@ def import_(
     if isinstance(tier, Off):
         raise StartupError(tier.reason)
     try:
-        with _progress("Taking in records", total_bytes) as progress:
+        with progress_bar("Taking in records", total_bytes) as progress:
             imported = tier.import_(file, progress)
     finally:
         tier.close()
@@ -404,26 +355,26 @@ def import_(
     damaged = Counter(f"{miss.kind}\t{miss.detail}" for miss in imported.damaged)
     print(f"stored\t{len(stored)}\t{in_units(sum(outcome.stored_bytes for outcome in stored))}")
     print(f"already there\t{already}")
-    for what, counted in (("damaged", damaged), ("refused", refused)):
-        for why, count in counted.most_common():
-            print(f"{what}\t{count}\t{why}")
+    for outcome, reasons in (("damaged", damaged), ("refused", refused)):
+        for reason, count in reasons.most_common():
+            print(f"{outcome}\t{count}\t{reason}")
     if tier.counts.indexes_lost:
-        print("The index of the directory could not be read: the records that were there before are lost.")
+        print("The index of the directory can't be read: the records stored before are lost.")
     if evicted := tier.room_counts.evicted_records:
-        print(f"{_counted(evicted, 'record')} evicted to make room, the least recently used.")
-    print("The records are of use only to a server with the same weights, dtype and tenant.")
+        print(f"{counted(evicted, 'record')} evicted to make room, the least recently used.")
+    print(_SAME_SERVER)
     if damaged or refused:
         raise typer.Exit(EXIT_DAMAGED)
 
 
 def _refuse_to_overwrite(file: Path) -> None:
-    """Unless it is an archive, which may have been made by an earlier export."""
+    """Raise StartupError if the file exists and is not an archive of an earlier export."""
     if os.path.exists(file) and isinstance(found := read_places(Files(), file), Unreadable):
-        raise StartupError(f"{file} is there and is not replaced: {found.reason}. Give another name.")
+        raise StartupError(f"{file} exists and is not replaced: {found.reason}. Give another name.")
 
 
 def _refuse_to_evict(folder: Path, cap_bytes: int, total_bytes: int) -> None:
-    """A budget that was mistyped must not cost the records that are there, nor the first half of the file."""
+    """Raise StartupError if the budget is too small: a mistyped one must not evict stored or imported records."""
     usable_bytes = Budget.of(cap_bytes, SEGMENT_BYTES).usable_bytes
     if total_bytes > usable_bytes:
         raise StartupError(
@@ -455,9 +406,7 @@ def _find_namespace(tier: DiskTier, beginning: str) -> bytes:
     found = [one for one in there if one.hex().startswith(beginning.lower())]
     if len(found) != 1:
         listed = ", ".join(sorted(one.hex()[:8] for one in there)) or "none"
-        raise InvalidOption(
-            "--namespace", beginning, f"the beginning of exactly one of those that are there: {listed}"
-        )
+        raise InvalidOption("--namespace", beginning, f"the beginning of exactly one of the stored: {listed}")
     return found[0]
 
 
@@ -469,7 +418,7 @@ def _chosen(
     most_bytes: int | None,
     progress: Progress,
 ) -> list[RecordKey]:
-    """Keys of the records to export, each after what it continues."""
+    """Return keys of the records to export, each after the records of its prefix."""
 
     def entries() -> Iterator[Entry]:
         for entry in _counting(tier.entries(), progress):
@@ -487,7 +436,7 @@ def _chosen(
         stored = max((along(entries(), prompt) for prompt in tokens), key=lambda found: found.reached)
         if not stored.at_end:
             raise StartupError(
-                f"Of that prefix, only {stored.reached:,} of {_counted(stored.tokens, 'token')} are stored. Give a "
+                f"Of that prefix, only {stored.reached:,} of {counted(stored.tokens, 'token')} are stored. Give a "
                 "shorter one: where a text goes on, its last word may have other tokens than at an end."
             )
         wanted = stored.path | prefixes.below(stored.at_end)
@@ -495,7 +444,7 @@ def _chosen(
         assert wanted is not None
         return [entry.identity.key for entry in entries() if entry.identity.own in wanted]
 
-    # What was used last first; and of what was used together, what others continue.
+    # The most recently used first; of those used together, the shorter prefixes first.
     prefixes.use_with_what_follows()
     candidates = []
     for order, entry in enumerate(entries()):
@@ -514,7 +463,7 @@ def _chosen(
     return [record_key for _, record_key in sorted(taken)]
 
 
-# -- what is shown -------------------------------------------------------------------------------------------------
+# -- JSON and words -------------------------------------------------------------------------------------------------
 
 
 def _prefix_as_json(prefix: Prefix) -> dict[str, Any]:
@@ -526,7 +475,7 @@ def _prefix_as_json(prefix: Prefix) -> dict[str, Any]:
         "checkpoints": prefix.checkpoints,
         "own_bytes": prefix.own_bytes,
         "shared_bytes": prefix.shared_bytes,
-        "last_use": _iso(prefix.last_use_s),
+        "last_use": iso_time(prefix.last_use_s),
         "uses": prefix.uses,
     } | ({"text": prefix.text} if prefix.text else {})
 
@@ -545,7 +494,7 @@ def _namespace_in_words(content: NamespaceContent) -> str:
     kept = f"{', '.join(content.families)} in {', '.join(sorted(content.dtypes))}"
     return (
         f"Namespace {content.namespace.hex()[:8]}: {kept}, "
-        f"{_counted(content.records, 'record')}, {in_units(content.stored_bytes)}."
+        f"{counted(content.records, 'record')}, {in_units(content.stored_bytes)}."
     )
 
 
@@ -553,8 +502,7 @@ def _namespace_in_words(content: NamespaceContent) -> str:
 
 
 def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTokenizer) -> None:
-    """The first and the last words of each, for which the tokens are looked up anew: of most records they are not
-    needed."""
+    """Set the first and last words of each prefix. Tokens are read again: most records' tokens are not needed."""
     ends = [(_first_nodes(prefix.leaf), _last_nodes(prefix.leaf)) for prefix in shown]
     tokens: dict[bytes, list[int]] = {node.own: [] for pair in ends for part in pair for node in part}
     for entry in entries:
@@ -563,17 +511,17 @@ def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTo
         if known is not None and len(identity.tokens) > len(known):
             tokens[identity.own] = identity.tokens.tolist()
     for prefix, (first, last) in zip(shown, ends, strict=True):
-        beginning = _words(codec, _joined(first, tokens)[:_TOKENS_FOR_WORDS])
-        end = _words(codec, _joined(last, tokens)[-_TOKENS_FOR_WORDS:])
-        if prefix.tokens <= _TOKENS_FOR_WORDS and len(beginning) <= 2 * _WORDS:
+        beginning = _words(codec, _joined(first, tokens)[:_TEXT_TOKENS])
+        end = _words(codec, _joined(last, tokens)[-_TEXT_TOKENS:])
+        if prefix.tokens <= _TEXT_TOKENS and len(beginning) <= 2 * _TEXT_WORDS:
             prefix.text = " ".join(beginning)
         else:
-            prefix.text = " ".join([*beginning[:_WORDS], "…", *end[-_WORDS:]])
+            prefix.text = " ".join([*beginning[:_TEXT_WORDS], "…", *end[-_TEXT_WORDS:]])
 
 
 def _first_nodes(leaf: PrefixNode) -> list[PrefixNode]:
     path = list(leaf.path())[::-1]
-    enough = next((i for i, node in enumerate(path) if node.position >= _TOKENS_FOR_WORDS), len(path) - 1)
+    enough = next((i for i, node in enumerate(path) if node.position >= _TEXT_TOKENS), len(path) - 1)
     return path[: enough + 1]
 
 
@@ -581,7 +529,7 @@ def _last_nodes(leaf: PrefixNode) -> list[PrefixNode]:
     nodes = []
     for node in leaf.path():
         nodes.append(node)
-        if node.parent is None or leaf.position - node.parent.position >= _TOKENS_FOR_WORDS:
+        if node.parent is None or leaf.position - node.parent.position >= _TEXT_TOKENS:
             break
     return nodes[::-1]
 
@@ -598,9 +546,9 @@ def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list
 def _words(codec: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
     try:
         text = codec.decode([token for token in tokens if not codec.is_hidden(token)])
-    except Exception as error:  # whatever a tokenizer's own code raises
+    except Exception as error:  # a tokenizer's own code may raise anything
         raise StartupError(
-            f"The tokenizer can't decode what is stored ({error}). Give the one of the model that was served."
+            f"The tokenizer can't decode the stored tokens ({error}). Give the served model's tokenizer."
         ) from error
     printable = "".join(char if char.isprintable() or char.isspace() else "�" for char in text)
     return printable.split()
@@ -625,19 +573,6 @@ def _stop_if_off(tier: DiskTier) -> None:
         raise StartupError(f"The directory could not be read to its end: {tier.state.reason}.")
 
 
-@contextmanager
-def _progress(words: str, total: int | None = None) -> Iterator[Progress]:
-    """A bar on a terminal, of unknown length without `total`."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(words, total=total)
-        yield lambda done: bar.advance(task, done)
-
-
 def _counting(items: Iterable[T], progress: Progress) -> Iterator[T]:
     for item in items:
         yield item
@@ -649,19 +584,3 @@ def _usage(tier: DiskTier) -> Usage:
         return tier.usage()
     except (OSError, sqlite3.Error) as error:
         raise StartupError(f"The directory can't be measured: {error}.") from error
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _ago(time_s: float, now_s: float) -> str:
-    passed_s = max(0, int(now_s - time_s))
-    for unit, unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if passed_s >= unit_s:
-            return f"{_counted(passed_s // unit_s, unit)} ago"
-    return f"{_counted(passed_s, 'second')} ago"

@@ -1,0 +1,118 @@
+"""`--config`: options from a YAML file, checked against the options of the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from rootstock.errors import ConfigFileInvalid, InvalidOption
+from rootstock.units import in_units
+
+MAX_CONFIG_BYTES = 1 << 16
+PLACES = "rootstock.places"  # key in a context's `meta`: parameter name → "FILE, line N"
+
+_LISTS = ("allowed_origins", "allowed_hosts")
+
+
+def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the options in the file the defaults of the command. Raises InvalidOption and ConfigFileInvalid.
+
+    A callback of `--config`: it runs before other options are read, so that the command line and the environment
+    override the file."""
+    if path is not None:
+        values, places = dict[str, str](), dict[str, str]()
+        known, our_name = _options_of(ctx), ctx.token_normalize_func or str
+        for key, node in _entries(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
+            line: int = key.start_mark.line + 1
+            name = our_name(key.value.replace("_", "-"))
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                hint = f" Did you mean {close[0]!r}?" if close else " See `rootstock serve --help`."
+                raise ConfigFileInvalid(path, line, f"there is no option {key.value!r}.{hint}")
+            parameter, negated = known[name]
+            if parameter.name in values:
+                raise ConfigFileInvalid(path, line, f"{key.value!r} is set twice.")
+            values[parameter.name] = _value(ctx, path, key.value, node, parameter, negated)
+            places[parameter.name] = f"{path}, line {line}"
+        ctx.default_map = values
+        ctx.meta[PLACES] = places
+    return path
+
+
+def read_bounded(option: str, path: Path, most_bytes: int) -> str:
+    """Text of a small file. Raises InvalidOption if it can't be read or is larger than `most_bytes`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most_bytes + 1)
+        if len(raw) > most_bytes:
+            raise InvalidOption(option, str(path), f"a file of at most {in_units(most_bytes)}")
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
+
+
+def _options_of(ctx: typer.Context) -> Mapping[str, tuple[Any, bool]]:
+    """Option name → parameter, and whether the name is its negative form. Without --config and --help."""
+    return {
+        form.lstrip("-"): (parameter, form in parameter.secondary_opts)
+        for parameter in ctx.command.params
+        if not parameter.is_eager
+        for form in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def _entries(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Nodes of keys and values. Nothing is constructed from them: a value is the text that stands in the file."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        # The error's own text quotes the line, which may hold a key.
+        problem = getattr(error, "problem", None) or "a character that is not allowed"
+        raise ConfigFileInvalid(path, mark.line + 1 if mark else 1, f"not YAML: {problem}.") from None
+    except RecursionError:
+        raise ConfigFileInvalid(path, 1, "values are nested too deeply.") from None
+    if root is None:  # an empty file
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigFileInvalid(path, root.start_mark.line + 1, "not a mapping of options to values.")
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigFileInvalid(path, key.start_mark.line + 1, "not the name of an option.")
+        yield key, value
+
+
+def _value(ctx: typer.Context, path: Path, key: str, node: Any, parameter: Any, negated: bool) -> str:
+    """The value as the command line would have it, checked for the type of the option."""
+    import yaml
+
+    line = node.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and parameter.name in _LISTS:
+        return json.dumps([_scalar(path, key, item) for item in node.value])
+    value = _scalar(path, key, node)
+    try:
+        parsed = parameter.process_value(ctx, value)
+    except typer.BadParameter as error:
+        raise ConfigFileInvalid(path, line, f"{key} is {value!r}: {error.message.rstrip('.')}.") from None
+    return str(not parsed) if negated else value
+
+
+def _scalar(path: Path, key: str, node: Any) -> str:
+    import yaml
+
+    line = node.start_mark.line + 1
+    if not isinstance(node, yaml.ScalarNode):
+        kind = "list" if isinstance(node, yaml.SequenceNode) else "mapping"
+        raise ConfigFileInvalid(path, line, f"{key} must be a single value, not a {kind}.")
+    if node.tag != "tag:yaml.org,2002:str":
+        raise ConfigFileInvalid(path, line, f"{key} has the tag {node.tag!r}: tags are not supported.")
+    if node.style is None and node.value in ("", "~", "null"):
+        raise ConfigFileInvalid(path, line, f"{key} has no value.")
+    return str(node.value)

@@ -1,0 +1,366 @@
+"""Options that several commands share, grouped into panels of `--help`.
+
+An option is an `Annotated` alias: its name, its sentence in `--help` and its environment variable stand here once.
+A value comes from the command line, else from the environment, else from the file of `--config`, else from the
+default in the command's signature.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rootstock.cli.config_file import PLACES, load_config
+from rootstock.errors import InvalidOption
+
+ENV_PREFIX = "ROOTSTOCK"
+
+MODEL, CACHE, TIERS = "Model", "Cache", "Tiers"
+SCHEDULING, SAMPLING, SERVER = "Scheduling", "Sampling and speculation", "Server"
+
+# vLLM's name of an option → ours, where both mean the same.
+VLLM_NAMES = {
+    "max-num-seqs": "max-batch",
+    "max-num-batched-tokens": "chunk-tokens",
+    "max-model-len": "context-limit",
+    "kv-cache-dtype": "kv-dtype",
+    "enable-prefix-caching": "cache",
+    "no-enable-prefix-caching": "no-cache",
+}
+
+
+class SamplingSource(StrEnum):
+    model = "model"
+    openai = "openai"
+
+
+def our_name(name: str) -> str:
+    """The option's name here, for a name without dashes in front that may be vLLM's."""
+    return VLLM_NAMES.get(name, name)
+
+
+class Command(TyperCommand):
+    """A command whose errors name the environment variable or the line of the file that set a wrong option."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except InvalidOption as error:
+            for parameter in self.params:
+                if error.option in parameter.opts and (place := _place_of(ctx, parameter)):
+                    raise InvalidOption(f"{error.option} ({place})", error.value, error.allowed) from error
+            raise
+
+
+def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
+    """Environment variable, or file and line, that the value was read from. None: the command line or the default."""
+    source = ctx.get_parameter_source(parameter.name)
+    if source is None or source.name not in ("ENVIRONMENT", "DEFAULT_MAP"):
+        return None
+    if source.name == "DEFAULT_MAP":
+        return str(ctx.meta[PLACES][parameter.name])
+    return f"environment variable {parameter.envvar or f'{ctx.auto_envvar_prefix}_{parameter.name.upper()}'}"
+
+
+def option(panel: str, name: str, help: str, **more: Any) -> Any:
+    """A shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
+    ours = name.split("/")[0].removeprefix("--")
+    theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
+    variable = f"{ENV_PREFIX}_{ours.upper().replace('-', '_')}"
+    return typer.Option(
+        name,
+        help=f"{help} vLLM: {theirs}." if theirs else help,
+        rich_help_panel=panel,
+        envvar=variable,
+        allow_from_autoenv=False,
+        **more,
+    )
+
+
+ModelPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        envvar=f"{ENV_PREFIX}_MODEL",
+        help="Model directory with config.json, or name on the Hugging Face Hub.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=f"{ENV_PREFIX}_CONFIG",
+        allow_from_autoenv=False,
+        is_eager=True,
+        callback=load_config,
+        help="YAML file of options, such as 'max-batch: 32'. The command line and the environment override it.",
+    ),
+]
+
+# -- model
+
+ServedModelName = Annotated[
+    str | None,
+    option(
+        SERVER, "--served-model-name", "Model name in the API.", show_default="the last part of MODEL's name"
+    ),
+]
+Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
+DTYPE = option(MODEL, "--dtype", "Data type of the model: auto, float32, bfloat16 or float16.")
+Dtype = Annotated[str, DTYPE]
+Quantize = Annotated[
+    str,
+    option(
+        MODEL,
+        "--quantize",
+        "Weight quantization of linear layers, on a CPU: none, int8 or int4. Takes less memory and is faster at "
+        "small batch sizes, but less exact.",
+    ),
+]
+Threads = Annotated[
+    int | None, option(MODEL, "--threads", "CPU threads of a forward.", show_default="chosen by torch")
+]
+TrustRemoteCode = Annotated[
+    bool, option(MODEL, "--trust-remote-code", "Run Python code that comes with the model.")
+]
+CudaGraphs = Annotated[
+    bool,
+    option(
+        MODEL,
+        "--cuda-graphs",
+        "Run decode steps as CUDA graphs. They are compared with eager steps at startup.",
+    ),
+]
+Attention = Annotated[
+    str,
+    option(
+        MODEL,
+        "--attention",
+        "Backend of decode attention on a CPU: numba (compiled), torch, or auto (numba if it can be imported).",
+    ),
+]
+ContextLimit = Annotated[
+    int | None,
+    option(
+        MODEL,
+        "--context-limit",
+        "Maximum tokens of prompt and output together.",
+        show_default="the model's limit",
+    ),
+]
+ChatTemplate = Annotated[
+    Path | None,
+    option(MODEL, "--chat-template", "File with a Jinja chat template.", show_default="the model's own"),
+]
+
+# -- cache
+
+KVBudget = Annotated[
+    str,
+    option(
+        CACHE,
+        "--kv-budget",
+        "Memory of the KV cache, such as 4GiB. auto: half of the memory that is free after loading (85 % on a GPU), "
+        "but no more than --max-batch requests of maximum length can use.",
+    ),
+]
+MemoryCheck = Annotated[
+    bool,
+    option(
+        CACHE,
+        "--memory-check/--no-memory-check",
+        "Refuse, before loading, a model whose weights and KV cache exceed the free memory.",
+    ),
+]
+KVDtype = Annotated[
+    str,
+    option(
+        CACHE,
+        "--kv-dtype",
+        "Data type of cached K and V: auto (the model's), or int8 on a CPU, which takes about half the memory of "
+        "bfloat16 and is less exact.",
+    ),
+]
+StateDtype = Annotated[
+    str,
+    option(CACHE, "--state-dtype", "Data type of cached recurrent states: auto (the model's) or bfloat16."),
+]
+BlockSize = Annotated[int, option(CACHE, "--block-size", "Tokens per cache block.")]
+PrefixCache = Annotated[
+    bool,
+    option(
+        CACHE,
+        "--cache/--no-cache",
+        "Enable prefix caching. --no-cache: Disable prefix caching (for comparison).",
+    ),
+]
+
+# -- tiers
+
+DiskDir = Annotated[
+    Path | None,
+    option(
+        TIERS,
+        "--disk-dir",
+        "Directory of the disk tier, which survives restarts. One server at a time can use it.",
+        show_default="no disk tier",
+    ),
+]
+DISK_BUDGET = option(TIERS, "--disk-budget", "Maximum size of everything under --disk-dir, such as 50GiB.")
+DiskBudget = Annotated[str, DISK_BUDGET]
+DiskWrite = Annotated[
+    str,
+    option(
+        TIERS,
+        "--disk-write",
+        "back: Write blocks to disk when memory evicts them, and the rest at shutdown. through: Write all blocks "
+        "as they are computed.",
+    ),
+]
+HostBudget = Annotated[
+    str,
+    option(
+        TIERS,
+        "--host-budget",
+        "Host RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.",
+    ),
+]
+VerifyHits = Annotated[
+    float,
+    option(TIERS, "--verify-hits", "Fraction of hits to recompute in idle time and compare, such as 0.01."),
+]
+
+# -- scheduling
+
+MaxBatch = Annotated[int, option(SCHEDULING, "--max-batch", "Maximum number of running requests.")]
+ChunkTokens = Annotated[
+    int,
+    option(
+        SCHEDULING,
+        "--chunk-tokens",
+        "Maximum tokens of a step, decodes included. It bounds how long a prefill delays decodes.",
+    ),
+]
+IdleChunkTokens = Annotated[
+    int | None,
+    option(
+        SCHEDULING,
+        "--idle-chunk-tokens",
+        "Maximum tokens of a step while no request decodes. Larger steps are faster.",
+        show_default="4 × --chunk-tokens",
+    ),
+]
+ItlTarget = Annotated[
+    str | None,
+    option(
+        SCHEDULING,
+        "--itl-target",
+        "Maximum duration of a step with decodes, such as 100ms. Such steps take fewer prompt tokens to meet it, "
+        "but at least 16.",
+    ),
+]
+MaxQueue = Annotated[
+    int,
+    option(SCHEDULING, "--max-queue", "Maximum number of waiting requests. Further ones get status 429."),
+]
+
+# -- sampling and speculation
+
+SamplingDefaults = Annotated[
+    SamplingSource,
+    option(
+        SAMPLING,
+        "--sampling-defaults",
+        "Source of temperature, top_p, top_k, min_p and repetition_penalty for requests without them: the model's "
+        "generation_config.json, or OpenAI's defaults.",
+    ),
+]
+Speculate = Annotated[
+    str,
+    option(
+        SAMPLING,
+        "--speculate",
+        "Speculative decoding with n-gram proposals: auto, off, or the maximum number of draft tokens.",
+    ),
+]
+
+# -- server
+
+Host = Annotated[str, option(SERVER, "--host", "Address to listen at.")]
+Port = Annotated[int, option(SERVER, "--port", "Port to listen at. 0: any free port.")]
+ApiKey = Annotated[
+    str | None,
+    option(
+        SERVER,
+        "--api-key",
+        "API key that clients must send, except to /health.",
+        metavar="KEY",
+        show_default=False,
+    ),
+]
+ApiKeysFile = Annotated[
+    Path | None,
+    option(
+        SERVER,
+        "--api-keys-file",
+        "File with a line 'KEY TENANT' per API key. The key decides the tenant, in place of X-Cache-Salt.",
+    ),
+]
+AdminKey = Annotated[
+    str | None,
+    option(
+        SERVER,
+        "--admin-key",
+        "Key that /v1/cache/stats, /v1/cache/explain and clearing the cache of all tenants require.",
+        metavar="KEY",
+        show_default=False,
+    ),
+]
+Explain = Annotated[
+    str,
+    option(
+        SERVER,
+        "--explain",
+        "Detail of /v1/cache/explain. own: about the prompt alone. all: also other requests' tokens, evictions and "
+        "running requests with the same salt.",
+    ),
+]
+MaxBody = Annotated[
+    str,
+    option(
+        SERVER, "--max-body", "Maximum size of a request body, such as 16MiB. Larger ones get status 413."
+    ),
+]
+MaxConnections = Annotated[
+    int, option(SERVER, "--max-connections", "Maximum open connections. Further ones get status 503.")
+]
+AllowedOrigins = Annotated[
+    str,
+    option(
+        SERVER,
+        "--allowed-origins",
+        "Origins whose web pages may use the server, comma-separated, such as https://chat.example.com. *: all.",
+    ),
+]
+AllowedHosts = Annotated[
+    str,
+    option(
+        SERVER,
+        "--allowed-hosts",
+        "Host names of this server, comma-separated. *: any.",
+        show_default="localhost and IP addresses if --host is a loopback address, else any",
+    ),
+]
+ParseSpecialTokens = Annotated[
+    bool,
+    option(
+        SERVER,
+        "--parse-special-tokens",
+        "Parse special tokens in messages as control tokens instead of plain text.",
+    ),
+]

@@ -1,0 +1,43 @@
+"""Fixtures that run the command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cli.running import Process, Ran, Run
+from rootstock.cli import main
+
+
+@pytest.fixture
+def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, without options from the environment."""
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)  # no bars of progress
+        monkeypatch.setattr(sys, "argv", ["rootstock", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        captured = capsys.readouterr()
+        status = ended.value.code or 0
+        assert isinstance(status, int)
+        assert "Traceback" not in captured.err
+        return Ran(status, captured.out, captured.err)
+
+    for name in os.environ:
+        if name.startswith("ROOTSTOCK_"):
+            monkeypatch.delenv(name)
+    return run
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()

@@ -1,0 +1,87 @@
+"""`rootstock` run by tests: in this process, or in one of its own, with an oracle in the place of the model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from waiting import HANG_S
+
+# `rootstock serve` with the oracle in the place of a loaded model; everything else is the real thing.
+ORACLE = """
+import sys, time
+from pathlib import Path
+import rootstock.cli.main as cli
+import rootstock.engine.tiers.connector
+import rootstock.server.listen
+from rootstock.config import CacheConfig
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
+
+def build_engine(model, cache, engine, tier, *, chat_template, progress, directory):
+    progress("load", 0.0)
+    progress("load", 1.0)
+    runtime = FakeRuntime(
+        ByteTokenizer.vocab_size, 1 << 17, eos_token_ids=(ByteTokenizer.END,), fault=lambda _: time.sleep(0.01)
+    )
+    return assemble(runtime, ByteTokenizer(), cache, engine, tier)
+
+# On a busy machine a load, and the end of an answer, may take any time.
+rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.listen.GRACE_S = 600
+cli.build_engine = build_engine
+cli.locate = lambda model, **_: Path('no directory')
+cli.main()
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+def run_process(*arguments: str) -> Ran:
+    done = subprocess.run(
+        [sys.executable, "-m", "rootstock", *arguments], capture_output=True, text=True, timeout=HANG_S
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def get(url: str, **options: Any) -> httpx.Response:
+    return httpx.get(url, timeout=HANG_S, **options)
+
+
+class Process:
+    """A server that is ready."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ORACLE, "serve", "oracle", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", self.ready)
+        assert found, (self.ready, self.process.communicate())
+        self.url = found[0]
+
+    def stop(self, sent: signal.Signals) -> tuple[int, str, str]:
+        self.process.send_signal(sent)
+        out, err = self.process.communicate(timeout=HANG_S)
+        return self.process.returncode, out, err
