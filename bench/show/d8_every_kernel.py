@@ -30,13 +30,13 @@ WAYS = {
 }
 WITH_EVERY_WAY = (
     "tests/twins",
-    "tests/runtime/test_torch_model.py",
-    "tests/runtime/test_torch_pools.py",
-    "tests/runtime/test_torch_parts.py",
-    "tests/runtime/test_torch_rows.py",
-    "tests/runtime/test_rounded_kv.py",
-    "tests/engine/test_tiers_torch.py",
-    "tests/engine/test_drafting_torch.py",
+    "tests/runtime/torch/test_runner.py",
+    "tests/runtime/torch/test_kv_pool.py",
+    "tests/runtime/torch/test_module_parts.py",
+    "tests/runtime/torch/test_rows_as_bytes.py",
+    "tests/runtime/torch/test_quantized_kv.py",
+    "tests/engine/tiers/test_connector_torch.py",
+    "tests/engine/speculation/test_proposer_torch.py",
 )
 
 

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from cli.test_main import Process, rootstock
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.guard import Guard
-from server.test_cli import Process, rootstock
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"

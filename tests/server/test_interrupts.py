@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.test_main import ORACLE
 from rootstock.tiers.disk.index import INDEX_NAME
 from rootstock.tiers.disk.tier import DiskTier
-from server.test_cli import ORACLE
 from waiting import HANG_S
 
 # Sends a signal from inside, when the process imports a module, opens a file or connects to a database: exactly

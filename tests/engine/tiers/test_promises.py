@@ -245,7 +245,7 @@ SERVES = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from engine.test_tier_promises import PROMPT
+from engine.tiers.test_promises import PROMPT
 from engine.tiered import KINDS, Tiered
 bench = Tiered(Path(sys.argv[1]), families=KINDS[int(sys.argv[3])], write="through")
 for first in range(int(sys.argv[4]), 97):
@@ -264,7 +264,7 @@ def test_a_killed_engine_loses_at_most_what_was_not_acknowledged_and_the_next_se
     served: list[int] = []
     waits = random.Random(kind)
     for start in (0, 40):
-        command = [sys.executable, "-c", SERVES, str(tmp_path), str(Path(__file__).parents[1])]
+        command = [sys.executable, "-c", SERVES, str(tmp_path), str(Path(__file__).parents[2])]
         process = subprocess.Popen([*command, str(kind), str(start)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(waits.randint(2, 12))]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.helpers import Client
-from engine.test_drafting import Scripted
+from engine.speculation.test_proposer import Scripted
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
 from rootstock.config import EngineConfig

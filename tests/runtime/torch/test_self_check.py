@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistakes are made in what attends when nothing is compiled; see test_torch_compiled.py for the rest."""
+    """The mistakes are made in what attends when nothing is compiled; see test_compiled_kernel.py for the rest."""
     monkeypatch.setenv("ROOTSTOCK_TEST_ATTENTION", "torch")
 
 
