@@ -32,10 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatting_llama import write_chatting_llama
 from common import at_least, conclude
 from dense_side import Dense, Stopwatch
-from llamas import say
+from llamas import say, write_chatting_llama
 from neighbours import Neighbours
 from peers import PeerProcess, PeerUnavailable, llama_server, transformers_server
 from transformers import AutoTokenizer

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from checkpoints import save_plain
 from rootstock.cache.families import (
     ChunkedAttention,
     FullAttention,
@@ -79,12 +78,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_a_model_that_can_be_served_is_told_about_in_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=512,
+    save_plain(
+        tmp_path / "tiny", "llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
     checked = ["models", "check", str(tmp_path / "tiny"), "--dtype", "float32", "--device", "cpu"]
     assert run(monkeypatch, *checked) == 0
     out = capsys.readouterr().out

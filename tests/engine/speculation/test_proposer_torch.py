@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpoints import VOCAB, save
 from engine.helpers import Client
 from engine.speculation.test_proposer import Scripted
 from rootstock.cache import KVCache
@@ -17,7 +18,6 @@ from rootstock.engine.request import SamplingParams, StopParams
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.runtime.torch.runner import TorchRuntime
 from tiers.helpers import Clock
-from twins.checkpoints import VOCAB, save
 from twins.driving import load, random_tokens
 
 # Plain attention, windows, latents.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpoints import VOCAB, save
 from engine.helpers import Client
 from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
@@ -20,7 +21,6 @@ from rootstock.errors import InvalidOption
 from rootstock.tiers.base import Entry
 from rootstock.tiers.disk.tier import DiskTier
 from tiers.helpers import Clock
-from twins.checkpoints import VOCAB, save
 from twins.driving import load, random_tokens
 
 # Plain attention, windows, states beside full attention, latents.

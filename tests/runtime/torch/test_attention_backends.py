@@ -13,6 +13,7 @@ import pytest
 import torch
 from numba.core.event import install_recorder
 
+from checkpoints import VOCAB, save
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.kernels.cpu import compiler, decode_loops
@@ -20,7 +21,6 @@ from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
 from rootstock.runtime.torch import attention_backends
 from rootstock.runtime.torch.attention_backends import compiled_for
 from rootstock.runtime.torch.runner import load_model
-from twins.checkpoints import VOCAB, save
 from twins.driving import BLOCK_SIZE, BLOCKS, ByHand, mixed_steps, random_tokens
 
 CPU = torch.device("cpu")

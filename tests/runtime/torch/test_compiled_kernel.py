@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import VOCAB, save
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.kernels.api import StepAttention
@@ -22,7 +23,6 @@ from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.torch import attention_backends, runner
 from rootstock.runtime.torch.attention_backends import compiled_for
-from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
 STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import VOCAB, save
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
@@ -26,7 +27,6 @@ from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import cuda_graphs, runner
 from rootstock.runtime.torch.cuda_graphs import batch_sizes, decode_inputs, filled_up, size_for
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.checkpoints import VOCAB, save
 from twins.driving import load
 
 BLOCK_SIZE, BLOCKS = 4, 60

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from torch import nn
 
+from checkpoints import VOCAB, save
 from rootstock.errors import ModelUnsupported
 from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.hooks import IMPLEMENTATION, Unexpanded
 from rootstock.runtime.torch.inspect import attention_probe, mask_pattern
 from rootstock.runtime.torch.module_parts import PartByPart
-from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
 STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import VOCAB, save
 from rootstock.cache.families import (
     ChunkedAttention,
     Family,
@@ -25,7 +26,6 @@ from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.self_check import relative_error
-from twins.checkpoints import VOCAB, save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
 HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats

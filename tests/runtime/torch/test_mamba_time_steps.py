@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from checkpoints import VOCAB, save
 from rootstock.runtime.torch.mamba_time_steps import _limiting
-from twins.checkpoints import VOCAB, save
 from twins.driving import ByHand, Dense, allocate, load, random_tokens
 from twins.ways import pieces
 

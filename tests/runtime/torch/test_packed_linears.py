@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints import VOCAB, save
 from rootstock.cache import Namespace
 from rootstock.config import QUANTIZATIONS, ModelConfig
 from rootstock.errors import InvalidOption
@@ -22,7 +23,6 @@ from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.packed_linears import Packing, pack_linears, packed_of
 from rootstock.runtime.torch.runner import load_model
 from rootstock.server.model_card import numbers_of, table_of
-from twins.checkpoints import VOCAB, save
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
 needs_bfloat16_units = pytest.mark.skipif(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowPart
 from rootstock.config import ModelConfig
@@ -18,7 +19,6 @@ from rootstock.errors import InvalidOption
 from rootstock.kernels.quantized_rows import RoundedRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.self_check import relative_error
-from twins.checkpoints import VOCAB, save
 from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
 
 # Plain, softcaps and windows, windows and normalised heads, sinks, states beside, modules that run alone.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, RowsReturned
 from rootstock.runtime.base import BufferFormat
@@ -16,7 +17,6 @@ from rootstock.runtime.torch.kv_pool import TorchPool
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
-from twins.checkpoints import VOCAB, save
 from twins.driving import ByHand, Running, allocate, load, random_tokens
 
 BLOCK_SIZE = 4

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints import VOCAB, save, tiny_model
 from rootstock.cache.families import FullAttention
 from rootstock.cache.plan import BlockCopy, BlockId, Plan
 from rootstock.config import ModelConfig
@@ -26,7 +27,6 @@ from rootstock.errors import (
 from rootstock.runtime.base import Batch, Segment
 from rootstock.runtime.torch.inspect.config import context_limit
 from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
-from twins.checkpoints import VOCAB, save, tiny_model
 from twins.driving import BLOCK_SIZE, BLOCKS, Dense, load, packed_logits, random_tokens
 
 

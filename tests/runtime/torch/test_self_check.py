@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from checkpoints import SERVED, save
 from rootstock.cache.families import SlidingWindow, TokenFamily
 from rootstock.cache.plan import Plan
 from rootstock.errors import SelfCheckFailed
@@ -25,7 +26,6 @@ from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch import gathered_attention, sliced_attention
 from rootstock.runtime.torch import hooks, kv_pool, runner, self_check, state_pool, step_cache
 from rootstock.runtime.torch.inspect import mask_pattern
-from twins.checkpoints import SERVED, save
 from twins.driving import load
 
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel
 
+from checkpoints import save
 from rootstock.runtime.torch.fallback import use_attention
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
 from rootstock.runtime.torch.fusion.find import fuse
@@ -26,7 +27,6 @@ from rootstock.runtime.torch.self_check import own_attention, relative_error
 from rootstock.runtime.torch.step_cache import PackedCache
 from rootstock.runtime.torch.weights import read_weights
 from twins.architectures import VOCAB
-from twins.checkpoints import save
 from twins.driving import allocate, load, packed_logits, random_tokens
 
 CPU = torch.device("cpu")

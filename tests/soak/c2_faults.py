@@ -22,7 +22,6 @@ import errno
 import logging
 import os
 import sqlite3
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +34,6 @@ import numpy as np
 from common import at_least, conclude, exactly
 from oracle_below import Asked, Hangs, Life, Shape, Truth, bytes_for
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace, prefix_digest

@@ -35,7 +35,6 @@ import argparse
 import concurrent.futures
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -46,12 +45,10 @@ import torch
 from common import at_least, at_most, conclude, exactly
 from transformers.utils import logging as transformers_logging
 
+from checkpoints import save
 from rootstock.runtime.torch.runner import TorchRuntime
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins import chunkings
 from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG
-from twins.checkpoints import save
 from twins.chunkings import LONGEST, Prompts
 from twins.driving import allocate, load
 from twins.reference import Reference, largest_difference

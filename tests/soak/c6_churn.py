@@ -38,9 +38,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asking import Answer, Asker, some_tokens, write_full
+from asking import Answer, Asker, some_tokens
 from common import at_least, at_most, conclude, exactly
 
+from checkpoints import save_chat
 from rootstock.cache.keys import Namespace
 from rootstock.cache.record_identity import Identity, Kind
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
@@ -399,7 +400,7 @@ def main() -> None:
         model, outside, folder = (Path(temporary) / name for name in ("full", "outside", "tier"))
         outside.mkdir()
         folder.mkdir()
-        churn = Churn(write_full(model), folder, cap_bytes)
+        churn = Churn(save_chat(model, "full"), folder, cap_bytes)
         began_s = time.monotonic()
         with measured(folder, cap_bytes, figures):
             churn.live("through", began_s + args.seconds / LIVES)  # the directory is the tier's from here on

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,12 +35,10 @@ import torch
 from common import at_most, conclude, exactly
 from transformers.utils import logging as transformers_logging
 
+from checkpoints import save
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.torch.runner import TorchRuntime
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG, OWN_PIECES_ARE_WRONG, REFUSED, VOCAB
-from twins.checkpoints import save
 from twins.driving import allocate, load, random_tokens
 from twins.reference import Reference, largest_difference
 from twins.ways import WAYS

@@ -13,7 +13,6 @@ The checkpoints hold bfloat16 numbers, so that all runs have the same weights an
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from common import at_most, conclude, exactly
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from checkpoints import SERVED, VOCAB, tiny_model
 from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily
 from rootstock.config import EngineConfig
@@ -34,9 +34,6 @@ from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 from rootstock.runtime.torch.runner import TorchRuntime
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from twins.checkpoints import SERVED, VOCAB, tiny_model
 from twins.driving import BLOCK_SIZE, BLOCKS, Cached, Dense, load, mixed_steps, packed_logits, random_tokens
 
 GREEDY_TOKENS = 64

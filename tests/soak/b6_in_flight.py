@@ -12,10 +12,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-import tiny_hybrids
 from agent_world import Agent, prose, served
 from common import at_least, at_most, conclude, exactly
 
+from checkpoints import save_chat
 from rootstock.server.text_alignment import shared
 
 AMPLE_BYTES = 256 << 20
@@ -68,8 +68,8 @@ def main() -> None:
     figures: dict[str, object] = {}
     bars = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, write in (("states", tiny_hybrids.write_states), ("windows", tiny_hybrids.write_windows)):
-            found = of_model(write(Path(temporary) / name), options.chunk_tokens)
+        for name in ("states", "windows"):
+            found = of_model(save_chat(Path(temporary) / name, name), options.chunk_tokens)
             figures |= {f"{name}_{figure}": value for figure, value in found.items()}
             bars |= {
                 f"{name}_prefix_tokens": at_least(PREFIX_TOKENS),

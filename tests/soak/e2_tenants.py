@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import time
-from pathlib import Path
 
 from common import at_least, conclude, exactly
 from hypothesis import HealthCheck, Phase, given, seed, settings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 
 def main() -> None:

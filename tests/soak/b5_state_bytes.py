@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import tiny_hybrids
 from agent_world import BLOCK_SIZE, TOOLS, Agent, Asked, World, served
 from b4_agents import AMPLE_BYTES, RULES, SEED
 from common import at_most, conclude
 
+from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import conversation_of, placed_chat
@@ -100,8 +100,8 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, write in (("states", tiny_hybrids.write_states), ("windows", tiny_hybrids.write_windows)):
-            found = of_model(write(Path(temporary) / name), options.turns, options.steps)
+        for name in ("states", "windows"):
+            found = of_model(save_chat(Path(temporary) / name, name), options.turns, options.steps)
             figures |= {f"{name}_{figure}": value for figure, value in found.items()}
     conclude("B5", figures, {"states_ratio": at_most(2.0), "windows_ratio": at_most(2.0)})
 

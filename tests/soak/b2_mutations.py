@@ -10,7 +10,6 @@ The same models without a mutation must load as expected, and pass the same test
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ import torch
 from common import conclude, exactly
 from transformers.utils import logging as transformers_logging
 
+from checkpoints import save
 from rootstock.cache import KVCache
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.lease import BlockTable
@@ -40,10 +40,7 @@ from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.state_pool import StateCache, StatePool
 from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from twins import test_twins
-from twins.checkpoints import save
 from twins.driving import load
 from twins.test_twins import Twin, twin_in
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import subprocess
-import sys
 import time
 from typing import Any
 
 from common import conclude, exactly
-from named_tests import ROOT
+from own_tests import run_tests
 
 WAYS = {
     "numba_fused": {"ROOTSTOCK_TEST_ATTENTION": "numba", "ROOTSTOCK_TEST_FUSION": "auto"},
@@ -59,10 +56,7 @@ def main() -> None:
 def passed(way: dict[str, str], *tests: str) -> tuple[bool, float]:
     """(whether all these tests pass, seconds)"""
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env=os.environ | way, check=False
-    )
-    return done.returncode == 0, round(time.perf_counter() - began, 1)
+    return run_tests(*tests, environment=way) == 0, round(time.perf_counter() - began, 1)
 
 
 if __name__ == "__main__":

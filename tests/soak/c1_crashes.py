@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import tiny_hybrids
-from asking import Answer, Asker, some_tokens, write_full
+from asking import Answer, Asker, some_tokens
 from common import at_least, conclude, exactly
 
+from checkpoints import save_chat
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import RecordKey
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
@@ -253,11 +253,7 @@ class World:
     """The models, their answers without a cache, and the directories."""
 
     def __init__(self, folder: Path) -> None:
-        self.models = {
-            "full": write_full(folder / "full"),
-            "states": tiny_hybrids.write_states(folder / "states"),
-            "windows": tiny_hybrids.write_windows(folder / "windows"),
-        }
+        self.models = {kind: save_chat(folder / kind, kind) for kind in BUDGET_BYTES}
         self._folder = folder
         self._books: dict[Path, Book] = {}
         self._references: dict[str, Asker] = {}

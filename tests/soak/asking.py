@@ -1,4 +1,4 @@
-"""Asking an engine in this process for a few tokens at a time, many requests at once; and a tiny model to ask."""
+"""Asking an engine in this process for a few tokens at a time, many requests at once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import queue
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import tiny_hybrids
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.engine import Engine
@@ -27,12 +24,6 @@ from rootstock.engine.request import (
 )
 
 PATIENCE_S = 120.0
-
-
-def write_full(directory: Path) -> Path:
-    """Full attention alone; the sizes of its siblings in tiny_hybrids."""
-    config = LlamaConfig(**tiny_hybrids._COMMON, num_hidden_layers=4)
-    return tiny_hybrids._write(directory, LlamaForCausalLM, config)
 
 
 def some_tokens(rng: random.Random, least: int, most: int) -> Tokens:
