@@ -118,11 +118,15 @@ class Bench:
         return self.engine.step(self.engine._next_command() if stalled else None)
 
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
-        """The greedy continuation, by the tokens alone."""
-        so_far = list(map(int, tokens))
-        for _ in range(count):
-            so_far.append(int(self.runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
-        return so_far[len(tokens) :]
+        return alone(self.runtime, tokens, count)
+
+
+def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
+    """Returns the greedy continuation, by the tokens alone."""
+    so_far = list(map(int, tokens))
+    for _ in range(count):
+        so_far.append(int(runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
+    return so_far[len(tokens) :]
 
 
 class Client:

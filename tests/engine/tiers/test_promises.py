@@ -1,18 +1,19 @@
-"""What a tier below promises to requests, whatever the disk does and whenever somebody stops: behaviours 39 to 46."""
+"""What a tier below promises to requests, whatever the disk does and whenever somebody stops: behaviours 39 to 46.
+
+tests/faults/test_disk_faults.py holds 40, and part of 39, 42 and 44.
+"""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ from rootstock.runtime.base import Batch, Logits
 from rootstock.server.openai.calls import salt_of
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
-from rootstock.tiers.disk.index import INDEX_NAME
-from tiers.helpers import directory_bytes, segment_files
+from tiers.helpers import directory_bytes
 from waiting import first_wait_on, join, wait_for, wait_until
 
 
@@ -83,45 +83,6 @@ def test_on_the_disk_a_store_is_invisible_until_it_is_complete(tmp_path: Path, f
 
 @kinds
 @pytest.mark.behaviour(39)
-@pytest.mark.parametrize("call", ["open_new", "write", "sync", "commit"])
-def test_a_store_that_failed_is_never_visible_and_its_request_computes(
-    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...], call: str
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        files.fail = lambda name: errno.EIO if name == call else 0
-        bench.forget()
-        assert bench.tier.records == 0
-        assert bench.tier.stored_records == 0
-        assert bench.tier.state == "loads only"
-        again = bench.answer([*PROMPT, 70])
-        assert cached(again) == 0
-        assert bench.tier.counters.choices == {}
-        files.fail = lambda name: 0
-        bench.crash()
-    with Tiered(tmp_path, families=families) as bench:
-        assert list(bench.disk.entries()) == []
-        assert cached(bench.answer([*PROMPT, 70])) == 0
-
-
-@kinds
-@pytest.mark.behaviour(39)
-def test_a_load_that_fails_is_a_miss_and_its_request_computes(
-    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        files.fail = lambda name: errno.EIO if name == "read" else 0
-        again = bench.answer([*PROMPT, 70])
-        assert cached(again) == 0
-        assert bench.tier.counters.loads["missed"] > 0
-        assert "loaded" not in bench.tier.counters.loads
-        assert bench.cache.stats().leases == 0
-
-
-@kinds
-@pytest.mark.behaviour(39)
 def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(
     tmp_path: Path, families: tuple[Family, ...]
 ) -> None:
@@ -150,93 +111,6 @@ def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(
             bench.disk.load = load  # type: ignore[method-assign]
             bench.forget()
         assert bench.tier.counters.loads["missed"] > 0
-
-
-# -- 40 ----------------------------------------------------------------------------------------------------------
-
-
-def flip_bits(folder: Path) -> None:
-    """One in every record, about."""
-    rng = random.Random(0)
-    for path in segment_files(folder):
-        content = bytearray(path.read_bytes())
-        for at in range(50, len(content), 100):
-            content[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-
-
-def truncate(folder: Path) -> None:
-    for path in segment_files(folder):
-        os.truncate(path, path.stat().st_size // 3)
-
-
-def swap(folder: Path) -> None:
-    """Each row leads to another whole record: of other tokens, another position or another family."""
-    with sqlite3.connect(folder / INDEX_NAME) as db:
-        rows = db.execute("SELECT key, segment, offset, bytes, header_bytes FROM records").fetchall()
-        places = [row[1:] for row in rows]
-        for (key, *_), place in zip(rows, [*places[1:], places[0]], strict=True):
-            query = "UPDATE records SET segment = ?, offset = ?, bytes = ?, header_bytes = ? WHERE key = ?"
-            db.execute(query, (*place, key))
-    db.close()
-
-
-DAMAGE: list[Callable[[Path], None]] = [flip_bits, truncate, swap]
-
-
-@kinds
-@pytest.mark.behaviour(40)
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damage_is_detected_counted_and_deleted_and_the_request_gets_the_right_tokens(
-    tmp_path: Path, families: tuple[Family, ...], damage: Callable[[Path], None]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT, 1)
-        bench.answer(OTHER, 1)
-        records = {store.identity.key for store in bench.cache.everything()}
-    damage(tmp_path)
-    with Tiered(tmp_path, families=families) as bench:
-        again = bench.answer([*PROMPT, 70], 6)
-        assert cached(again) < len(PROMPT)
-        tier = bench.tier
-        assert tier.quarantined_records > 0
-        assert sum(tier.misses.values()) >= tier.quarantined_records
-        assert set(tier.misses) & {
-            "checksum",
-            "missing_bytes",
-            "other_tokens",
-            "other_position",
-            "other_layers",
-        }
-        left = {entry.identity.key for entry in bench.disk.entries()}
-        assert len(left) <= len(records) - tier.quarantined_records, "what is wrong is deleted"
-    for life in range(3):
-        with Tiered(tmp_path, families=families) as bench:
-            bench.answer([*PROMPT, 71 + life], 6)
-            bench.answer([*OTHER, 71 + life], 6)
-
-
-@kinds
-@pytest.mark.behaviour(40)
-def test_a_record_under_another_models_name_is_a_miss_and_the_request_gets_the_right_tokens(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    for weights in ("these", "those"):
-        with Tiered(tmp_path, families=families, weights=weights) as bench:
-            bench.answer(PROMPT, 1)
-    with sqlite3.connect(tmp_path / INDEX_NAME) as db:  # of which one was stored first
-        rows = db.execute(
-            "SELECT key, segment, offset, bytes, header_bytes FROM records ORDER BY segment, offset"
-        )
-        places = {row[0]: row[1:] for row in rows}
-        keys, half = list(places), len(places) // 2
-        for key, other in zip(keys, [*keys[half:], *keys[:half]], strict=True):
-            query = "UPDATE records SET segment = ?, offset = ?, bytes = ?, header_bytes = ? WHERE key = ?"
-            db.execute(query, (*places[other], key))
-    db.close()
-    with Tiered(tmp_path, families=families, weights="these") as bench:
-        assert cached(bench.answer([*PROMPT, 70], 6)) == 0
-        assert bench.tier.misses["other_namespace"] == bench.tier.quarantined_records > 0
 
 
 # -- 41 ----------------------------------------------------------------------------------------------------------
