@@ -1,6 +1,6 @@
 """Tiny checkpoints through the real loader: however a sequence is run here, its logits are the model's own.
 
-Some architectures of every kind; `bench/show/b1_models.py` runs them all, and measures more closely.
+Some architectures of every kind; `tests/soak/b1_models.py` runs them all, and measures more closely.
 """
 
 from __future__ import annotations

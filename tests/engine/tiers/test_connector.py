@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from engine.tiered import KINDS, MIB, Tiered, cached
+from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, cached, kinds
 from rootstock.cache.families import Family, RecurrentState
 from rootstock.config import TierConfig
 from rootstock.engine.request import PromptScored
@@ -21,11 +21,6 @@ from rootstock.errors import InvalidOption
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from tiers.helpers import directory_bytes, records
 from waiting import join, wait_for
-
-kinds = pytest.mark.parametrize("families", KINDS, ids=lambda fs: "+".join(f.name for f in fs))
-PROMPT = list(range(62))
-OTHER = [90, *range(1, 62)]  # begins with another token
-
 
 # -- restarts ----------------------------------------------------------------------------------------------------
 
@@ -152,60 +147,53 @@ def test_another_block_size_never_gives_a_wrong_answer(tmp_path: Path) -> None:
 
 @kinds
 def test_who_arrives_while_another_loads_the_same_prefix_waits_for_it_and_loads_nothing(
-    tmp_path: Path, families: tuple[Family, ...]
+    stored: Tiered,
 ) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        first = bench.begin_load([*PROMPT, 70])
-        second = bench.ask([*PROMPT, 71])
-        bench.run(steps=2)
-        assert bench.tiering.loading == 1
-        assert not second.events
-        computed = bench.runtime.computed_tokens
-        bench.loads.open()
-        bench.run()
-        bench.expect(first)
-        bench.expect(second)
-        assert cached(first) == cached(second) == len(PROMPT)
-        assert bench.runtime.computed_tokens - computed <= 2 * (1 + 4)
-        assert bench.tier.counters.loads == {"loaded": 1}
-        assert bench.cache.stats().loaded_tokens == len(PROMPT)
+    first = stored.begin_load([*PROMPT, 70])
+    second = stored.ask([*PROMPT, 71])
+    stored.run(steps=2)
+    assert stored.tiering.loading == 1
+    assert not second.events
+    computed = stored.runtime.computed_tokens
+    stored.loads.open()
+    stored.run()
+    stored.expect(first)
+    stored.expect(second)
+    assert cached(first) == cached(second) == len(PROMPT)
+    assert stored.runtime.computed_tokens - computed <= 2 * (1 + 4)
+    assert stored.tier.counters.loads == {"loaded": 1}
+    assert stored.cache.stats().loaded_tokens == len(PROMPT)
 
 
-def test_others_go_on_while_a_load_waits_for_the_disk(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        running = bench.ask(OTHER, 40)
-        bench.run(steps=3)
-        loading = bench.begin_load([*PROMPT, 70])
-        newcomer = bench.ask([92, 93, 94], 4)
-        bench.run(steps=20)
-        assert len(running.tokens) > 15
-        assert newcomer.terminals
-        assert not loading.events
-        bench.loads.open()
-        bench.run()
-        bench.expect(loading)
-        bench.expect(running, 40)
-        bench.expect(newcomer)
+def test_others_go_on_while_a_load_waits_for_the_disk(stored: Tiered) -> None:
+    running = stored.ask(OTHER, 40)
+    stored.run(steps=3)
+    loading = stored.begin_load([*PROMPT, 70])
+    newcomer = stored.ask([92, 93, 94], 4)
+    stored.run(steps=20)
+    assert len(running.tokens) > 15
+    assert newcomer.terminals
+    assert not loading.events
+    stored.loads.open()
+    stored.run()
+    stored.expect(loading)
+    stored.expect(running, 40)
+    stored.expect(newcomer)
 
 
-def test_two_different_prefixes_are_loaded_one_after_the_other(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.answer(OTHER)
-        bench.forget()
-        one = bench.begin_load([*PROMPT, 70])
-        other = bench.ask([*OTHER, 71])
-        bench.run(steps=1)
-        assert bench.tiering.loading == 2
-        bench.loads.open()
-        bench.run()
-        for client in (one, other):
-            bench.expect(client)
-            assert cached(client) == len(PROMPT)
+def test_two_different_prefixes_are_loaded_one_after_the_other(bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    bench.answer(OTHER)
+    bench.forget()
+    one = bench.begin_load([*PROMPT, 70])
+    other = bench.ask([*OTHER, 71])
+    bench.run(steps=1)
+    assert bench.tiering.loading == 2
+    bench.loads.open()
+    bench.run()
+    for client in (one, other):
+        bench.expect(client)
+        assert cached(client) == len(PROMPT)
 
 
 def test_a_started_engine_wakes_up_when_a_load_has_ended(tmp_path: Path) -> None:
@@ -299,53 +287,51 @@ def test_threads_aborts_clears_and_restarts_over_a_real_disk_change_no_answer_an
 # -- what is told ------------------------------------------------------------------------------------------------
 
 
-def test_both_estimates_and_the_choice_can_be_asked_for_without_a_request(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT, 1)
-        bench.forget()
-        tokens = bench.client([*PROMPT, 70]).request.tokens
-        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1e9)
-        below = bench.engine.explain(tokens).below
-        assert below is not None
-        assert (below.position, below.records, below.payload_bytes) == (62, 16, 62 * 16)
-        assert below.load_s == pytest.approx(62 * 16 / 1e9)
-        assert below.compute_s == pytest.approx(0.062)
-        assert below.load
-        assert below.message.endswith("computing at 62.0 ms. It is loaded.")
-        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1000)
-        below = bench.engine.explain(tokens).below
-        assert below is not None
-        assert not below.load
-        assert "loading is estimated at 992.0 ms" in below.message
-        assert below.message.endswith("It is computed.")
-        assert bench.tier.counters.choices == {}
-        assert bench.engine.explain(bench.client(OTHER).request.tokens).below is None
+def test_both_estimates_and_the_choice_can_be_asked_for_without_a_request(bench: Tiered) -> None:
+    bench.answer(PROMPT, 1)
+    bench.forget()
+    tokens = bench.client([*PROMPT, 70]).request.tokens
+    bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1e9)
+    below = bench.engine.explain(tokens).below
+    assert below is not None
+    assert (below.position, below.records, below.payload_bytes) == (62, 16, 62 * 16)
+    assert below.load_s == pytest.approx(62 * 16 / 1e9)
+    assert below.compute_s == pytest.approx(0.062)
+    assert below.load
+    assert below.message.endswith("computing at 62.0 ms. It is loaded.")
+    bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1000)
+    below = bench.engine.explain(tokens).below
+    assert below is not None
+    assert not below.load
+    assert "loading is estimated at 992.0 ms" in below.message
+    assert below.message.endswith("It is computed.")
+    assert bench.tier.counters.choices == {}
+    assert bench.engine.explain(bench.client(OTHER).request.tokens).below is None
 
 
-def test_the_statistics_count_choices_loads_misses_and_bytes(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT, 1)
-        bench.forget()
-        bench.answer([*PROMPT, 70])
-        tier = bench.tier
-        assert tier.state == "ready"
-        assert tier.records == tier.stored_records == 16
-        assert tier.stored_bytes > 62 * 16
-        assert tier.counters.stored_rows == 16
-        assert tier.counters.choices == {"load": 1}
-        assert tier.counters.loads == {"loaded": 1}
-        assert tier.counters.loaded_bytes == 62 * 16
-        assert tier.counters.load_s > 0
-        assert tier.load_bytes_per_s is not None
-        assert tier.misses == tier.refused == {}
-        assert tier.cap_bytes == 16 * MIB
-        assert tier.used_bytes == sum(path.stat().st_size for path in bench.folder.iterdir())
-        bench.forget()
-        bench.disk.clear()
-        bench.answer([*PROMPT, 70])
-        tier = bench.tier
-        assert tier.misses == {}, "what the disk says is gone is not asked for"
-        assert tier.records == 0
+def test_the_statistics_count_choices_loads_misses_and_bytes(bench: Tiered) -> None:
+    bench.answer(PROMPT, 1)
+    bench.forget()
+    bench.answer([*PROMPT, 70])
+    tier = bench.tier
+    assert tier.state == "ready"
+    assert tier.records == tier.stored_records == 16
+    assert tier.stored_bytes > 62 * 16
+    assert tier.counters.stored_rows == 16
+    assert tier.counters.choices == {"load": 1}
+    assert tier.counters.loads == {"loaded": 1}
+    assert tier.counters.loaded_bytes == 62 * 16
+    assert tier.counters.load_s > 0
+    assert tier.load_bytes_per_s is not None
+    assert tier.misses == tier.refused == {}
+    assert tier.cap_bytes == 16 * MIB
+    assert tier.used_bytes == sum(path.stat().st_size for path in bench.folder.iterdir())
+    bench.forget()
+    bench.disk.clear()
+    bench.answer([*PROMPT, 70])
+    tier = bench.tier
+    assert tier.misses == {}, "what the disk says is gone is not asked for"
+    assert tier.records == 0
 
 
 @pytest.mark.behaviour(50)
@@ -378,14 +364,11 @@ def test_hits_and_misses_are_the_tokens_asked_for_whatever_becomes_of_a_load(
         assert stats.hit_tokens == (62 if given_up == "not" else 0)
 
 
-def test_who_computes_though_it_could_load_is_counted_too(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=1)
-        assert cached(bench.answer([*PROMPT, 70])) == 0
-        assert bench.tier.counters.choices == {"recompute": 1}
-        assert bench.tier.counters.loads == {}
+def test_who_computes_though_it_could_load_is_counted_too(stored: Tiered) -> None:
+    stored.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=1)
+    assert cached(stored.answer([*PROMPT, 70])) == 0
+    assert stored.tier.counters.choices == {"recompute": 1}
+    assert stored.tier.counters.loads == {}
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------
@@ -426,16 +409,11 @@ def test_a_prompt_larger_than_the_pool_beside_it_is_loaded_into_what_can_be_had(
 
 
 @kinds
-def test_a_prompt_that_is_to_be_scored_is_computed_whole(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.answer([*PROMPT, 70], prompt_logprobs=0)
-        assert cached(client) == 0
-        assert bench.tier.counters.loads == {}
-        assert any(isinstance(event, PromptScored) for event in client.events)
+def test_a_prompt_that_is_to_be_scored_is_computed_whole(stored: Tiered) -> None:
+    client = stored.answer([*PROMPT, 70], prompt_logprobs=0)
+    assert cached(client) == 0
+    assert stored.tier.counters.loads == {}
+    assert any(isinstance(event, PromptScored) for event in client.events)
 
 
 # -- without a disk ----------------------------------------------------------------------------------------------
@@ -590,22 +568,19 @@ def test_a_budget_that_is_too_small_for_the_model_stops_the_start_and_says_the_l
 
 
 def test_a_load_whose_records_are_evicted_before_it_begins_is_planned_anew_and_reads_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        passed = bench.loads.passed
-        begin = bench.tiering.begin
+    passed = stored.loads.passed
+    begin = stored.tiering.begin
 
-        def evict_and_begin(*planned: Any) -> None:
-            monkeypatch.setattr(bench.tiering, "begin", begin)
-            bench.disk.clear()
-            begin(*planned)
+    def evict_and_begin(*planned: Any) -> None:
+        monkeypatch.setattr(stored.tiering, "begin", begin)
+        stored.disk.clear()
+        begin(*planned)
 
-        monkeypatch.setattr(bench.tiering, "begin", evict_and_begin)
-        assert cached(bench.answer([*PROMPT, 70])) == 0
-        assert bench.loads.passed == passed
-        assert bench.tier.counters.loads == {"evicted": 1}
-        assert bench.tier.misses == {}
-        assert bench.cache.stats().leases == 0
+    monkeypatch.setattr(stored.tiering, "begin", evict_and_begin)
+    assert cached(stored.answer([*PROMPT, 70])) == 0
+    assert stored.loads.passed == passed
+    assert stored.tier.counters.loads == {"evicted": 1}
+    assert stored.tier.misses == {}
+    assert stored.cache.stats().leases == 0

@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.tiered import KINDS, MIB, Tiered, cached, opened_by
+from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, cached, kinds, of_kinds, opened_by
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
@@ -33,15 +33,7 @@ from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
 from tiers.helpers import directory_bytes
 from waiting import first_wait_on, join, wait_for, wait_until
 
-
-def of_kinds(families: Sequence[tuple[Family, ...]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
-
-
-kinds = of_kinds(KINDS)
 evicted_kinds = of_kinds(KINDS[:-1])  # as many states as fit into these budgets are never had
-PROMPT = list(range(62))
-OTHER = [90, *range(1, 62)]  # begins with another token
 
 
 @pytest.fixture
@@ -56,61 +48,57 @@ def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
 
 
 @pytest.mark.behaviour(39)
-def test_on_the_disk_a_store_is_invisible_until_it_is_complete(tmp_path: Path, files: FaultyFiles) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        stores = [store.identity for store in bench.cache.everything()]
-        load, seen, committed = bench.disk.load, [], set[RecordKey]()
+def test_on_the_disk_a_store_is_invisible_until_it_is_complete(files: FaultyFiles, bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    stores = [store.identity for store in bench.cache.everything()]
+    load, seen, committed = bench.disk.load, [], set[RecordKey]()
 
-        def look(name: str) -> None:
-            visible = {entry.identity.key for entry in bench.disk.entries()}
-            if name == "commit done":
-                committed.update(key for (key,) in bench.disk._index._db.execute("SELECT key FROM records"))
-            elif name in ("open_new", "write", "sync", "sync_folder"):
-                seen.append(name)
-                assert visible == committed
-                for identity in stores:
-                    found = load(identity) != Miss(MissKind.ABSENT)
-                    assert found == (identity.key in committed)
+    def look(name: str) -> None:
+        visible = {entry.identity.key for entry in bench.disk.entries()}
+        if name == "commit done":
+            committed.update(key for (key,) in bench.disk._index._db.execute("SELECT key FROM records"))
+        elif name in ("open_new", "write", "sync", "sync_folder"):
+            seen.append(name)
+            assert visible == committed
+            for identity in stores:
+                found = load(identity) != Miss(MissKind.ABSENT)
+                assert found == (identity.key in committed)
 
-        files.boundary = look
-        bench.tiering.flush()
-        files.boundary = lambda name: None
-        assert {"open_new", "write", "sync", "sync_folder"} <= set(seen)
-        assert committed == {identity.key for identity in stores}
-        assert bench.tier.stored_records == len(stores)
+    files.boundary = look
+    bench.tiering.flush()
+    files.boundary = lambda name: None
+    assert {"open_new", "write", "sync", "sync_folder"} <= set(seen)
+    assert committed == {identity.key for identity in stores}
+    assert bench.tier.stored_records == len(stores)
 
 
 @kinds
 @pytest.mark.behaviour(39)
-def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
+def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(bench: Tiered) -> None:
     """Each record of a prompt once: garbage is left in its row, and a miss is told."""
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT, 1)
+    bench.answer(PROMPT, 1)
+    bench.forget()
+    records = len(list(bench.disk.entries()))
+    load = bench.disk.load
+    for failing in range(records):
+        asked = itertools.count()
+
+        def spoilt(
+            identity: Identity, into: object = None, asked: Iterator[int] = asked, failing: int = failing
+        ) -> LoadResult:
+            if next(asked) == failing:
+                assert isinstance(into, list)
+                for buffer in into:
+                    buffer[:] = 0xA5
+                return Miss(MissKind.IO_ERROR)
+            return load(identity, into)  # type: ignore[arg-type]
+
+        bench.disk.load = spoilt  # type: ignore[method-assign]
+        client = bench.answer([*PROMPT, 70])
+        assert cached(client) <= len(PROMPT)
+        bench.disk.load = load  # type: ignore[method-assign]
         bench.forget()
-        records = len(list(bench.disk.entries()))
-        load = bench.disk.load
-        for failing in range(records):
-            asked = itertools.count()
-
-            def spoilt(
-                identity: Identity, into: object = None, asked: Iterator[int] = asked, failing: int = failing
-            ) -> LoadResult:
-                if next(asked) == failing:
-                    assert isinstance(into, list)
-                    for buffer in into:
-                        buffer[:] = 0xA5
-                    return Miss(MissKind.IO_ERROR)
-                return load(identity, into)  # type: ignore[arg-type]
-
-            bench.disk.load = spoilt  # type: ignore[method-assign]
-            client = bench.answer([*PROMPT, 70])
-            assert cached(client) <= len(PROMPT)
-            bench.disk.load = load  # type: ignore[method-assign]
-            bench.forget()
-        assert bench.tier.counters.loads["missed"] > 0
+    assert bench.tier.counters.loads["missed"] > 0
 
 
 # -- 41 ----------------------------------------------------------------------------------------------------------
@@ -119,8 +107,7 @@ SERVES = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from engine.tiers.test_promises import PROMPT
-from engine.tiered import KINDS, Tiered
+from engine.tiered import KINDS, PROMPT, Tiered
 bench = Tiered(Path(sys.argv[1]), families=KINDS[int(sys.argv[3])], write="through")
 for first in range(int(sys.argv[4]), 97):
     bench.answer([first, *PROMPT], 3)
@@ -225,66 +212,54 @@ def test_a_hit_deeper_on_disk_than_in_memory_is_used(tmp_path: Path, families: t
 
 @kinds
 @pytest.mark.behaviour(43)
-def test_loading_is_chosen_only_where_it_was_measured_to_be_faster(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=10)
-        assert cached(bench.answer([*PROMPT, 70], 1)) == 0
-        assert bench.tier.counters.choices == {"recompute": 1}
-        assert bench.tier.counters.loads == {}
-        bench.forget()
-        bench.set_speeds(prefill_tokens_per_s=10, load_bytes_per_s=1e6)
-        assert cached(bench.answer([*PROMPT, 71], 1)) == len(PROMPT)
-        assert bench.tier.counters.choices == {"recompute": 1, "load": 1}
+def test_loading_is_chosen_only_where_it_was_measured_to_be_faster(stored: Tiered) -> None:
+    stored.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=10)
+    assert cached(stored.answer([*PROMPT, 70], 1)) == 0
+    assert stored.tier.counters.choices == {"recompute": 1}
+    assert stored.tier.counters.loads == {}
+    stored.forget()
+    stored.set_speeds(prefill_tokens_per_s=10, load_bytes_per_s=1e6)
+    assert cached(stored.answer([*PROMPT, 71], 1)) == len(PROMPT)
+    assert stored.tier.counters.choices == {"recompute": 1, "load": 1}
 
 
 @pytest.mark.behaviour(43)
-def test_what_waits_to_be_loaded_counts_against_loading(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT, 1)
-        bench.answer(OTHER, 1)
-        bench.forget()
-        # 992 bytes and 62 tokens each: 0.99 s against 1.55 s, but not after the other's.
-        bench.set_speeds(prefill_tokens_per_s=40, load_bytes_per_s=1000)
-        loading = bench.begin_load([*PROMPT, 70])
-        computing = bench.ask([*OTHER, 70])
-        bench.run(steps=6)
-        bench.expect(computing)
-        assert cached(computing) == 0
-        bench.loads.open()
-        bench.run()
-        bench.expect(loading)
-        assert cached(loading) == len(PROMPT)
-        assert bench.tier.counters.choices == {"load": 1, "recompute": 1}
+def test_what_waits_to_be_loaded_counts_against_loading(bench: Tiered) -> None:
+    bench.answer(PROMPT, 1)
+    bench.answer(OTHER, 1)
+    bench.forget()
+    # 992 bytes and 62 tokens each: 0.99 s against 1.55 s, but not after the other's.
+    bench.set_speeds(prefill_tokens_per_s=40, load_bytes_per_s=1000)
+    loading = bench.begin_load([*PROMPT, 70])
+    computing = bench.ask([*OTHER, 70])
+    bench.run(steps=6)
+    bench.expect(computing)
+    assert cached(computing) == 0
+    bench.loads.open()
+    bench.run()
+    bench.expect(loading)
+    assert cached(loading) == len(PROMPT)
+    assert bench.tier.counters.choices == {"load": 1, "recompute": 1}
 
 
 @pytest.mark.behaviour(43)
-def test_while_nothing_was_measured_loading_is_tried(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        below = bench.engine.explain(bench.client([*PROMPT, 70]).request.tokens).below
-        assert below is not None
-        assert below.load
-        assert below.load_s is below.compute_s is None
-        assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
+def test_while_nothing_was_measured_loading_is_tried(stored: Tiered) -> None:
+    below = stored.engine.explain(stored.client([*PROMPT, 70]).request.tokens).below
+    assert below is not None
+    assert below.load
+    assert below.load_s is below.compute_s is None
+    assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
 
 
 @pytest.mark.behaviour(43)
-def test_an_estimate_that_speaks_against_loading_is_checked_again_after_a_while(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=100)
-        for turn in range(8):
-            bench.clock.now_s += STALE_S + 1
-            client = bench.answer([*PROMPT, 70 + turn], 1)
-            bench.tiering._reader.drain()
-            bench.forget()
-        assert cached(client) == len(PROMPT), "the directory became fast"
+def test_an_estimate_that_speaks_against_loading_is_checked_again_after_a_while(stored: Tiered) -> None:
+    stored.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=100)
+    for turn in range(8):
+        stored.clock.now_s += STALE_S + 1
+        client = stored.answer([*PROMPT, 70 + turn], 1)
+        stored.tiering._reader.drain()
+        stored.forget()
+    assert cached(client) == len(PROMPT), "the directory became fast"
 
 
 # -- 44 ----------------------------------------------------------------------------------------------------------
@@ -335,37 +310,29 @@ def test_what_was_loaded_for_a_request_that_was_aborted_is_found_by_the_next(tmp
 
 
 @pytest.mark.behaviour(44)
-def test_a_load_that_nobody_wants_any_more_ends_with_the_record_under_way(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        passed = bench.loads.passed
-        client = bench.begin_load([*PROMPT, 70])
-        bench.engine.abort(client.request.id)
-        bench.run(steps=1)
-        bench.end_loads()
-        assert bench.loads.passed == passed + 1
-        assert bench.tier.counters.loads == {"cancelled": 1}
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT), "and is there to be loaded again"
+def test_a_load_that_nobody_wants_any_more_ends_with_the_record_under_way(stored: Tiered) -> None:
+    passed = stored.loads.passed
+    client = stored.begin_load([*PROMPT, 70])
+    stored.engine.abort(client.request.id)
+    stored.run(steps=1)
+    stored.end_loads()
+    assert stored.loads.passed == passed + 1
+    assert stored.tier.counters.loads == {"cancelled": 1}
+    assert cached(stored.answer([*PROMPT, 70])) == len(PROMPT), "and is there to be loaded again"
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_who_waits_for_a_load_that_is_aborted_is_loaded_or_computes(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        waiter = bench.ask([*PROMPT, 71])
-        bench.run(steps=1)
-        bench.engine.abort(client.request.id)
-        bench.run(steps=1)
-        bench.loads.open()
-        bench.run()
-        bench.expect(waiter)
-        assert cached(waiter) == len(PROMPT)
+def test_who_waits_for_a_load_that_is_aborted_is_loaded_or_computes(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    waiter = stored.ask([*PROMPT, 71])
+    stored.run(steps=1)
+    stored.engine.abort(client.request.id)
+    stored.run(steps=1)
+    stored.loads.open()
+    stored.run()
+    stored.expect(waiter)
+    assert cached(waiter) == len(PROMPT)
 
 
 @evicted_kinds
@@ -417,64 +384,51 @@ def test_stopping_an_engine_waits_for_the_record_that_is_being_loaded(
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_a_request_whose_load_takes_far_too_long_computes_and_the_load_keeps_its_rows(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        held = live(bench)
-        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
-        bench.run(steps=10)
-        bench.expect(client)
-        assert cached(client) == 0
-        assert live(bench) == held
-        assert bench.tier.counters.loads == {"overdue": 1}
-        bench.end_loads()
-        assert bench.cache.stats().leases == 0
-        assert sum(live(bench)) == 0
-        bench.cache.check()
-        bench.clock.now_s += STALE_S + 1
-        assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT)
+def test_a_request_whose_load_takes_far_too_long_computes_and_the_load_keeps_its_rows(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    held = live(stored)
+    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+    stored.run(steps=10)
+    stored.expect(client)
+    assert cached(client) == 0
+    assert live(stored) == held
+    assert stored.tier.counters.loads == {"overdue": 1}
+    stored.end_loads()
+    assert stored.cache.stats().leases == 0
+    assert sum(live(stored)) == 0
+    stored.cache.check()
+    stored.clock.now_s += STALE_S + 1
+    assert cached(stored.answer([*PROMPT, 71])) == len(PROMPT)
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_nobody_waits_for_a_load_that_takes_far_too_long(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        waiter = bench.ask([*PROMPT, 71])
-        bench.run(steps=1)
-        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
-        bench.run(steps=14)
-        bench.expect(client)
-        bench.expect(waiter)
-        assert (cached(client), cached(waiter)) == (0, len(PROMPT)), "one computes it for both"
-        bench.end_loads()
-        assert sum(live(bench)) == 0
+def test_nobody_waits_for_a_load_that_takes_far_too_long(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    waiter = stored.ask([*PROMPT, 71])
+    stored.run(steps=1)
+    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+    stored.run(steps=14)
+    stored.expect(client)
+    stored.expect(waiter)
+    assert (cached(client), cached(waiter)) == (0, len(PROMPT)), "one computes it for both"
+    stored.end_loads()
+    assert sum(live(stored)) == 0
 
 
 @pytest.mark.behaviour(44)
-def test_a_started_engine_notices_that_a_load_takes_far_too_long(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.loads.close()
-        bench.engine.start()
-        client = bench.ask([*PROMPT, 70])
-        bench.loads.wait_until_reached()
-        bench.engine.call(lambda: None)
-        assert not client.events
-        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
-        bench.engine.call(lambda: None)
-        wait_for(client.ended)
-        bench.expect(client)
-        assert cached(client) == 0
+def test_a_started_engine_notices_that_a_load_takes_far_too_long(stored: Tiered) -> None:
+    stored.loads.close()
+    stored.engine.start()
+    client = stored.ask([*PROMPT, 70])
+    stored.loads.wait_until_reached()
+    stored.engine.call(lambda: None)
+    assert not client.events
+    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+    stored.engine.call(lambda: None)
+    wait_for(client.ended)
+    stored.expect(client)
+    assert cached(client) == 0
 
 
 @kinds
@@ -505,29 +459,26 @@ def test_a_forward_that_raises_leaves_a_load_alone(tmp_path: Path, families: tup
 
 @pytest.mark.behaviour(44)
 def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
+    client = stored.begin_load([*PROMPT, 70])
 
-        def bug() -> None:
-            raise ZeroDivisionError("a bug between forwards")
+    def bug() -> None:
+        raise ZeroDivisionError("a bug between forwards")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(bench.engine._scheduler, "schedule", bug)
-            stepping = threading.Thread(target=bench.engine.step)
-            waits = first_wait_on(bench.tiering._reader._changed)
-            stepping.start()
-            wait_for(waits)
-            assert stepping.is_alive()
-            assert not client.terminals
-            bench.loads.open()
-            join(stepping)
-        assert isinstance(client.events[-1], Failed)
-        assert isinstance(client.events[-1].error, EngineFault)
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.engine._scheduler, "schedule", bug)
+        stepping = threading.Thread(target=stored.engine.step)
+        waits = first_wait_on(stored.tiering._reader._changed)
+        stepping.start()
+        wait_for(waits)
+        assert stepping.is_alive()
+        assert not client.terminals
+        stored.loads.open()
+        join(stepping)
+    assert isinstance(client.events[-1], Failed)
+    assert isinstance(client.events[-1].error, EngineFault)
+    assert cached(stored.answer([*PROMPT, 70])) == len(PROMPT)
 
 
 def live(bench: Tiered) -> list[int]:
@@ -564,37 +515,34 @@ def test_what_was_evicted_is_served_from_the_queue_while_the_disk_has_not_taken_
 @kinds
 @pytest.mark.behaviour(45)
 def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
-    tmp_path: Path, files: FaultyFiles, families: tuple[Family, ...]
+    files: FaultyFiles, stored: Tiered
 ) -> None:
     """Whatever the disk is about to do, the record can be had: from the queue, and from the disk once it is there."""
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        stored = [entry.identity for entry in bench.disk.entries()]
-        payloads = {identity.key: loaded(bench, identity) for identity in stored}
-        bench.disk.clear()
-        bench.tiering.follow()
-        bench.answer(PROMPT)
-        misses: list[str] = []
+    stored = [entry.identity for entry in stored.disk.entries()]
+    payloads = {identity.key: loaded(stored, identity) for identity in stored}
+    stored.disk.clear()
+    stored.tiering.follow()
+    stored.answer(PROMPT)
+    misses: list[str] = []
 
-        def look(name: str) -> None:
-            if name in ("open_read", "read", "commit", "commit done"):
-                return
-            for identity in queued:
-                if loaded(bench, identity) != payloads[identity.key]:
-                    misses.append(name)
+    def look(name: str) -> None:
+        if name in ("open_read", "read", "commit", "commit done"):
+            return
+        for identity in queued:
+            if loaded(stored, identity) != payloads[identity.key]:
+                misses.append(name)
 
-        queued = [store.identity for store in bench.cache.everything()]
-        assert {identity.key for identity in queued} == set(payloads)
-        for store in bench.cache.everything():
-            bench.stores.close()
-            bench.tiering.store([store])
-        files.boundary = look
-        bench.stores.open()
-        bench.mover.drain()
-        files.boundary = lambda name: None
-        look("stored")
-        assert misses == []
+    queued = [store.identity for store in stored.cache.everything()]
+    assert {identity.key for identity in queued} == set(payloads)
+    for store in stored.cache.everything():
+        stored.stores.close()
+        stored.tiering.store([store])
+    files.boundary = look
+    stored.stores.open()
+    stored.mover.drain()
+    files.boundary = lambda name: None
+    look("stored")
+    assert misses == []
 
 
 def loaded(bench: Tiered, identity: Identity) -> bytes:
@@ -635,22 +583,19 @@ def test_clearing_while_something_is_loaded_is_put_off_until_it_has_ended(
 
 @kinds
 @pytest.mark.behaviour(46)
-def test_clearing_with_requests_that_run_leaves_them_alone_and_the_disk_empty(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.answer(OTHER)
-        bench.forget()
-        running = bench.ask([*PROMPT, 70], 30)
-        while len(running.tokens) < 5:
-            bench.run(steps=1)
-        assert not bench.engine.clear_cache().later
-        assert list(bench.disk.entries()) == []
-        assert bench.tier.records == 0
-        bench.run()
-        bench.expect(running, 30)
-        assert cached(bench.answer([*OTHER, 70])) == 0
+def test_clearing_with_requests_that_run_leaves_them_alone_and_the_disk_empty(bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    bench.answer(OTHER)
+    bench.forget()
+    running = bench.ask([*PROMPT, 70], 30)
+    while len(running.tokens) < 5:
+        bench.run(steps=1)
+    assert not bench.engine.clear_cache().later
+    assert list(bench.disk.entries()) == []
+    assert bench.tier.records == 0
+    bench.run()
+    bench.expect(running, 30)
+    assert cached(bench.answer([*OTHER, 70])) == 0
 
 
 @evicted_kinds
@@ -696,14 +641,11 @@ def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_befor
         assert cached(bench.answer([*PROMPT, 70])) == 0
 
 
-def test_who_computed_after_an_overdue_load_is_counted_as_such(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.begin_load([*PROMPT, 70])
-        bench.clock.now_s += OVERDUE_LEAST_S + 0.1
-        bench.run(steps=10)
-        assert bench.tier.counters.choices == {"recompute": 1}
+def test_who_computed_after_an_overdue_load_is_counted_as_such(stored: Tiered) -> None:
+    stored.begin_load([*PROMPT, 70])
+    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+    stored.run(steps=10)
+    assert stored.tier.counters.choices == {"recompute": 1}
 
 
 def test_a_salt_without_a_tenant_is_stored_like_any_other(tmp_path: Path) -> None:
@@ -756,21 +698,18 @@ def test_an_engine_that_dies_in_a_forward_stores_nothing_of_what_it_left_half_do
 
 
 def test_a_record_that_cannot_be_read_just_now_is_not_asked_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk says nothing against the record, which stays where it is."""
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        asked: list[Identity] = []
+    asked: list[Identity] = []
 
-        def busy(identity: Identity, into: object = None) -> LoadResult:
-            asked.append(identity)
-            return Miss(MissKind.IO_ERROR, "too many open files")
+    def busy(identity: Identity, into: object = None) -> LoadResult:
+        asked.append(identity)
+        return Miss(MissKind.IO_ERROR, "too many open files")
 
-        monkeypatch.setattr(bench.disk, "load", busy)
-        bench.answer([*PROMPT, 70])
-        assert len(asked) == len({identity.key for identity in asked})
+    monkeypatch.setattr(stored.disk, "load", busy)
+    stored.answer([*PROMPT, 70])
+    assert len(asked) == len({identity.key for identity in asked})
 
 
 @pytest.mark.behaviour(44)
