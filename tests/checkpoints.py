@@ -71,13 +71,13 @@ def save_plain(
     **fields: Any,
 ) -> Path:
     """Saves a model of the configuration that these fields give, and the tokenizer beside it."""
-    _plain_model(AutoConfig.for_model(model_type, **fields), 0).to(dtype).save_pretrained(directory)
+    _plain_model(AutoConfig.for_model(model_type, **fields)).to(dtype).save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     return directory
 
 
-def _plain_model(config: Any, seed: int) -> PreTrainedModel:
+def _plain_model(config: Any, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

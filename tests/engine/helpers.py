@@ -55,6 +55,7 @@ class Bench:
         clock: Callable[[], float] = time.monotonic,
         load_clock: Callable[[], float] = time.perf_counter,
         drafter: Proposer | None = None,
+        verify_hits: float = 0.0,
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
@@ -91,7 +92,16 @@ class Bench:
         )
         self.runtime.allocate(self.cache.rows, block_size)
         tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
-        self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering, drafter=drafter)
+        self.engine = Engine(
+            self.runtime,
+            self.cache,
+            engine,
+            codec,
+            clock,
+            tiering,
+            verify_hits=verify_hits,
+            drafter=drafter,
+        )
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
         client = Client(tokens, max_tokens, **request)

@@ -6,10 +6,13 @@ import queue
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from rootstock.cache.plan import Tokens
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
+from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Aborted,
@@ -22,13 +25,24 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
+from rootstock.engine.tokenizer import HFTokenizer
+from rootstock.runtime.torch.runner import load_model
 
 PATIENCE_S = 120.0
+BLOCK_SIZE = 16
 
 
 def some_tokens(rng: random.Random, least: int, most: int) -> Tokens:
     """None of the special ones, which stand at both ends of the vocabulary."""
     return np.array([rng.randrange(20, 500) for _ in range(rng.randint(least, most))], np.int32)
+
+
+def engine_on(model: Path, budget_bytes: int, tier: TierConfig | None, **config: int) -> Assembly:
+    """Builds an engine on a checkpoint, in float32 on one thread. Without a tier it has no cache either."""
+    runtime = load_model(ModelConfig(str(model), device="cpu", dtype="float32", threads=1), lambda *_: None)
+    uncached = CacheConfig(BLOCK_SIZE, 64 << 20, enabled=False)
+    cache = uncached if tier is None else CacheConfig(BLOCK_SIZE, budget_bytes)
+    return assemble(runtime, HFTokenizer.load(str(model)), cache, EngineConfig(**config), tier)
 
 
 @dataclass

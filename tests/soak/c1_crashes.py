@@ -31,22 +31,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from asking import Answer, Asker, some_tokens
+from asking import Answer, Asker, engine_on, some_tokens
 from common import at_least, conclude, exactly
 
 from checkpoints import save_chat
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import RecordKey
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.build import Assembly, assemble
-from rootstock.engine.tokenizer import HFTokenizer
-from rootstock.runtime.torch.runner import load_model
+from rootstock.config import TierConfig
+from rootstock.engine.build import Assembly
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome
 from rootstock.tiers.disk.index import Index, Row
 from rootstock.tiers.disk.record import Place
 from rootstock.tiers.disk.tier import DiskTier
 
-BLOCK_SIZE = 16
 # With the larger cap several records make a group that is synced and committed at once; with the smaller one each is
 # its own, and the disk is soon full.
 CAP_BYTES = {"through": 16 * 2**20, "back": 4 * 2**20}
@@ -126,21 +123,9 @@ def watched(note: Note) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ an engine
 
 
-def engine_on(model: Path, folder: Path | None, write: str = "back") -> Assembly:
-    """`folder` None: nothing is cached at all."""
-    runtime = load_model(ModelConfig(str(model), device="cpu", dtype="float32", threads=1), lambda *_: None)
-    codec = HFTokenizer.load(str(model))
-    if folder is None:
-        return assemble(
-            runtime, codec, CacheConfig(BLOCK_SIZE, 64 << 20, enabled=False), EngineConfig(max_batch=8)
-        )
-    return assemble(
-        runtime,
-        codec,
-        CacheConfig(BLOCK_SIZE, BUDGET_BYTES[model.name]),
-        EngineConfig(max_batch=8, chunk_tokens=128),
-        TierConfig(disk_dir=folder, disk_budget_bytes=CAP_BYTES[write], disk_write=write),
-    )
+def serving(model: Path, folder: Path, write: str) -> Assembly:
+    tier = TierConfig(disk_dir=folder, disk_budget_bytes=CAP_BYTES[write], disk_write=write)
+    return engine_on(model, BUDGET_BYTES[model.name], tier, max_batch=8, chunk_tokens=128)
 
 
 HEADS = [some_tokens(random.Random(i), 40, 90) for i in range(3)]  # the same in every round
@@ -175,7 +160,7 @@ def child(model: Path, folder: Path, write: str, seed: int) -> None:
     tell(ready=True)
     sys.stdin.readline()
     with watched(note):
-        made = engine_on(model, folder, write)
+        made = serving(model, folder, write)
         made.engine.start()
         asker, rng = Asker(made.engine, ANSWER), random.Random(seed)
         tell(begun=True)
@@ -271,7 +256,7 @@ class World:
     def references(self, model: str, prompts: Sequence[Tokens]) -> list[list[int]]:
         """What the model answers without any cache."""
         if model not in self._references:
-            made = engine_on(self.models[model], None)
+            made = engine_on(self.models[model], 0, None, max_batch=8)
             made.engine.start()
             self._references[model] = Asker(made.engine, ANSWER)
         keys = [(model, prompt.tobytes()) for prompt in prompts]
@@ -345,7 +330,7 @@ class World:
         chosen = rng.sample(answers, min(CONTINUED, len(answers)))
         prompts = [continued(rng, answer) for answer in chosen] + [a.prompt for a in chosen[:2]]
         prompts += [beginning(rng)]
-        made = engine_on(self.models[model], folder, write)
+        made = serving(self.models[model], folder, write)
         with made.engine:
             given = Asker(made.engine, ANSWER).ask_all(prompts)
             self.totals.loaded_tokens += made.engine.stats().cache.loaded_tokens

@@ -38,23 +38,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asking import Answer, Asker, some_tokens
+from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from common import at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
 from rootstock.cache.keys import Namespace
 from rootstock.cache.record_identity import Identity, Kind
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
-from rootstock.engine.build import Assembly, assemble
-from rootstock.engine.tokenizer import HFTokenizer
-from rootstock.runtime.torch.runner import load_model
+from rootstock.config import TierConfig
+from rootstock.engine.build import Assembly
 from rootstock.tiers.base import Loaded, MissKind, Ready, Record
 from rootstock.tiers.disk.index import INDEX_NAMES
 from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import segment_number
 from rootstock.tiers.disk.tier import DiskTier
 
-BLOCK_SIZE = 16
 BUDGET_BYTES = 6 * 2**20
 QUEUE_BYTES = 32 * 2**20
 ANSWER = 2  # tokens
@@ -206,18 +203,6 @@ class Conversations:
         return np.concatenate((self._rng.choice(self._heads), some_tokens(self._rng, 50, 600)))
 
 
-def engine_on(model: Path, tier: TierConfig | None) -> Assembly:
-    """Without a tier: without any cache."""
-    runtime = load_model(ModelConfig(str(model), device="cpu", dtype="float32", threads=1), lambda *_: None)
-    codec = HFTokenizer.load(str(model))
-    cache = (
-        CacheConfig(BLOCK_SIZE, 64 << 20, enabled=False)
-        if tier is None
-        else CacheConfig(BLOCK_SIZE, BUDGET_BYTES)
-    )
-    return assemble(runtime, codec, cache, EngineConfig(max_batch=AT_ONCE), tier)
-
-
 @dataclass
 class Churned:
     """Summed up over the lives of the directory."""
@@ -274,7 +259,7 @@ class Churn:
             disk_write=write,
             queue_bytes=QUEUE_BYTES,
         )
-        made = engine_on(self._model, tier)
+        made = engine_on(self._model, BUDGET_BYTES, tier, max_batch=AT_ONCE)
         assert made.engine._tiering is not None
         disk = made.engine._tiering._disk
         assert disk is not None, "the directory can't be used"
@@ -300,7 +285,7 @@ class Churn:
             self.kept[place] = answer
 
     def wrong(self) -> int:
-        made = engine_on(self._model, None)
+        made = engine_on(self._model, 0, None, max_batch=AT_ONCE)
         with made.engine:
             right = {
                 a.prompt.tobytes(): a.tokens
