@@ -42,13 +42,14 @@ bench: setup
 	$(BIN)/rootstock bench --workload agents,chat,fewshot,burst --out bench/results
 	$(BIN)/python bench/side_by_sides.py --out bench/results
 
-# `make show ID=A1` runs one acceptance script of bench/show, `make show` all of them.
+# `make show ID=A1` runs one acceptance script of bench/show or tests/soak, `make show` all of them. ARGS are its options.
 show: setup
-	$(BIN)/python bench/show/run.py $(ID)
+	$(BIN)/python bench/show/run.py $(ID) $(ARGS)
 
-# The long forms of the property tests, by hand before a release.
+# Hours, by hand before a release: the long forms of the property tests, and the scripts of tests/soak.
 soak: setup
 	ROOTSTOCK_SOAK=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/property
+	$(BIN)/python bench/show/run.py soak
 
 # Generates docs/cli.md.
 docs: setup

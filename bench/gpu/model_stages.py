@@ -15,11 +15,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from chatting_llama import write_chatting_llama
 from devices import Bench
 from isolation import Row
-from llamas import MODELS
+from llamas import MODELS, write_chatting_llama
 
+from checkpoints import save
 from rootstock.bench.play import play
 from rootstock.bench.rows import quantiles
 from rootstock.bench.serving import ServerProcess
@@ -34,7 +34,6 @@ from rootstock.engine.request import Finished, Request, RequestId, SamplingParam
 from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.self_check import largest_difference
-from twins.checkpoints import save
 
 BLOCK_SIZE = 32
 # About 1.1 billion parameters, in the shapes of Llama 3.2 1B.

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from common import at_most, conclude, exactly
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from checkpoints import save_plain
 from rootstock.cache import KVCache
 from rootstock.config import EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
@@ -49,17 +48,10 @@ class Measured:
 
 
 def make_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_plain(
+        folder, "llama", vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
 
 
 def run(folder: Path, load: Load, reuse: bool) -> Measured:

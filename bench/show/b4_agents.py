@@ -23,15 +23,15 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import tiny_hybrids
 from agent_world import TOOLS, Agent, Asked, served
 from agent_world import prose as prose_of
 from common import at_least, at_most, conclude
 
+from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
@@ -181,13 +181,9 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, float] = {}
     bars = {}
-    writers: dict[str, Callable[[Path], Path]] = {
-        "states": tiny_hybrids.write_states,
-        "windows": tiny_hybrids.write_windows,
-    }
     with tempfile.TemporaryDirectory() as temporary:
-        for name, write in writers.items():
-            model = write(Path(temporary) / name)
+        for name in ("states", "windows"):
+            model = save_chat(Path(temporary) / name, name)
             of_model = of_one(model, options.turns, options.steps)
             of_model |= of_four(model, options.turns, options.steps)
             figures |= {f"{name}_{figure}": value for figure, value in of_model.items()}

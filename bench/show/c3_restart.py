@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 from common import at_most, conclude, exactly
-from models_80m import VOCAB, write_hybrid, write_llama
+from llamas import VOCAB, write_hybrid, write_llama
 
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.plan import Tokens

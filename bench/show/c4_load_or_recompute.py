@@ -35,7 +35,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from common import at_most, conclude
-from models_80m import VOCAB, write_llama
+from llamas import VOCAB, write_llama
 
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.plan import Tokens

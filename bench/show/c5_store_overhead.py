@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from common import at_least, conclude
-from models_80m import VOCAB, write_llama
+from llamas import VOCAB, write_llama
 
 from rootstock.bench.play import play
 from rootstock.bench.targets import EngineTarget

@@ -15,13 +15,11 @@ given as a share of the dense step's time, as the ratios are.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +29,7 @@ from dense_side import Clock, Dense
 from llamas import random_prompts, save_model, say
 from neighbours import Neighbours
 from our_side import Ours
-from rounds import ANYHOW, QUIET, Rounds, in_turn
+from rounds import ANYHOW, QUIET, Rounds, comparison_options, in_turn, parse_comparison
 
 from rootstock.engine.build import free_host_bytes
 
@@ -50,28 +48,12 @@ SMALLEST_BARRED_BATCH = {512: 1, 4096: 8}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", default=MODEL)
+    options = comparison_options(__doc__, MODEL)
     options.add_argument("--batches", default=",".join(map(str, BATCHES)), help="comma-separated")
     options.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="comma-separated")
-    options.add_argument("--rounds", type=int, help="exactly so many")
-    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
-    options.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="on a machine that others use, too: processor time of one thread, on both sides",
-    )
-    given = options.parse_args()
-    if given.cpu_time:
-        given.threads = 1
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    given, (least, most), figures = parse_comparison(options, ROUNDS)
     batches = [int(batch) for batch in given.batches.split(",")]
     contexts = [int(context) for context in given.contexts.split(",")]
-    least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
-
-    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
-    figures["clock"] = "processor" if given.cpu_time else "wall"
     bandwidth = ReadBandwidth()
     bandwidth.measure()
     neighbours = Neighbours()

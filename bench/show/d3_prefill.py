@@ -12,7 +12,6 @@ attention of one layer alone, ours over scattered blocks against transformers' s
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from dense_side import Clock, Dense
 from llamas import random_prompts, save_model
 from neighbours import Neighbours
 from our_side import Ours
-from rounds import ANYHOW, QUIET, in_turn
+from rounds import ANYHOW, QUIET, comparison_options, in_turn, parse_comparison
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -49,24 +48,9 @@ BAR, GOAL = 1.05, 0.90
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", default=MODEL)
-    options.add_argument("--rounds", type=int, help="exactly so many")
-    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
-    options.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="on a machine that others use, too: processor time of one thread, on both sides",
-    )
-    given = options.parse_args()
-    if given.cpu_time:
-        given.threads = 1
+    options = comparison_options(__doc__, MODEL)
+    given, (least, most), figures = parse_comparison(options, ROUNDS)
     clock, quiet = (time.thread_time, ANYHOW) if given.cpu_time else (time.perf_counter, QUIET)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    least, most = (given.rounds, given.rounds) if given.rounds else ROUNDS
-    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
-    figures["clock"] = "processor" if given.cpu_time else "wall"
     neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = save_model(given.model, Path(folder))

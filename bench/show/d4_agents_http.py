@@ -2,7 +2,7 @@
 
 Eight agents with one system prompt of 2,048 words (a word is a token), eight turns of 16 to 160 new words, 64 tokens
 out. All sides have the same weights in bfloat16, tokenizer, chat template and number of threads; all answers are
-greedy and have 64 tokens, because the model cannot generate an end (chatting_llama.py).
+greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
 
   ours           `rootstock serve`, defaults but for dtype, threads and the memory of its cache
   dense          one left-padded `transformers.generate` a turn over all agents' prompts, in this process: no HTTP
@@ -32,10 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatting_llama import write_chatting_llama
 from common import at_least, conclude
 from dense_side import Dense, Stopwatch
-from llamas import say
+from llamas import say, write_chatting_llama
 from neighbours import Neighbours
 from peers import PeerProcess, PeerUnavailable, llama_server, transformers_server
 from transformers import AutoTokenizer

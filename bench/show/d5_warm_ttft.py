@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import at_most, conclude
-from models_80m import write_streaming_llama
+from llamas import write_streaming_llama
 from streaming_client import ClientProcess
 
 from rootstock.cache import KVCache

@@ -33,7 +33,7 @@ wait_briefly()  # torch reads it when it is loaded
 
 import torch  # noqa: E402
 from common import at_least, conclude  # noqa: E402
-from models_80m import write_streaming_llama  # noqa: E402
+from llamas import write_streaming_llama  # noqa: E402
 from streaming_client import ClientProcess  # noqa: E402
 
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig  # noqa: E402

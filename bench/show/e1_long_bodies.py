@@ -122,12 +122,11 @@ def served(folder: Path, options: list[str]) -> Iterator[Server]:
 
 def write_model(directory: Path) -> Path:
     """The 80M Llama with a tokenizer that has merges, and a chat template."""
-    from models_80m import CONTEXT as OF_MODEL
-    from models_80m import write_llama
+    from llamas import LONG_CONTEXT, write_llama
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    assert OF_MODEL == CONTEXT
+    assert LONG_CONTEXT == CONTEXT
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

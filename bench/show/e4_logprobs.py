@@ -63,7 +63,7 @@ def write(model: str, directory: Path) -> Path:
         directory.mkdir()
         write_tiny_model(TinyModelSpec(), directory)
         return directory
-    from models_80m import write_streaming_llama
+    from llamas import write_streaming_llama
 
     return write_streaming_llama(directory)
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import at_least, conclude, exactly
-from named_tests import ROOT
 from neighbours import Neighbours
 
+ROOT = Path(__file__).parents[2]
 WALKED_BYTES = 256 * 2**20
 WALKERS = 2
 ENDS_WITHIN_S = 30.0  # a pytest that is interrupted, with the servers that its tests have started

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from llamas import say
 from neighbours import Neighbours
 
@@ -65,6 +67,33 @@ class Rounds:
             f"ours_ms_{name}": round(self.ours_ms, 2),
             f"dense_ms_{name}": round(self.dense_ms, 2),
         }
+
+
+def comparison_options(description: str | None, model: str) -> ArgumentParser:
+    options = ArgumentParser(description=description)
+    options.add_argument("--model", default=model)
+    options.add_argument("--rounds", type=int, help="exactly so many")
+    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
+    options.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="on a machine that others use, too: processor time of one thread, on both sides",
+    )
+    return options
+
+
+def parse_comparison(
+    options: ArgumentParser, rounds: tuple[int, int]
+) -> tuple[Namespace, tuple[int, int], dict[str, Any]]:
+    """Sets torch's threads as asked. → the options, the least and the most rounds, and the first figures"""
+    given = options.parse_args()
+    if given.cpu_time:
+        given.threads = 1
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    figures: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "bfloat16", "model": given.model}
+    figures["clock"] = "processor" if given.cpu_time else "wall"
+    return given, (given.rounds, given.rounds) if given.rounds else rounds, figures
 
 
 def in_turn(

@@ -1,12 +1,15 @@
-"""Runs acceptance scripts of this directory, one after the other: `run.py`, `run.py A1`, `run.py A1 A6`.
+"""Runs acceptance scripts, one after the other: `run.py` all, `run.py A1 A6` two, `run.py soak` those of tests/soak.
 
-Each script is a process of its own, prints its result as one JSON line last (common.py) and exits with 0 only if
-its bars are met. So does this: 0 only if all were met.
+Scripts that measure are in this directory, those that prove correctness in tests/soak. Options go to each script:
+`run.py C2 --cases 5`. Each is a process of its own, prints its result as one JSON line last (common.py), and exits
+with 0 only if its bars are met. The exit status is 0 only if all bars were met.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1] / "tests"
+SOAK = TESTS / "soak"
 SCRIPT_NAME = re.compile(r"([a-z]+)(\d+)_\w+\.py")  # a1_fresh_clone.py shows line A1
 
 
@@ -41,31 +46,45 @@ class Outcome:
         return ", ".join(f"{name} {_short(figures.get(name))} ({bar})" for name, bar in bars.items())
 
 
-def main(asked: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    options = list(itertools.dropwhile(lambda argument: not argument.startswith("-"), arguments))
+    asked = arguments[: len(arguments) - len(options)]
     scripts = available_scripts()
+    if asked == ["soak"]:
+        asked = [show for show, script in scripts.items() if script.parent == SOAK]
     unknown = [show for show in asked if show.upper() not in scripts]
     if unknown:
         print(f"There is no show {', '.join(unknown)}; there are {', '.join(scripts)}.", file=sys.stderr)
         return 2
     chosen = [show.upper() for show in asked] or list(scripts)
-    outcomes = [run(show, scripts[show]) for show in chosen]
+    outcomes = [run(show, scripts[show], options) for show in chosen]
     print_summary(outcomes)
     return 0 if all(outcome.met for outcome in outcomes) else 1
 
 
 def available_scripts() -> dict[str, Path]:
     """Show → script, in the order of their letters and numbers."""
-    found = [(match, path) for path in HERE.glob("*.py") if (match := SCRIPT_NAME.fullmatch(path.name))]
+    found = [
+        (match, path)
+        for path in (*HERE.glob("*.py"), *SOAK.glob("*.py"))
+        if (match := SCRIPT_NAME.fullmatch(path.name))
+    ]
     found.sort(key=lambda each: (each[0][1], int(each[0][2])))
     return {f"{match[1].upper()}{match[2]}": path for match, path in found}
 
 
-def run(show: str, script: Path) -> Outcome:
+def run(show: str, script: Path, options: Sequence[str] = ()) -> Outcome:
     print(f"──── {show}  {script.name}", flush=True)
     began = time.monotonic()
     last = ""
+    paths = [TESTS, HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(map(str, paths))} if script.parent == SOAK else {}
     with subprocess.Popen(
-        [sys.executable, "-u", str(script)], stdout=subprocess.PIPE, text=True, errors="replace"
+        [sys.executable, "-u", str(script), *options],
+        env=os.environ | found,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         try:

@@ -55,6 +55,7 @@ class Bench:
         clock: Callable[[], float] = time.monotonic,
         load_clock: Callable[[], float] = time.perf_counter,
         drafter: Proposer | None = None,
+        verify_hits: float = 0.0,
         **config: int,
     ) -> None:
         self.batches: list[Batch] = []
@@ -91,7 +92,16 @@ class Bench:
         )
         self.runtime.allocate(self.cache.rows, block_size)
         tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
-        self.engine = Engine(self.runtime, self.cache, engine, codec, clock, tiering, drafter=drafter)
+        self.engine = Engine(
+            self.runtime,
+            self.cache,
+            engine,
+            codec,
+            clock,
+            tiering,
+            verify_hits=verify_hits,
+            drafter=drafter,
+        )
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
         client = Client(tokens, max_tokens, **request)
@@ -118,11 +128,15 @@ class Bench:
         return self.engine.step(self.engine._next_command() if stalled else None)
 
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
-        """The greedy continuation, by the tokens alone."""
-        so_far = list(map(int, tokens))
-        for _ in range(count):
-            so_far.append(int(self.runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
-        return so_far[len(tokens) :]
+        return alone(self.runtime, tokens, count)
+
+
+def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
+    """Returns the greedy continuation, by the tokens alone."""
+    so_far = list(map(int, tokens))
+    for _ in range(count):
+        so_far.append(int(runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
+    return so_far[len(tokens) :]
 
 
 class Client:

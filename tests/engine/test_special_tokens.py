@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.test_pieces import KINDS, SPECIAL, byte_level, texts
+from engine.test_text_pieces import KINDS, SPECIAL, byte_level, texts
 from rootstock.engine.chat_template import names_in
 from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
 from rootstock.engine.tokenizer import HFTokenizer, KeptTokens

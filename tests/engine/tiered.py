@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
 from rootstock.cache.plan import Tokens
@@ -31,6 +33,15 @@ KINDS: list[tuple[Family, ...]] = [
     (window(16),),
     (STATE,),
 ]
+PROMPT = list(range(62))
+OTHER = [90, *range(1, 62)]  # begins with another token
+
+
+def of_kinds(families: Sequence[tuple[Family, ...]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
+
+
+kinds = of_kinds(KINDS)
 
 
 class Gate:

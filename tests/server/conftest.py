@@ -33,9 +33,9 @@ GREEDY: Json = {"temperature": 0}
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model that can be served; tests that change it make a copy."""
-    from server.checkpoints import save_checkpoint  # imports torch, which most tests here do not need
+    from checkpoints import save_served  # imports torch, which most tests here do not need
 
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
+    return save_served(tmp_path_factory.mktemp("model"))
 
 
 def user(text: str) -> list[Json]:

@@ -45,7 +45,7 @@ SLOTS = 40  # of recurrent states
 def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
     """By the real loader, on one thread: these models are too small to share.
 
-    With the kernels that the environment asks for: `bench/show/d8_every_kernel.py` runs the same tests with each.
+    With the kernels that the environment asks for: `tests/soak/d8_every_kernel.py` runs the same tests with each.
     """
     config = ModelConfig(
         str(directory),

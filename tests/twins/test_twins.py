@@ -1,6 +1,6 @@
 """Tiny checkpoints through the real loader: however a sequence is run here, its logits are the model's own.
 
-Some architectures of every kind; `bench/show/b1_models.py` runs them all, and measures more closely.
+Some architectures of every kind; `tests/soak/b1_models.py` runs them all, and measures more closely.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import save
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
 from rootstock.runtime.base import Rung
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings, ways
 from twins.architectures import VOCAB
-from twins.checkpoints import save
 from twins.driving import BLOCK_SIZE, Cached, allocate, load, random_tokens
 from twins.reference import Reference, largest_difference
 

@@ -1,0 +1,278 @@
+"""Fused parts of decoder layers: which are found, which are not, and that what they compute is the module's own."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedModel
+
+from checkpoints import save
+from rootstock.runtime.torch.fallback import use_attention
+from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, is_fused, undo_fusion
+from rootstock.runtime.torch.fusion.find import fuse
+from rootstock.runtime.torch.fusion.modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from rootstock.runtime.torch.inspect.attention_probe import probe_packed
+from rootstock.runtime.torch.inspect.mask_pattern import IMPLEMENTATION
+from rootstock.runtime.torch.inspect.survey import survey
+from rootstock.runtime.torch.self_check import own_attention, relative_error
+from rootstock.runtime.torch.step_cache import PackedCache
+from rootstock.runtime.torch.weights import read_weights
+from twins.architectures import VOCAB
+from twins.driving import allocate, load, packed_logits, random_tokens
+
+CPU = torch.device("cpu")
+SIZES: dict[str, int] = {  # of models that are made without files
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def model_of(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(save(tmp_path, model_type), dtype=dtype).eval()
+
+
+def fused(model: PreTrainedModel) -> Fusion:
+    """As the loader does it."""
+    with own_attention(model):
+        found = survey(model, CPU)
+    use_attention(model, IMPLEMENTATION)
+    probe_packed(model, found, CPU, 64)
+    return fuse(model, found, CPU, 64)
+
+
+def kinds(fusion: Fusion) -> Counter[type]:
+    return Counter(type(part) for part in fusion.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("llama", 3), ("qwen3_moe", 3), ("gemma2", 4), ("gemma3_text", 4), ("smollm3", 3), ("qwen2", 3)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_made_of_common_parts_are_fused_whole(
+    tmp_path: Path, model_type: str, layers: int, dtype: torch.dtype
+) -> None:
+    found = kinds(fused(model_of(tmp_path, model_type, dtype)))
+    assert found[FusedLayer] == found[FusedAttention] == layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "whole"), [("phi3", FusedAttention), ("olmo2", FusedMLP), ("deepseek_v3", FusedNorm)]
+)
+def test_of_other_layers_the_common_parts_are_fused(tmp_path: Path, model_type: str, whole: type) -> None:
+    found = kinds(fused(model_of(tmp_path, model_type)))
+    assert found[whole] >= 3
+    assert found[FusedLayer] == 0
+
+
+def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """The same module, of a class whose forward changes the result."""
+    own = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = own(self, *args, **kwargs)
+        return (change(given[0]), *given[1:]) if isinstance(given, tuple) else change(given)
+
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: 1.01 * x, lambda x: x.clamp(-1.0, 1.0), lambda x: x.roll(1, -1)],
+    ids=["scaled", "clamped", "rolled"],
+)
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm", ""])
+def test_a_part_that_computes_something_else_stays_as_its_file_says(
+    tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    model = model_of(tmp_path, "llama")
+    layer = model.model.layers[1]
+    changed(layer.get_submodule(part), change)
+    parts = fused(model).parts
+    name = "model.layers.1"
+    assert f"{name}.{part}".rstrip(".") not in parts
+    assert "model.layers.0" in parts
+    assert "model.layers.2" in parts
+    if part in ("self_attn", "input_layernorm"):
+        assert name not in parts, "a layer is made of its fused parts"
+
+
+def test_what_a_part_does_at_far_positions_only_is_seen(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "llama")
+    own = type(model.model.layers[1].self_attn).forward
+
+    def forward(self: nn.Module, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        out, weights = own(self, *args, position_ids=position_ids, **kwargs)
+        return out * torch.where(position_ids > 40, 1.5, 1.0)[..., None], weights
+
+    module = model.model.layers[1].self_attn
+    module.__class__ = type("Far", (type(module),), {"forward": forward})
+    assert "model.layers.1.self_attn" not in fused(model).parts
+
+
+@pytest.mark.parametrize(
+    ("activation", "mlps"),
+    [("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 2), ("quick_gelu", 0), ("mish", 0), ("relu", 0)],
+)
+def test_an_activation_that_is_nearly_another_is_told_apart_in_bfloat16_too(
+    activation: str, mlps: int
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES,
+        hidden_act=activation,
+        initializer_range=0.1,
+    )
+    found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()))
+    assert found[FusedMLP] == mlps
+    assert found[FusedLayer] == 2
+
+
+@pytest.mark.parametrize("share", [0.22, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_adds_a_share_to_large_hidden_states_stays_as_its_file_says(
+    share: float, dtype: torch.dtype
+) -> None:
+    """What is added is 1 % of these hidden states, which is about what bfloat16 rounds of them."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        **SIZES,
+        embedding_multiplier=100.0,
+        residual_multiplier=share,
+    )
+    found = kinds(fused(AutoModelForCausalLM.from_config(config, dtype=dtype).eval()))
+    assert found[FusedAttention] == found[FusedMLP] == 2
+    assert found[FusedLayer] == 0
+
+
+def test_a_model_that_is_undone_is_as_its_file_says(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "llama")
+    assert fused(model).parts
+    with own_attention(model):
+        assert not any(is_fused(module) for module in model.modules())
+    assert any(is_fused(module) for module in model.modules())
+    undo_fusion(model)
+    assert not any(is_fused(module) for module in model.modules())
+
+
+def test_a_call_with_something_unknown_goes_to_the_module_itself(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "llama")
+    fused(model)
+    mlp, norm = model.model.layers[0].mlp, model.model.norm
+    with pytest.raises(TypeError):
+        mlp(torch.zeros(1, 1, model.config.hidden_size), scale=2.0)
+    with pytest.raises(TypeError):
+        norm(torch.zeros(1, 1, model.config.hidden_size), scale=2.0)
+
+
+def test_fused_or_not_the_logits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, "llama")
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21, 3)]
+    both = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr("rootstock.runtime.torch.fallback._fuse", lambda *given: NOTHING_FUSED)
+        runtime = load(path)
+        assert any(is_fused(m) for m in runtime._model.modules()) == fuses
+        allocate(runtime)
+        both.append(packed_logits(runtime, sequences, [{0: 5, 1: 20, 2: 2}, {0: 20, 1: 1, 2: 1}, {0: 15}]))
+    for ours, own in zip(*both, strict=True):
+        assert np.abs(ours - own).max() <= 1e-4 * own.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_share_linear_layers_are_fused_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    def sharing(*given: Any, **more: Any) -> nn.Module:
+        model: Any = read_weights(*given, **more)
+        first, second, third = model.model.layers
+        second.self_attn.k_proj = first.self_attn.k_proj
+        third.mlp.down_proj = first.mlp.down_proj
+        return model  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("rootstock.runtime.torch.runner.read_weights", sharing)
+    path, sequences = save(tmp_path, "llama"), [random_tokens(VOCAB, 20, 1)]
+    both = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr("rootstock.runtime.torch.fallback._fuse", lambda *given: NOTHING_FUSED)
+        runtime = load(path, dtype)
+        forms = [vars(layer).get("forward") for layer in runtime._model.model.layers]
+        assert all(isinstance(form, FusedLayer) for form in forms) == fuses
+        allocate(runtime)
+        both.append(packed_logits(runtime, sequences, [{0: 12}, {0: 7}, {0: 1}])[0])
+    assert relative_error(*both) <= (1e-4 if dtype == "float32" else 0.1)
+
+
+def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = FusedLayer.rows
+    monkeypatch.setattr(FusedLayer, "rows", lambda self, *given: 1.1 * wrong(self, *given))
+    monkeypatch.setattr("rootstock.runtime.torch.fusion.find._Fuser._agrees", agrees_to_anything)
+    runtime = load(save(tmp_path, "llama"))
+    assert runtime.description.rung == "packed"
+    assert "logit" in runtime.description.rung_reason
+    assert not any(is_fused(module) for module in runtime._model.modules())
+
+
+def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PackedCache.memory_of
+
+    def neighbours(self: PackedCache, index: int, dtype: torch.dtype) -> Any:
+        memory = right(self, index, dtype)
+        return None if memory is None else (*memory[:2], (memory[2] + 1) % 8)
+
+    monkeypatch.setattr(PackedCache, "memory_of", neighbours)
+    runtime = load(save(tmp_path, "llama"))
+    assert runtime.description.rung == "packed"
+    assert not any(is_fused(module) for module in runtime._model.modules())
+
+
+def agrees_to_anything(self: Any, module: nn.Module, form: Any) -> bool:
+    from rootstock.kernels.api import Scores
+
+    if isinstance(form, FusedAttention):
+        form.scores = Scores(module.scaling)  # type: ignore[arg-type]
+    return not (isinstance(form, FusedNorm) and form.weight.mean() > 1.5)
+
+
+def test_without_numba_a_model_runs_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if "torch_fus" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    found = builtins.__import__
+
+    def no_numba(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("rootstock.runtime.torch_fus"):
+            raise ImportError("no Numba")
+        return found(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_numba)
+    runtime = load(save(tmp_path, "llama"))
+    assert runtime.description.rung == "packed"
+    assert not any(is_fused(module) for module in runtime._model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "diffllama", "qwen3_next"])
+def test_a_model_in_which_nothing_can_be_fused_is_packed_all_the_same(
+    tmp_path: Path, model_type: str
+) -> None:
+    """In float16 nothing is; what the first try had put in place does not stand in the way of the next."""
+    described = load(save(tmp_path, model_type), "float16").description
+    assert (described.rung, described.rung_reason) == ("packed", "")

@@ -1,0 +1,112 @@
+"""Who attends: chosen once, compiled before the first request, and said when it cannot be."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from numba.core.event import install_recorder
+
+from checkpoints import VOCAB, save
+from rootstock.config import ModelConfig
+from rootstock.errors import InvalidOption
+from rootstock.kernels.cpu import compiler, decode_loops
+from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
+from rootstock.runtime.torch import attention_backends
+from rootstock.runtime.torch.attention_backends import compiled_for
+from rootstock.runtime.torch.runner import load_model
+from twins.driving import BLOCK_SIZE, BLOCKS, ByHand, mixed_steps, random_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ordinary = builtins.__import__
+
+    def refusing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(("numba", "rootstock.kernels.cpu.attention")):
+            raise ImportError("No module named 'numba'")
+        return ordinary(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    attention_backends._numba_missing.cache_clear()
+    yield
+    attention_backends._numba_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_without_numba_attention_runs_on_torch_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert compiled_for(CPU) is None
+        assert compiled_for(CPU) is None
+    (record,) = caplog.records
+    assert "Numba cannot be imported (No module named 'numba')" in record.getMessage()
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_who_asks_for_numba_and_has_none_is_told(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    with pytest.raises(InvalidOption, match="Numba cannot be imported"):
+        load_model(ModelConfig(str(tmp_path), device="cpu", attention="numba"))
+
+
+def test_numba_is_for_cpus_unless_it_is_not_wanted() -> None:
+    assert compiled_for(CPU) == compiled_for(CPU, "numba") == "numba"
+    assert compiled_for(CPU, "torch") is None
+    assert compiled_for(torch.device("mps")) is None
+    with pytest.raises(InvalidOption, match="--attention"):
+        ModelConfig("any", attention="fast")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_once_a_model_is_loaded(model_type: str, dtype: str, tmp_path: Path) -> None:
+    save(tmp_path, model_type)
+    runtime = load_model(ModelConfig(str(tmp_path), dtype=dtype, device="cpu", threads=1))
+    runtime.allocate([BLOCKS] * len(runtime.description.families), BLOCK_SIZE)
+    sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9))]
+    with install_recorder("numba:compile") as recorded:
+        hand = ByHand(runtime)
+        running = [hand.start(tokens) for tokens in sequences]
+        for step in mixed_steps([len(tokens) for tokens in sequences], 3, 13):
+            hand.step({running[i]: new for i, new in step.items()})
+    assert not recorded.buffer
+
+
+def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def refusing(signature: Any, cache: bool = False) -> Any:
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: SimpleNamespace(address=4711)
+
+    monkeypatch.setattr(compiler.nb, "cfunc", refusing)
+    decode_loops.loops_for.cache_clear()
+    try:
+        assert loops_for(torch.float32) == 4711
+    finally:
+        decode_loops.loops_for.cache_clear()
+    assert asked == [True, False]
+    assert "compiled at each start" in caplog.text
+
+
+def test_the_torch_way_can_be_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, "llama")
+    for asked, compiled in (("torch", False), ("numba", True)):
+        runtime = load_model(
+            ModelConfig(str(tmp_path), dtype="float32", device="cpu", threads=1, attention=asked)
+        )
+        runtime.allocate((BLOCKS,), BLOCK_SIZE)
+        assert runtime._pool is not None
+        assert isinstance(runtime._pool.kernels.sliced, NumbaAttention) is compiled

@@ -1,0 +1,167 @@
+"""A kernel that is compiled for the device: used if it agrees, and what happens if it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import VOCAB, save
+from rootstock.cache.families import TokenFamily
+from rootstock.config import ModelConfig
+from rootstock.kernels.api import StepAttention
+from rootstock.kernels.cpu import attention
+from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.runtime.torch import attention_backends, runner
+from rootstock.runtime.torch.attention_backends import compiled_for
+from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+
+STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
+CUDA = torch.device("cuda")
+
+
+class Right(GatherAttention):
+    used = 0
+
+    def __init__(self, block_size: int, device: torch.device, least_split: int) -> None:
+        super().__init__(block_size, device)
+
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        type(self).used += 1
+        return super().prepare(spans, family)
+
+
+class Wrong(Right):
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        """Heads get each other's results."""
+        step = super().prepare(spans, family)
+        return lambda *given: step(*given).flip(1)
+
+
+class Uncompilable(Right):
+    def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
+        raise RuntimeError("ptxas fatal: no such target\nand a long listing")
+
+
+@pytest.fixture(params=[Right, Wrong, Uncompilable])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Right]:
+    """Stands in for Triton's, on a CPU."""
+    monkeypatch.setitem(
+        sys.modules, "rootstock.kernels.cuda.triton_attention", SimpleNamespace(TritonAttention=request.param)
+    )
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
+    monkeypatch.setattr(request.param, "used", 0)
+    return request.param
+
+
+def assert_agrees(directory: Path, runtime: runner.TorchRuntime) -> None:
+    allocate(runtime)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    own = Dense(directory, attention="eager")
+    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
+        expected = own.logits(tokens)
+        assert float(np.abs(logits - expected).max()) <= 1e-3 * float(expected.std())
+
+
+def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
+    tmp_path: Path, kernel: type[Right], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save(tmp_path, "gemma3_text")  # full attention and windows
+    with caplog.at_level(logging.WARNING):
+        runtime = load(directory)
+    described, before = runtime.description, kernel.used
+    assert described.rung == "packed"
+    assert_agrees(directory, runtime)
+    warnings = [record.getMessage() for record in caplog.records]
+    if kernel is Right:
+        assert (described.rung_reason, warnings) == ("", [])
+        assert kernel.used > before
+        return
+    assert kernel.used == before
+    said = "of a first chunk is" if kernel is Wrong else "RuntimeError: ptxas fatal: no such target"
+    assert said in described.rung_reason
+    assert len(warnings) == 1
+    assert "without triton" in warnings[0]
+    assert said in warnings[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_decodes_that_miss_a_position_are_given_up(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lay_out = attention._lay_out
+
+    def less(spans: Sequence[Span], family: TokenFamily, block_size: int) -> Any:
+        cut = [Span(s.row, s.new, s.past - (s.new == 1), s.blocks) for s in spans]
+        return lay_out(cut, family, block_size)
+
+    directory = save(tmp_path, "llama")
+    assert load(directory, dtype)._served.compiled == "numba"
+    monkeypatch.setattr(attention, "_lay_out", less)
+    with caplog.at_level(logging.WARNING):
+        runtime = load(directory, dtype)
+    assert (runtime.description.rung, runtime._served.compiled) == ("packed", None)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "without numba" in warning
+
+
+def test_a_model_that_cannot_be_packed_blames_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
+    with caplog.at_level(logging.WARNING):
+        described = load(save(tmp_path, "bloom")).description
+    assert described.rung == "one sequence per forward"
+    assert described.rung_reason.count("does not call attention") == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "compiled", "said"),
+    [
+        ((9, 0), True, "triton", ""),
+        ((9, 0), False, None, "triton is not installed"),
+        ((7, 5), True, None, "compute capability is below 8.0"),
+    ],
+)
+def test_which_cuda_devices_get_a_compiled_kernel(
+    capability: tuple[int, int],
+    installed: bool,
+    compiled: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        attention_backends.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
+    assert compiled_for(CUDA) == compiled
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "llama4_text"])
+def test_models_are_served_by_triton(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention; windows and softcaps; sinks; chunks. Without a device, by Triton's interpreter."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
+    directory = save(tmp_path, model_type)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runtime = runner.load_model(ModelConfig(str(directory), dtype="float32", device=device))
+    assert (runtime.description.rung, runtime.description.rung_reason) == ("packed", "")
+    assert runtime._served.compiled == "triton"
+    assert_agrees(directory, runtime)
+    assert runtime._pool is not None
+    assert {layer.kernel for layer in runtime._pool.layers.values()} == {"triton"}

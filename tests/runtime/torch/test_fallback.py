@@ -1,0 +1,173 @@
+"""The ladder: on which rung a model ends, why, and in what condition it is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from checkpoints import VOCAB, save
+from rootstock.errors import ModelUnsupported
+from rootstock.runtime.torch import runner
+from rootstock.runtime.torch.hooks import IMPLEMENTATION, Unexpanded
+from rootstock.runtime.torch.inspect import attention_probe, mask_pattern
+from rootstock.runtime.torch.module_parts import PartByPart
+from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+
+STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
+
+
+def assert_agrees(directory: Path) -> None:
+    """Two sequences in chunks and decodes, with the model's own attention as the reference."""
+    runtime = load(directory)
+    allocate(runtime)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    own = Dense(directory, attention="eager")
+    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
+        expected = own.logits(tokens)
+        assert float(np.abs(logits - expected).max()) <= 1e-3 * float(expected.std())
+
+
+def in_parts(model: nn.Module) -> dict[str, bool]:
+    """Class of each module that does not take a packed step as it is → whether it runs alone."""
+    found = {}
+    for module in model.modules():
+        forward: Any = vars(module).get("forward")
+        if isinstance(forward, PartByPart):
+            found[type(module).__name__] = forward.alone
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rung", "reason"),
+    [
+        ("llama", "packed", ""),
+        ("gemma3n_text", "packed", ""),
+        ("qwen3_next", "packed", ""),
+        ("mamba2", "packed", ""),
+        ("nemotron_h", "packed", ""),
+        ("zamba2", "packed", ""),
+        ("mamba", "packed, token-wise mixers", "layer 0 (MambaMixer) ignores its stored state"),
+        ("jamba", "packed, token-wise mixers", "(JambaMambaMixer) ignores its stored state"),
+        ("bloom", "one sequence per forward", "BloomForCausalLM does not call attention"),
+    ],
+)
+def test_the_rung_and_why_no_better_one(tmp_path: Path, model_type: str, rung: str, reason: str) -> None:
+    described = load(save(tmp_path, model_type)).description
+    assert described.rung == rung
+    assert reason in described.rung_reason
+    assert bool(reason) == bool(described.rung_reason)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize(
+    ("model_type", "forgets"), [("jamba", True), ("zamba", True), ("zamba2", False), ("minimax", False)]
+)
+def test_a_mixer_that_forgets_is_found_however_noisy_its_model_is(
+    tmp_path: Path, model_type: str, forgets: bool, seed: int, dtype: str
+) -> None:
+    """In bfloat16 the logits of one Jamba in three hide it."""
+    described = load(save(tmp_path, model_type, seed), dtype).description
+    assert described.rung == ("packed, token-wise mixers" if forgets else "packed")
+
+
+def test_a_context_too_short_to_be_cut_is_left_to_the_self_check(tmp_path: Path) -> None:
+    directory = save(tmp_path, "qwen3_next", max_position_embeddings=2)
+    assert load(directory).description.rung == "packed"
+
+
+def test_a_model_whose_decodes_differ_for_an_unknown_reason_is_served_as_it_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "limit_time_steps", lambda model, found: False)
+    described = load(save(tmp_path, "zamba2")).description
+    assert described.rung == "packed"
+    assert "a decode by the model itself differs from one pass" in described.rung_reason
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parts"),
+    [
+        ("llama", {}),
+        ("qwen3_next", {"Qwen3NextGatedDeltaNet": False}),
+        ("diffllama", {"DiffLlamaAttention": True}),
+        ("deepseek_v32", {"DeepseekV32Attention": True}),
+        ("inkling_text", {"InklingAttention": True, "InklingShortConvolution": False}),
+    ],
+)
+def test_only_modules_that_need_it_run_by_parts(
+    tmp_path: Path, model_type: str, parts: dict[str, bool]
+) -> None:
+    assert in_parts(load(save(tmp_path, model_type))._model) == parts
+
+
+def test_a_pattern_that_is_no_family_is_evaluated_for_one_sequence_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "gemma3_text")
+    rule = mask_pattern.MaskPattern.rule
+    monkeypatch.setattr(
+        mask_pattern.MaskPattern,
+        "rule",
+        lambda self, device: None if self.local_size else rule(self, device),
+    )
+    runtime = load(tmp_path)
+    assert runtime.description.rung == "packed"
+    assert [family.name for family in runtime.description.families] == ["full"]
+    assert in_parts(runtime._model) == {"Gemma3Attention": True}
+    assert_agrees(tmp_path)
+
+
+def test_one_sequence_per_forward_serves_windows_and_states_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise attention_probe.LayerUnsupported("cannot be packed today")
+
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.probe_packed", refuse)
+    for model_type in ("gemma3_text", "llama4_text", "qwen3_next", "deepseek_v32"):
+        directory = save(tmp_path / model_type, model_type)
+        described = load(directory).description
+        assert described.rung == "one sequence per forward"
+        assert described.rung_reason == "the model cannot be packed today"
+        assert {family.name for family in described.families} <= {"full", "state"}
+        assert_agrees(directory)
+
+
+def test_a_rung_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = attention_probe.probe_packed
+
+    def late(*args: Any) -> Any:
+        probe(*args)
+        raise attention_probe.LayerUnsupported("is refused when all is in place")
+
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.probe_packed", late)
+    model = load(save(tmp_path, "kimi_linear"))._model
+    assert model.config._attn_implementation == "eager"
+    for module in model.modules():
+        assert not any(isinstance(value, (PartByPart, Unexpanded)) for value in vars(module).values())
+
+
+def test_latents_are_attended_without_being_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = load(save(tmp_path, "deepseek_v3"))
+    allocate(runtime)
+    for module in runtime._model.modules():
+        if isinstance(vars(module).get("expand_kv"), Unexpanded):
+            monkeypatch.setattr(vars(module)["expand_kv"], "expand", lambda *_: pytest.fail("expanded"))
+    packed_logits(runtime, [random_tokens(VOCAB, 40, 1), random_tokens(VOCAB, 21, 2)], STEPS)
+    assert runtime._model.config._attn_implementation == IMPLEMENTATION
+
+
+def test_if_no_rung_can_run_the_model_all_their_reasons_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("in the check")
+
+    monkeypatch.setattr("rootstock.runtime.torch.fallback.self_check", broken)
+    with pytest.raises(ModelUnsupported, match="ZeroDivisionError: in the check"):
+        load(save(tmp_path, "llama"))

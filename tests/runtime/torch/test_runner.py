@@ -1,0 +1,385 @@
+"""The loader: what it says of a model, and how it refuses what it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import VOCAB, save, tiny_model
+from rootstock.cache.families import FullAttention
+from rootstock.cache.plan import BlockCopy, BlockId, Plan
+from rootstock.config import ModelConfig
+from rootstock.errors import (
+    InvalidOption,
+    ModelFileInvalid,
+    ModelPathNotFound,
+    ModelUnsupported,
+    ModelWeightsMissing,
+    SelfCheckFailed,
+)
+from rootstock.runtime.base import Batch, Segment
+from rootstock.runtime.torch.inspect.config import context_limit
+from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
+from twins.driving import BLOCK_SIZE, BLOCKS, Dense, load, packed_logits, random_tokens
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    """Of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+# ------------------------------------------------------------------------------------------- description
+
+
+def test_the_description_says_what_was_loaded(llama: Path) -> None:
+    described = load(llama).description
+    assert described.architecture == "LlamaForCausalLM"
+    assert described.name == llama.name, "clients learn nothing of where it lies"
+    assert described.vocab_size == VOCAB
+    assert described.context_limit == 512
+    assert described.eos_token_ids == (2,)
+    assert (described.dtype, described.kv_dtype, described.device) == ("float32", "float32", "cpu")
+    assert described.parameters == sum(p.numel() for p in tiny_model("llama").parameters())
+    # K and V of 3 layers with 2 heads of 16 floats
+    assert described.families == (FullAttention(layers=3, bytes_per_token=2 * 3 * 2 * 16 * 4),)
+    assert described.rope_regime == ""
+
+
+def test_bfloat16_halves_the_bytes_of_a_token(llama: Path) -> None:
+    described = load(llama, "bfloat16").description
+    assert described.families == (FullAttention(layers=3, bytes_per_token=2 * 3 * 2 * 16 * 2),)
+    assert (described.dtype, described.kv_dtype) == ("bfloat16", "bfloat16")
+
+
+def test_the_pool_takes_the_bytes_that_the_description_says(llama: Path) -> None:
+    runtime = load(llama)
+    runtime.allocate((10,), 4)
+    pool = runtime._pool
+    assert pool is not None
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in pool.layers.values())
+    assert held == 10 * 4 * runtime.description.families[0].bytes_per_token
+
+
+def test_the_served_name_replaces_the_path(llama: Path) -> None:
+    config = ModelConfig(str(llama), dtype="float32", device="cpu", served_name="twin")
+    assert load_model(config).description.name == "twin"
+
+
+def test_several_end_tokens_come_from_the_generation_config(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert load(copy).description.eos_token_ids == (2, 7)
+
+
+def test_the_fingerprint_depends_on_every_weight_and_on_the_configuration(llama: Path, copy: Path) -> None:
+    original = load(llama).description.weights_fingerprint
+    assert load(copy).description.weights_fingerprint == original
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"][-1] += 1e-3
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    changed = load(copy).description.weights_fingerprint
+    edit_config(copy, rms_norm_eps=1e-4)
+    assert len({original, changed, load(copy).description.weights_fingerprint}) == 3
+
+
+def test_progress_goes_through_every_stage_to_its_end(llama: Path) -> None:
+    seen: dict[str, list[float]] = {}
+    config = ModelConfig(str(llama), dtype="float32", device="cpu")
+    load_model(config, lambda stage, done: seen.setdefault(stage, []).append(done))
+    assert list(seen) == ["load", "hash", "compile", "check", "pack"]
+    for reported in seen.values():
+        assert reported == sorted(reported)
+        assert reported[-1] == 1.0
+
+
+def test_dtype_auto_is_what_the_device_computes_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert resolve_dtype("auto", cpu) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert resolve_dtype("auto", cpu) == torch.float32
+    assert resolve_dtype("float16", cpu) == torch.float16
+    assert resolve_dtype("auto", torch.device("mps")) == torch.float16
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    for device in ("cuda", "mps"):
+        with pytest.raises(InvalidOption, match="auto or cpu"):
+            resolve_device(device)
+
+
+# ------------------------------------------------------------------------------------- files that are wrong
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "a/b/c/d", "~/no-such-model"])
+def test_a_path_that_is_not_there(name: str) -> None:
+    with pytest.raises(ModelPathNotFound, match="no such directory"):
+        load_model(ModelConfig(name))
+
+
+def test_a_hub_name_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelPathNotFound, match="the Hub cannot be reached"):
+        load_model(ModelConfig("nobody/nothing"))
+
+
+def test_a_file_in_place_of_a_directory(llama: Path) -> None:
+    with pytest.raises(ModelPathNotFound, match="it is a file"):
+        load_model(ModelConfig(str(llama / "config.json")))
+
+
+def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ModelPathNotFound, match=r"no config\.json"):
+        load_model(ModelConfig(str(tmp_path)))
+
+
+def test_a_configuration_that_is_not_json(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ModelFileInvalid, match=r"config\.json .* not JSON at line 1, column 2"):
+        load(copy)
+
+
+def test_an_architecture_that_nobody_knows(copy: Path) -> None:
+    edit_config(copy, model_type="nothing_like_it")
+    with pytest.raises(ModelUnsupported, match="nothing_like_it"):
+        load(copy)
+
+
+def test_a_directory_without_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelWeightsMissing, match=r"no model\.safetensors"):
+        load(copy)
+    (copy / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelWeightsMissing, match=r"pytorch_model\.bin: convert it to safetensors"):
+        load(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
+def test_weights_that_are_cut_short(copy: Path, keep: float) -> None:
+    path = copy / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(keep if keep > 1 else len(raw) * keep)])
+    with pytest.raises(ModelWeightsMissing, match="damaged"):
+        load(copy)
+
+
+def test_a_parameter_that_is_missing_is_never_made_up(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelWeightsMissing, match=r"1 parameters are missing.*layers\.1\.self_attn\.k_proj"):
+        load(copy)
+
+
+def test_a_parameter_of_another_shape_is_refused(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(65)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelWeightsMissing, match=r"model\.norm\.weight \(\[65\] in the files, \[64\] by config\.json\)"
+    ):
+        load(copy)
+
+
+def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert load(tmp_path).description.parameters > 0
+    shards[1].unlink()
+    with pytest.raises(ModelWeightsMissing, match=shards[1].name):
+        load(tmp_path)
+
+
+# ------------------------------------------------------------------------------- models that are not served
+
+
+@pytest.mark.behaviour(22)
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("recurrent_gemma", r"layer 0 \(RecurrentGemmaDecoderLayer\).*outside the cache"),
+        ("rwkv", r"RwkvBlock.*takes no cache"),
+        ("xlstm", r"xLSTMBlock.*cannot use a cache from outside"),
+        ("deepseek_v4", r"layer 0 \(DeepseekV4DecoderLayer\).*'heavily_compressed_attention'"),
+    ],
+)
+def test_memory_that_the_cache_cannot_keep_is_refused_with_the_layers_class(
+    tmp_path: Path, model_type: str, says: str
+) -> None:
+    save(tmp_path, model_type)
+    with pytest.raises(ModelUnsupported, match=says):
+        load(tmp_path)
+
+
+@pytest.mark.behaviour(22)
+def test_a_model_whose_chunks_do_not_give_what_one_pass_gives_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SelfCheckFailed, match="a later chunk"):
+        load(save(tmp_path, "hrm_text"))
+
+
+@pytest.mark.behaviour(22)
+def test_an_unknown_layer_kind_is_refused_with_the_layers_class(copy: Path) -> None:
+    edit_config(copy, layer_types=["full_attention", "compressed_sparse_attention", "full_attention"])
+    with pytest.raises(
+        ModelUnsupported, match=r"layer 1 \(LlamaDecoderLayer\).*'compressed_sparse_attention'"
+    ):
+        load(copy)
+
+
+# ----------------------------------------------------------------------------- special, but full attention
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24, "sliding_window": None}),
+        (
+            "gpt_oss",
+            {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        ("llama", {"num_key_value_heads": 1}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 20}),
+    ],
+    ids=["softcap", "sinks", "one KV head", "odd heads"],
+)
+def test_softcaps_sinks_and_odd_heads(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
+    save(tmp_path, model_type, **fields | {"layer_types": ["full_attention"] * 3})
+    runtime = load(tmp_path)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
+    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
+    logits = packed_logits(runtime, sequences, [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}])
+    dense = Dense(tmp_path)
+    dense.model.set_attn_implementation("eager")  # with softcap or sinks, the only faithful one
+    for tokens, ours in zip(sequences, logits, strict=True):
+        expected = dense.logits(tokens)
+        assert float(np.abs(ours - expected).max()) <= 1e-3 * float(expected.std())
+
+
+# ------------------------------------------------------------------------------------------------- RoPE
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit", "regime"),
+    [
+        ({"rope_type": "default"}, 512, ""),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, ""),
+        ({"rope_type": "dynamic", "factor": 4.0}, 512, "dynamic<=512"),
+        (
+            {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.0] * 8,
+                "long_factor": [3.0] * 8,
+            },
+            128,
+            "longrope<=128",
+        ),
+    ],
+    ids=["default", "yarn", "dynamic", "longrope"],
+)
+def test_frequencies_that_depend_on_the_batch_cap_the_context(
+    tmp_path: Path, parameters: dict[str, Any], limit: int, regime: str
+) -> None:
+    save(tmp_path, "llama", rope_parameters=parameters | {"rope_theta": 10000.0})
+    runtime = load(tmp_path)
+    described = runtime.description
+    assert (described.context_limit, described.rope_regime) == (limit, regime)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
+    # Up to the limit, a short sequence packed with the longest one gets its own frequencies.
+    sequences = [random_tokens(VOCAB, n, n) for n in (min(limit, 300), 30)]
+    long, short = packed_logits(runtime, sequences, [{0: len(sequences[0]), 1: 30}])
+    dense = Dense(tmp_path)
+    for tokens, ours in ((sequences[0], long), (sequences[1], short)):
+        expected = dense.logits(tokens)
+        assert float(np.abs(ours - expected).max()) <= 1e-3 * float(expected.std())
+
+
+def test_a_regime_of_one_layer_kind_counts() -> None:
+    class Nested:
+        max_position_embeddings = 1000
+        rope_parameters = {  # noqa: RUF012
+            "sliding_attention": {"rope_type": "default"},
+            "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 100},
+        }
+
+    assert context_limit(Nested()) == (100, "longrope<=100")
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+def test_only_rows_that_are_asked_for_are_scored(llama: Path) -> None:
+    runtime = load(llama)
+    runtime.allocate((BLOCKS,), BLOCK_SIZE)
+    tokens = random_tokens(VOCAB, 20, 0)
+    tables = np.arange(9, dtype=np.int32).reshape(3, 3)
+    every = [runtime.forward(Batch([Segment(tokens, 0, (table,), 20)])) for table in tables]
+    some = runtime.forward(
+        Batch(
+            [
+                Segment(tokens, 0, (tables[0],), 0),
+                Segment(tokens, 0, (tables[1],), 3),
+                Segment(tokens, 0, (tables[2],), 1),
+            ]
+        )
+    )
+    assert some.dtype == np.float32
+    assert some.shape == (4, VOCAB)
+    np.testing.assert_allclose(some[:3], every[1][-3:], atol=1e-4)
+    np.testing.assert_allclose(some[3], every[2][-1], atol=1e-4)
+    none = runtime.forward(Batch([Segment(tokens, 0, (tables[0],), 0)]))
+    assert none.shape == (0, VOCAB)
+    assert none.dtype == np.float32
+
+
+def test_copies_are_executed_in_order_and_only_as_far_as_asked(llama: Path) -> None:
+    runtime = load(llama)
+    runtime.allocate((6,), 4)
+    pool = runtime._pool
+    assert pool is not None
+    with torch.inference_mode():
+        for layer in pool.layers.values():
+            for memory in (layer.keys, layer.values):
+                memory.copy_(torch.arange(24.0)[:, None, None].expand_as(memory))
+    copies = [(0, 3, 4), (3, 4, 2), (1, 5, 3), (4, 1, 4)]
+    runtime.apply(Plan(tuple(BlockCopy(BlockId(s), BlockId(t), n) for s, t, n in copies)))
+    expected = np.arange(24).reshape(6, 4)
+    for source, target, tokens in copies:
+        expected[target, :tokens] = expected[source, :tokens].copy()
+    for layer in pool.layers.values():
+        for memory in (layer.keys, layer.values):
+            assert memory[:, 0, 0].tolist() == expected.flatten().tolist()
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_the_option(llama: Path) -> None:
+    with pytest.raises(InvalidOption, match="--kv-budget"):
+        load(llama).allocate((1 << 40,), 32)

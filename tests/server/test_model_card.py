@@ -1,0 +1,109 @@
+"""What is said of a loaded model, and `rootstock models check`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoints import save_plain
+from rootstock.cache.families import (
+    ChunkedAttention,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+)
+from rootstock.cli import main as command
+from rootstock.runtime.base import ModelDescription
+from rootstock.server.model_card import (
+    bytes_per_checkpoint,
+    bytes_per_token,
+    families_in_words,
+    numbers_of,
+    table_of,
+)
+from rootstock.units import in_units
+
+FULL = FullAttention(layers=1, bytes_per_token=100)
+WINDOW = SlidingWindow(layers=3, bytes_per_token=10, window=9)
+CHUNKS = ChunkedAttention(layers=2, bytes_per_token=1, chunk=8)
+STATE = RecurrentState(layers=2, bytes_per_state=5000)
+
+
+def test_a_token_costs_what_its_attention_layers_keep_and_a_checkpoint_the_state_and_the_tails() -> None:
+    assert bytes_per_token((FULL, WINDOW, STATE)) == 110
+    assert bytes_per_checkpoint((FULL,), 4) == 0
+    assert bytes_per_checkpoint((FULL, STATE), 4) == 5000
+    # Eight positions behind the query touch three blocks of four at most, seven of a chunk's touch three, too.
+    assert bytes_per_checkpoint((WINDOW,), 4) == 3 * 4 * 10
+    assert bytes_per_checkpoint((CHUNKS, STATE), 4) == 3 * 4 + 5000
+    assert bytes_per_checkpoint((SlidingWindow(1, 10, window=1),), 4) == 0
+    for start in range(40):  # the bound, by counting
+        blocks = (start + 8 - 1) // 4 - start // 4 + 1
+        assert blocks * 4 * 10 <= bytes_per_checkpoint((WINDOW,), 4)
+
+
+def test_a_description_names_the_rung_its_reason_and_every_family() -> None:
+    description = ModelDescription(
+        name="m", architecture="A", vocab_size=10, context_limit=4096, families=(FULL, STATE),
+        weights_fingerprint="w", dtype="bfloat16", kv_dtype="bfloat16", device="cpu", parameters=1234,
+        rope_regime="longrope<=4096", rung="one sequence per forward", rung_reason="its layers ask for it",
+    )  # fmt: skip
+    numbers = numbers_of(description, 16)
+    assert numbers["rung"] == "one sequence per forward"
+    assert (numbers["speculation"], numbers["speculation_reason"]) == ("prompt lookup", "")
+    assert numbers_of(description, 16, "not asked for")["speculation_reason"] == "not asked for"
+    assert numbers["families"] == [
+        {"name": "full", "layers": 1, "bytes_per_token": 100},
+        {"name": "state", "layers": 2, "bytes_per_state": 5000},
+    ]
+    assert (numbers["bytes_per_token"], numbers["bytes_per_checkpoint"]) == (100, 5000)
+    rows = table_of(description, 16)
+    assert ("runs", "one sequence per forward: its layers ask for it") in rows
+    assert ("layers", "state × 2 layers, 4.9 KiB per state") in rows
+    assert ("RoPE", "longrope<=4096") in rows
+    assert families_in_words(description.families) == "full × 1 layer + state × 2 layers"
+    assert in_units(1023) == "1,023 bytes"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["rootstock", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_model_that_can_be_served_is_told_about_in_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plain(
+        tmp_path / "tiny", "llama", vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    checked = ["models", "check", str(tmp_path / "tiny"), "--dtype", "float32", "--device", "cpu"]
+    assert run(monkeypatch, *checked) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "model           tiny",
+        "runs            packed",
+        "layers          full × 2 layers, 512 bytes per token",
+        "per checkpoint  none needed: it resumes anywhere",
+        "context limit   512 tokens",
+        "dtype           float32, cache in float32, on cpu",
+    ):
+        assert line in out.splitlines()
+
+
+def test_a_model_that_is_refused_is_one_line_and_exit_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert run(monkeypatch, "models", "check", str(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("rootstock: ")
+    assert "Traceback" not in err
+    assert run(monkeypatch, "models", "check", str(tmp_path), "--block-size", "0") == 2
+    assert "--block-size" in capsys.readouterr().err

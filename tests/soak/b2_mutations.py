@@ -1,0 +1,417 @@
+"""B2: mistakes made on purpose in the product's code, each of which must be noticed.
+
+Every mutation changes one thing at run time: drops the sinks, widens a window by one position, forgets to restore a
+state, … For each of them a tiny model that needs the thing is loaded with the mutation, which the self-check must
+refuse or avoid by stepping down to a rung that does not use it; and the tests of tests/twins are run on a model
+that was loaded without it. A mutation is caught if either notices; both are reported.
+
+The same models without a mutation must load as expected, and pass the same tests before and after.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from common import conclude, exactly
+from transformers.utils import logging as transformers_logging
+
+from checkpoints import save
+from rootstock.cache import KVCache
+from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
+from rootstock.cache.lease import BlockTable
+from rootstock.cache.plan import Plan, StateCopy
+from rootstock.kernels.api import Scores
+from rootstock.kernels.cpu import attention
+from rootstock.kernels.spans import EVERYTHING, Span
+from rootstock.kernels.torch.gathered_attention import GatherAttention
+from rootstock.kernels.torch.sliced_attention import SlicedAttention
+from rootstock.runtime.torch import hooks, step_cache
+from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
+from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
+from rootstock.runtime.torch.runner import TorchRuntime
+from rootstock.runtime.torch.state_pool import StateCache, StatePool
+from rootstock.runtime.torch.step_cache import PackedCache, SequenceCache
+from twins import test_twins
+from twins.driving import load
+from twins.test_twins import Twin, twin_in
+
+TESTS: tuple[Callable[[Twin], None], ...] = (
+    test_twins.test_any_mixture_of_four_sequences_gives_the_models_own_logits,
+    test_twins.test_a_prefill_cut_anywhere_gives_the_models_own_logits,
+    test_twins.test_every_checkpoint_can_be_resumed_from_again_and_again,
+    test_twins.test_the_cache_resumes_at_every_checkpoint_that_it_left,
+    test_twins.test_what_was_evicted_is_computed_again_and_right,
+    test_twins.test_the_engine_serves_several_that_share_prefixes_as_each_alone,
+)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    what: str
+    model_type: str  # a model that needs what is changed
+    changed: tuple[tuple[Any, str], ...]  # the objects and their attributes
+    change: Callable[[Any], Any]  # from the right attribute to the wrong one
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        patches = [
+            patch.object(owner, name, self.change(getattr(owner, name))) for owner, name in self.changed
+        ]
+        for each in patches:
+            each.start()
+        try:
+            yield
+        finally:
+            for each in patches:
+                each.stop()
+
+
+# ------------------------------------------------------------------------------------------------ how to be wrong
+
+
+def scores(change: Callable[[Scores], Scores]) -> Callable[[Any], Any]:
+    """What attention does to products of queries and keys."""
+    return lambda right: lambda *args, **kwargs: right(*_changed(args, Scores, change), **kwargs)
+
+
+def family(change: Callable[[TokenFamily], TokenFamily]) -> Callable[[Any], Any]:
+    """What a kernel believes that the rows of a layer may see."""
+
+    def wrong(right: Any) -> Any:
+        def prepare(*args: Any) -> Any:
+            # Blocks that a window has given back are read as others: compiled loops do not look for them, and would
+            # read outside of the pool, which ends the process.
+            whole = _changed(args, list, lambda spans: [_with_all_blocks(span) for span in spans])
+            return right(*_changed(whole, TokenFamily, change))
+
+        return prepare
+
+    return wrong
+
+
+def _changed(args: Sequence[Any], kind: Any, change: Callable[[Any], Any]) -> list[Any]:
+    return [change(arg) if isinstance(arg, kind) else arg for arg in args]
+
+
+def _with_all_blocks(span: Span) -> Span:
+    return replace(span, blocks=np.maximum(span.blocks, 0))
+
+
+def wider(by: int) -> Callable[[TokenFamily], TokenFamily]:
+    def change(family: TokenFamily) -> TokenFamily:
+        return replace(family, window=family.window + by) if isinstance(family, SlidingWindow) else family
+
+    return change
+
+
+def chunk_as_window(family: TokenFamily) -> TokenFamily:
+    return SlidingWindow(1, 1, family.chunk) if isinstance(family, ChunkedAttention) else family
+
+
+def nothing(right: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def constant(value: Any) -> Callable[[Any], Any]:
+    return lambda right: lambda *args, **kwargs: value
+
+
+def from_the_next_slot(right: Any) -> Any:
+    def copy(self: StatePool, copies: Sequence[StateCopy]) -> None:
+        right(self, [StateCopy((c.source + 1) % self.slots, c.target) for c in copies])
+
+    return copy
+
+
+def stores_only(kind: str) -> Callable[[Any], Any]:
+    def wrong(right: Any) -> Any:
+        def write(self: StatePool, shape: Any, slots: Any, states: Any) -> None:
+            if shape.key.kind == kind:
+                right(self, shape, slots, states)
+
+        return write
+
+    return wrong
+
+
+def states(change: Callable[[Any, bool], tuple[Any, bool]]) -> Callable[[Any], Any]:
+    """Which slots a call's states come from, and whether they hold anything."""
+
+    def wrong(right: Any) -> Any:
+        def init(self: StateCache, pool: Any, slots: Any, *, continues: bool) -> None:
+            slots, continues = change(slots, continues)
+            right(self, pool, slots, continues=continues)
+
+        return init
+
+    return wrong
+
+
+def several_at_a_time(right: Any) -> Any:
+    def init(self: PackedCache, pool: Any, segments: Any, *, token_wise: bool = False) -> None:
+        right(self, pool, segments)
+
+    return init
+
+
+def without(*names: str) -> Callable[[Any], Any]:
+    """Of what else a model passes to attention that runs alone."""
+
+    def wrong(right: Any) -> Any:
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, extra: Any) -> Any:
+            kept = {name: given for name, given in extra.items() if name not in names}
+            return right(module, query, key, value, mask, scores, kept)
+
+        return attend
+
+    return wrong
+
+
+def yes_or_no(right: Any) -> Any:
+    """A mask that is added to scores only hides."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, extra: Any) -> Any:
+        return right(module, query, key, value, mask > torch.finfo(mask.dtype).min, scores, extra)
+
+    return attend
+
+
+def sees_all(right: Any) -> Any:
+    def between(self: MaskPattern, past: int, end: int, device: torch.device) -> torch.Tensor:
+        return torch.ones_like(right(self, past, end, device))
+
+    return between
+
+
+def not_stored(right: Any) -> Any:
+    def update(self: SequenceCache, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        memory = self._pages.layers[layer_idx].indexer
+        kept = memory.clone()
+        out = right(self, indexer_key_states, layer_idx)
+        memory.copy_(kept)
+        return out
+
+    return update
+
+
+def values_lost(right: Any) -> Any:
+    def write(self: LayerMemory, slots: Any, key: Any, value: Any) -> tuple[Any, Any]:
+        right(self, slots, key, torch.zeros_like(value))
+        return key, value
+
+    return write
+
+
+def without_states(right: Any) -> Any:
+    """A plan that copies blocks and forgets the states."""
+    return lambda *args: Plan(copies=right(*args).copies)
+
+
+def another_checkpoint(right: Any) -> Any:
+    def first_plan(self: KVCache, *args: Any) -> Plan:
+        plan = right(self, *args)
+        slots = self.pools.states.pool.total_blocks
+        return replace(plan, states=tuple(StateCopy((c.source + 1) % slots, c.target) for c in plan.states))
+
+    return first_plan
+
+
+def one_block_early(right: Any) -> Any:
+    def release_before(self: BlockTable, index: int) -> Any:
+        return right(self, min(index + 1, self.length - 1))
+
+    return release_before
+
+
+def only_full_blocks(right: Any) -> Any:
+    """Copies of blocks are made in the first family only."""
+
+    def copy(self: TorchPool, copies: Sequence[Any]) -> None:
+        right(self, [c for c in copies if c.family == 0])
+
+    return copy
+
+
+def counted_in_the_step(right: Any) -> Any:
+    def call(self: TorchRuntime, tokens: Any, positions: Any, cache: Any, rows: Any) -> Any:
+        return right(self, tokens, torch.arange(len(positions)).numpy(), cache, rows)
+
+    return call
+
+
+# Of chunks, and of decodes: their loops lay a step out by themselves.
+KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attention, "_lay_out"))
+# Of modules that are fused, and of those that run as they are.
+SCORES = ((PackedCache, "attend"), (step_cache._PagedLayer, "attend"))
+SLOTS = ((StateCache, "__init__"),)
+STORE = ((StatePool, "write"),)
+
+MUTATIONS = (
+    # scores
+    Mutation("the sinks are dropped", "gpt_oss", SCORES, scores(lambda s: replace(s, sinks=None))),
+    Mutation("the soft cap is dropped", "gemma2", SCORES, scores(lambda s: replace(s, softcap=None))),
+    Mutation("the scale is dropped", "llama", SCORES, scores(lambda s: replace(s, scale=1.0))),
+    Mutation(
+        "latents are scaled by their own width",
+        "deepseek_v3",
+        SCORES,
+        scores(lambda s: replace(s, scale=32**-0.5)),
+    ),
+    # what is seen
+    Mutation("a window is treated as full attention", "mistral", KERNELS, family(lambda f: EVERYTHING)),
+    Mutation("so is one beside soft caps", "gemma2", KERNELS, family(lambda f: EVERYTHING)),
+    Mutation("a window is one position too long", "mistral", KERNELS, family(wider(1))),
+    Mutation("a window is one position too short", "gpt_oss", KERNELS, family(wider(-1))),
+    Mutation("a window of latents is one position too long", "dots3_note_text", KERNELS, family(wider(1))),
+    Mutation("a chunk is treated as full attention", "llama4_text", KERNELS, family(lambda f: EVERYTHING)),
+    Mutation("a chunk is treated as a window", "llama4_text", KERNELS, family(chunk_as_window)),
+    Mutation(
+        "attention that runs alone sees what follows", "diffllama", ((MaskPattern, "between"),), sees_all
+    ),
+    # positions
+    Mutation(
+        "a layer that asks for its position is told 0",
+        "llama4_text",
+        ((PackedCache, "get_seq_length"),),
+        constant(0),
+    ),
+    Mutation("positions are counted in the step", "llama", ((TorchRuntime, "_call"),), counted_in_the_step),
+    # blocks
+    Mutation("a shared part of a block is not copied", "llama", ((TorchPool, "_copy"),), nothing),
+    Mutation("nor in windows", "gemma3n_text", ((TorchPool, "_copy"),), only_full_blocks),
+    Mutation("rotary keys of latents are not stored", "deepseek_v3", ((LayerMemory, "write"),), values_lost),
+    # attention of its own kind
+    Mutation(
+        "an indexer's keys are not stored", "deepseek_v32", ((SequenceCache, "update_indexer"),), not_stored
+    ),
+    Mutation(
+        "what an indexer chose is ignored",
+        "deepseek_v32",
+        ((hooks, "_attend_alone"),),
+        without("indices"),
+    ),
+    Mutation("a bias is dropped", "inkling_text", ((hooks, "_attend_alone"),), without("position_bias")),
+    Mutation("a bias is taken for a mask", "doge", ((hooks, "_attend_alone"),), yes_or_no),
+    # states
+    Mutation("states are not restored", "mamba2", ((StatePool, "copy"),), nothing),
+    Mutation(
+        "states are restored from the next slot", "qwen3_next", ((StatePool, "copy"),), from_the_next_slot
+    ),
+    Mutation("states of convolutions stay as they were", "mamba2", STORE, stores_only("recurrent_states")),
+    Mutation("where there are no others", "lfm2", STORE, stores_only("recurrent_states")),
+    Mutation("recurrent states stay as they were", "qwen3_next", STORE, stores_only("conv_states")),
+    Mutation("stored states are ignored", "falcon_h1", SLOTS, states(lambda slots, _: (slots, False))),
+    Mutation(
+        "a sequence begins with what was in its slot", "mamba2", SLOTS, states(lambda slots, _: (slots, True))
+    ),
+    Mutation(
+        "sequences get one another's states",
+        "kimi_linear",
+        SLOTS,
+        states(lambda slots, c: (slots.flip(0), c)),
+    ),
+    Mutation(
+        "mixers that ignore what they stored get several tokens",
+        "mamba",
+        ((PackedCache, "__init__"),),
+        several_at_a_time,
+    ),
+    Mutation("so beside attention", "jamba", ((PackedCache, "__init__"),), several_at_a_time),
+    # what only the cache knows, so that no self-check can notice
+    Mutation("the cache plans no restored state", "mamba2", ((KVCache, "_first_plan"),), without_states),
+    Mutation(
+        "the cache restores another checkpoint", "falcon_h1", ((KVCache, "_first_plan"),), another_checkpoint
+    ),
+    Mutation("a checkpoint is left without its state", "lfm2", ((KVCache, "_leave_copy"),), without_states),
+    Mutation(
+        "blocks of a window go too early", "gemma3n_text", ((BlockTable, "release_before"),), one_block_early
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------- who notices
+
+
+def self_check_says(mutation: Mutation, directory: Path, rung: str) -> str:
+    """What a load does about the mutation; nothing if it does not notice."""
+    with mutation.made():
+        try:
+            described = load(directory).description
+        except Exception as refusal:
+            return f"refused ({type(refusal).__name__})"
+    return "" if described.rung == rung else f"stepped down to {described.rung!r}"
+
+
+def failing_test(mutation: Mutation, twin: Twin) -> str:
+    """The first of the tests that fails on a model that was loaded without the mutation."""
+    with mutation.made():
+        return first_failure(twin, TESTS)
+
+
+def first_failure(twin: Twin, tests: Sequence[Callable[[Twin], None]]) -> str:
+    for test in tests:
+        try:
+            test(twin)
+        except Exception as error:
+            return f"{test.__name__} ({type(error).__name__})"
+    return ""
+
+
+def control(twin: Twin, broken: dict[str, str]) -> None:
+    """Without a mutation everything passes."""
+    failure = first_failure(twin, (test_twins.test_the_loader_finds_what_each_layer_keeps, *TESTS))
+    if failure:
+        broken[twin.model_type] = failure
+        print(f"{twin.model_type:16} CONTROL FAILS: {failure}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    began = time.monotonic()
+    by_self_check, by_tests, missed = 0, 0, []
+    broken: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model_type in dict.fromkeys(mutation.model_type for mutation in MUTATIONS):
+            directory = save(Path(folder) / model_type, model_type)
+            twin = twin_in(directory, model_type)
+            control(twin, broken)
+            for mutation in (each for each in MUTATIONS if each.model_type == model_type):
+                said = self_check_says(mutation, directory, twin.runtime.description.rung)
+                failed = failing_test(mutation, twin)
+                by_self_check, by_tests = by_self_check + bool(said), by_tests + bool(failed)
+                if not (said or failed):
+                    missed.append(mutation.what)
+                print(
+                    f"{model_type:16} {mutation.what:56} self-check: {said or 'nothing'}; "
+                    f"tests: {failed or 'nothing'}",
+                    flush=True,
+                )
+            control(twin, broken)  # whatever was left behind in the pools changes nothing
+    conclude(
+        "B2",
+        {
+            "mutations": len(MUTATIONS),
+            "caught": len(MUTATIONS) - len(missed),
+            "by_self_check": by_self_check,
+            "by_tests": by_tests,
+            "missed": missed,
+            "broken_controls": broken,
+            "seconds": round(time.monotonic() - began, 1),
+        },
+        {"caught": exactly(len(MUTATIONS)), "broken_controls": exactly({})},
+    )
+
+
+if __name__ == "__main__":
+    main()

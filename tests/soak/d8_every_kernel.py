@@ -1,0 +1,63 @@
+"""D8: what steps A to C promise holds with every kernel: their exactness tests, once for each way to compute.
+
+A way is which kernel attends decodes (Numba's, or torch's alone) and whether the common parts of layers are fused.
+The plainest of them is what steps A to C were shown with. The tests are the repository's own: tiny checkpoints of
+every kind through the real loader against the model's own logits, kernels against float64, restarts bit for bit,
+drafts that change nothing. Triton's kernel is tested by its interpreter where Triton is installed, and on a device
+where there is one; the figure says so if neither is.
+
+What no kernel can change (the tree, the scheduler, tiers on the oracle runtime) is in `make test`, A3, B3 and C7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import Any
+
+from common import conclude, exactly
+from own_tests import run_tests
+
+WAYS = {
+    "numba_fused": {"ROOTSTOCK_TEST_ATTENTION": "numba", "ROOTSTOCK_TEST_FUSION": "auto"},
+    "numba": {"ROOTSTOCK_TEST_ATTENTION": "numba", "ROOTSTOCK_TEST_FUSION": "none"},
+    "torch_fused": {"ROOTSTOCK_TEST_ATTENTION": "torch", "ROOTSTOCK_TEST_FUSION": "auto"},
+    "torch": {"ROOTSTOCK_TEST_ATTENTION": "torch", "ROOTSTOCK_TEST_FUSION": "none"},
+}
+WITH_EVERY_WAY = (
+    "tests/twins",
+    "tests/runtime/torch/test_runner.py",
+    "tests/runtime/torch/test_kv_pool.py",
+    "tests/runtime/torch/test_module_parts.py",
+    "tests/runtime/torch/test_rows_as_bytes.py",
+    "tests/runtime/torch/test_quantized_kv.py",
+    "tests/engine/tiers/test_connector_torch.py",
+    "tests/engine/speculation/test_proposer_torch.py",
+)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
+    given = options.parse_args()
+
+    figures: dict[str, Any] = {}
+    figures["kernels"], figures["kernels_s"] = passed({}, "tests/kernels")
+    for way in given.ways.split(","):
+        figures[way], figures[f"{way}_s"] = passed(WAYS[way], *WITH_EVERY_WAY)
+    bars = {name: exactly(True) for name in ("kernels", *WAYS)}
+    figures["triton"] = (
+        "with tests/kernels" if importlib.util.find_spec("triton") else "not installed: skipped there"
+    )
+    conclude("D8", figures, bars)
+
+
+def passed(way: dict[str, str], *tests: str) -> tuple[bool, float]:
+    """(whether all these tests pass, seconds)"""
+    began = time.perf_counter()
+    return run_tests(*tests, environment=way) == 0, round(time.perf_counter() - began, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""E3: prompts of 1 to 70 tokens, cut in every way, equal the model's one pass within the bar of B1.
+
+Every architecture that is served, as the tiny float32 model of B1, with prompts that are prefixes of one random
+sequence. For nemotron_h and zamba2, whose own decodes differ from their prefill:
+
+    chunks        each length from 1 to 70 in chunks of each size from 1 to itself (2,485 prompts), sixteen sequences
+                  of different chunk sizes in one forward
+    compositions  each length in 8 random compositions
+    cache         each length from 2 to 70 and each position before its end (2,415 pairs), each in a cache of its own:
+                  cold with a checkpoint at the position, a prompt that parts there, and the first prompt twice more,
+                  the second time with one token left to compute
+    engine        every third length from 1 to 70, with chunk_tokens 1, 2, 3, 7 and 64, four requests at a time in
+                  room for hardly more than two: cold, repeated, after shorter prompts that it begins with, parting
+                  in the middle, and with its own answer and more tokens, where the answer was decoded and where it
+                  is not known
+    preempted     with the same chunk_tokens, four answers of 32 tokens for which there is no room at once, and then
+                  each alone
+
+For every other architecture `chunks` covers the lengths 1 to 4, 7 to 9, 15 to 17, 31, 33, 47, 64 and 70 with all
+chunk sizes, `compositions` 3 of each of them, `cache` the positions 1, the middle and the last two of each of them,
+`engine` the lengths 2, 9, 17 and 33 with chunk_tokens 1, 3 and 8, and `preempted` the same chunk_tokens.
+
+No logit of any computed row may differ from the one pass of transformers over the same tokens by more than four times
+the model's own noise, which is measured as in B1, over the two sequences that prompts are made of. Tokens can lie
+within rounding between two experts, or between two positions that an indexer chooses. A run beyond the bar is
+therefore judged by what the model's own cache does to the tokens of all such runs (`runs_over_ties`). As in B1,
+a model that is still beyond it is run over two other draws of tokens and counts by the worse of them (`tied`).
+
+`--models nemotron_h,zamba2` runs a few; `--jobs` is the number of processes, with one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from common import at_least, at_most, conclude, exactly
+from transformers.utils import logging as transformers_logging
+
+from checkpoints import save
+from rootstock.runtime.torch.runner import TorchRuntime
+from twins import chunkings
+from twins.architectures import ARCHITECTURES, OWN_DECODES_ARE_WRONG
+from twins.chunkings import LONGEST, Prompts
+from twins.driving import allocate, load
+from twins.reference import Reference, largest_difference
+from twins.ways import Ran
+
+ALLOWED = 4.0  # times the model's own noise
+DRAWS_AFTER_A_TIE = (100, 200)
+LEAST_OF_NOISE = 8  # tokens of a sequence over which noise is measured: it is decoded from an eighth on
+
+
+@dataclass(frozen=True)
+class Coverage:
+    lengths: tuple[int, ...]
+    compositions: int  # of each length
+    positions: tuple[int, ...] | None  # of checkpoints, negative ones from the end, 0 the middle; None: all
+    served_lengths: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+
+
+EVERYTHING = Coverage(
+    tuple(range(1, LONGEST + 1)), 8, None, tuple(range(1, LONGEST + 1, 3)), (1, 2, 3, 7, 64)
+)
+SPREAD = Coverage(
+    (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 47, 64, 70), 3, (1, 0, -2, -1), (2, 9, 17, 33), (1, 3, 8)
+)
+
+
+@dataclass
+class Measured:
+    model_type: str
+    noise: float = float("nan")
+    factors: dict[str, float] = field(default_factory=dict)  # way → largest difference, in noises
+    ties: int = 0  # runs that were judged by the model's own noise on their tokens
+    runs: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    several_answers: int = 0  # prompts that were answered in more than one way
+    failed: str = ""
+    tied: float | None = None  # the factor of a draw that was replaced
+    seconds: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return max(self.factors.values(), default=float("nan"))
+
+    def __str__(self) -> str:
+        if self.failed:
+            return f"{self.model_type:18} FAILED: {self.failed}"
+        ways = " ".join(f"{way} {factor:.2f}" for way, factor in self.factors.items())
+        return (
+            f"{self.model_type:18} factor {self.factor:5.2f}  own {self.noise:.1e}  {ways}  {self.runs} runs, "
+            f"{self.rows} rows, {self.ties} over ties, {self.preemptions} preemptions, "
+            f"{self.several_answers} prompts with several answers, "
+            f"{self.seconds:.1f} s"
+        )
+
+
+def measured_of(model_type: str) -> Measured:
+    """Runs in a process of its own."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    first = measure(model_type, 0)
+    if first.failed or first.factor <= ALLOWED:
+        return first
+    others = [measure(model_type, draw) for draw in DRAWS_AFTER_A_TIE]
+    broken = [other for other in others if other.failed]
+    worse = broken[0] if broken else max(others, key=lambda other: other.factor)
+    worse.tied = round(first.factor, 2)
+    return worse
+
+
+def measure(model_type: str, draw: int) -> Measured:
+    measured, began = Measured(model_type), time.monotonic()
+    coverage = EVERYTHING if model_type in OWN_DECODES_ARE_WRONG else SPREAD
+    prompts = Prompts.drawn(draw)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = save(Path(folder) / model_type, model_type)
+        try:
+            runtime = load(directory)
+            allocate(runtime)
+            reference = Reference(model_type, directory)
+            bases = (prompts.base[:LONGEST], prompts.other[:LONGEST])
+            measured.noise = reference.noise(
+                Ran(tokens, reference.logits(tokens), (LONGEST // 2,)) for tokens in bases
+            )
+            for way, ran in ways(measured, runtime, prompts, coverage):
+                compare(measured, reference, way, ran)
+        except Exception as error:
+            measured.failed = f"{type(error).__name__}: {error}"
+            return measured
+    measured.seconds = time.monotonic() - began
+    return measured
+
+
+def ways(
+    measured: Measured, runtime: TorchRuntime, prompts: Prompts, coverage: Coverage
+) -> Iterator[tuple[str, Iterable[Ran]]]:
+    lengths = coverage.lengths
+    yield "chunks", chunkings.every_chunk(runtime, prompts, lengths)
+    yield "compositions", chunkings.compositions(runtime, prompts, lengths, coverage.compositions, seed=0)
+    for length in lengths:
+        positions = range(1, length) if coverage.positions is None else spread(coverage.positions, length)
+        yield "cache", chunkings.through_the_cache(runtime, prompts, length, positions)
+    for chunk_tokens in coverage.chunk_tokens:
+        for way, served in (
+            ("engine", chunkings.served(runtime, prompts, coverage.served_lengths, chunk_tokens)),
+            ("preempted", chunkings.preempted(runtime, prompts, chunk_tokens)),
+        ):
+            measured.preemptions += served.preemptions
+            measured.several_answers += sum(len(answers) > 1 for answers in served.answers.values())
+            yield way, served.ran
+
+
+def spread(positions: Iterable[int], length: int) -> list[int]:
+    found = {
+        position + (length if position < 0 else 0) if position else length // 2 for position in positions
+    }
+    return sorted(position for position in found if 0 < position < length)
+
+
+def compare(measured: Measured, reference: Reference, way: str, ran: Iterable[Ran]) -> None:
+    beyond: list[tuple[float, Ran]] = []
+    worst = 0.0
+    for run in ran:
+        difference = largest_difference(run.logits, reference.logits(run.tokens)[run.first :])
+        measured.runs += 1
+        measured.rows += len(run.logits)
+        if difference > ALLOWED * measured.noise and run.cuts and len(run.tokens) >= LEAST_OF_NOISE:
+            beyond.append((difference, run))
+        else:
+            worst = max(worst, difference / measured.noise)
+    if beyond:
+        own = max(measured.noise, *(reference.noise_of(run) for _, run in beyond))
+        measured.ties += len(beyond)
+        worst = max(worst, *(difference / own for difference, _ in beyond))
+    measured.factors[way] = max(measured.factors.get(way, 0.0), worst)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", help="model types, separated by commas")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args()
+    models = options.models.split(",") if options.models else list(ARCHITECTURES)
+    unknown = [name for name in models if name not in ARCHITECTURES]
+    if unknown:
+        parser.error(f"there is no tiny model of {', '.join(unknown)}")
+    # Those that take longest come first.
+    models.sort(key=lambda name: name not in OWN_DECODES_ARE_WRONG)
+    began, all_measured = time.monotonic(), []
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, mp_context=multiprocessing.get_context("spawn")
+    ) as processes:
+        for done in concurrent.futures.as_completed(processes.submit(measured_of, name) for name in models):
+            all_measured.append(done.result())
+            print(all_measured[-1], flush=True)
+    right = [m for m in all_measured if not m.failed]
+    factors = {m.model_type: round(m.factor, 2) for m in right}
+    conclude(
+        "E3",
+        {
+            "models": len(right),
+            "runs": sum(m.runs for m in right),
+            "rows": sum(m.rows for m in right),
+            "runs_over_ties": sum(m.ties for m in right),
+            "worst_factor": max(factors.values(), default=None),
+            "worst_model": max(factors, key=factors.__getitem__, default=None),
+            "over": {name: factor for name, factor in factors.items() if not factor <= ALLOWED},
+            "tied": {m.model_type: m.tied for m in all_measured if m.tied is not None},
+            "failed": {m.model_type: m.failed for m in all_measured if m.failed},
+            "preemptions": sum(m.preemptions for m in right),
+            "prompts_with_several_answers": sum(m.several_answers for m in right),
+            "seconds": round(time.monotonic() - began, 1),
+        },
+        {"models": exactly(len(models)), "worst_factor": at_most(ALLOWED), "preemptions": at_least(1)},
+    )
+
+
+if __name__ == "__main__":
+    main()
