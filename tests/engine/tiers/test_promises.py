@@ -517,8 +517,7 @@ def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
     files: FaultyFiles, stored: Tiered
 ) -> None:
     """Whatever the disk is about to do, the record can be had: from the queue, and from the disk once it is there."""
-    stored = [entry.identity for entry in stored.disk.entries()]
-    payloads = {identity.key: loaded(stored, identity) for identity in stored}
+    payloads = {entry.identity.key: loaded(stored, entry.identity) for entry in stored.disk.entries()}
     stored.disk.clear()
     stored.tiering.follow()
     stored.answer(PROMPT)
