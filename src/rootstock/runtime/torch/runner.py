@@ -281,14 +281,14 @@ class TorchRuntime:
         return [_name_of(dtype) for dtype in state_dtypes(self._layout.states)]
 
     def forward(self, batch: Batch) -> Logits:
-        pool, rung = self._pool, self._description.rung
+        pool, mode = self._pool, self._description.rung
         assert pool is not None, "allocate comes first"
         with torch.inference_mode():
-            if rung == "one sequence per forward":
+            if mode == "one sequence per forward":
                 return self._one_by_one(pool, batch.segments)
             if self._graphs is not None and self._graphs.fits(batch.segments):
                 return self._graphs.forward(batch.segments)
-            return self._packed(pool, batch.segments, token_wise=rung == "packed, token-wise mixers")
+            return self._packed(pool, batch.segments, token_wise=mode == "packed, token-wise mixers")
 
     def _packed(self, pool: TorchPool, segments: Sequence[Segment], *, token_wise: bool) -> Logits:
         cache = PackedCache(pool, segments, token_wise=token_wise)
