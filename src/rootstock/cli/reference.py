@@ -71,6 +71,8 @@ def _page(command: Any, path: str, prefix: str) -> str:
     parts = [f"## {path}", inspect.cleandoc(command.help), f"    {usage}"]
     panels: dict[str, list[str]] = {}
     for parameter in command.params:
+        if parameter.hidden:
+            continue
         default_panel = "Arguments" if isinstance(parameter, TyperArgument) else "Options"
         row = f"| {_names(parameter)} | {_default(parameter)} | {_variable(parameter, prefix)} | {parameter.help} |"
         panels.setdefault(parameter.rich_help_panel or default_panel, []).append(row)
