@@ -25,7 +25,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.plan import NO_BLOCK, BlockIds
+from rootstock.cache.types import NO_BLOCK, BlockIds
 
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NO_BLOCKS.flags.writeable = False

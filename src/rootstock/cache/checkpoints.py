@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rootstock.cache.plan import BlockIds, SlotId
+from rootstock.cache.types import BlockIds, SlotId
 
 if TYPE_CHECKING:
     from rootstock.cache.radix_node import Node

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from rootstock.cache.plan import Tokens
 from rootstock.cache.radix_node import common_prefix, kept_part
+from rootstock.cache.types import Tokens
 
 if TYPE_CHECKING:
     from rootstock.cache.radix_node import Node

@@ -1,4 +1,4 @@
-"""Identity: what may share cached bytes with what, and content keys for whoever needs to name a prefix."""
+"""Cache namespaces and content hashes of prefixes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must be equal for KV to be interchangeable. Different namespaces never share a byte."""
+    """Everything that must be equal for K/V to be interchangeable. Different namespaces never share a byte."""
 
     weights: str  # fingerprint of the loaded weights
     kv_dtype: str
-    rope_regime: str = ""  # what the frequencies depend on, where that is not the weights alone
+    rope_regime: str = ""  # the part of the RoPE frequencies that does not follow from the weights
     adapter: str = ""
-    salt: str = ""  # tenant: an isolation boundary chosen by the caller
-    is_private: bool = False  # kept in memory only, and nobody else can name it
+    salt: str = ""  # of the tenant: an isolation boundary chosen by the caller
+    is_private: bool = False  # kept in memory only; no other request can name it
 
     def digest(self) -> bytes:
-        """16 bytes; fields are length-prefixed, so that no two namespaces spell the same input."""
+        """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")
@@ -36,17 +36,17 @@ class Namespace:
 
 
 def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:
-    """16 bytes that name exactly these tokens from position 0 on, in exactly this namespace."""
+    """Hashes exactly these tokens, from position 0 on, in exactly this namespace. Returns 16 bytes."""
     h = xxhash.xxh3_128(namespace.digest())
     h.update(np.ascontiguousarray(prefix, "<i4").data)
     return h.digest()
 
 
 def block_keys(namespace: Namespace, tokens: Tokens, block_tokens: int) -> Iterator[bytes]:
-    """Content keys of the whole blocks of `tokens`: key[i] = xxh3-128(key[i-1] | tokens of block i).
+    """Yields the content keys of the whole blocks of `tokens`: key[i] = xxh3-128(key[i-1] | tokens of block i).
 
     key[-1] is the namespace's digest. A key therefore names the whole prefix up to the end of its block: equal
-    keys mean equal prefixes in equal namespaces (up to 2^-64 by the birthday bound). For tiers and routing;
+    keys mean equal prefixes in equal namespaces (up to 2^-64 by the birthday bound). Made for tiers and routing;
     the tree itself compares tokens and hashes nothing.
     """
     key = namespace.digest()

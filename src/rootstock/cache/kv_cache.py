@@ -28,27 +28,14 @@ from rootstock.cache.families import Family
 from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Admitted, BlockTable, Deferred, Extended, Lease, LeaseId, Match
-from rootstock.cache.plan import (
-    NO_BLOCK,
-    NO_SLOT,
-    NOTHING,
-    BlockCopy,
-    BlockId,
-    BlockIds,
-    Load,
-    Plan,
-    RowPart,
-    SlotId,
-    StateCopy,
-    Store,
-    Tokens,
-)
+from rootstock.cache.plan import NOTHING, BlockCopy, Load, Plan, RowPart, StateCopy, Store
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree, Want
 from rootstock.cache.radix_node import NO_TOKENS, block_table, continuation, replaced_blocks
 from rootstock.cache.resume_point import needed_tail, resume_point
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 # A checkpoint at the end of a prompt that has another so few tokens before it goes when the answer has left its own.

@@ -10,8 +10,9 @@ import numpy as np
 from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.checkpoints import Checkpoint, CheckpointKind, TailBlocks
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Load, Plan, SlotId, Tokens
+from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import Node
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)
 

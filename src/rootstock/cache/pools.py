@@ -15,7 +15,8 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
-from rootstock.cache.plan import NO_SLOT, BlockIds, RowsReturned, SlotId
+from rootstock.cache.plan import RowsReturned
+from rootstock.cache.types import NO_SLOT, BlockIds, SlotId
 from rootstock.errors import BudgetTooSmall
 
 # A model without full attention keeps nothing for most positions. The tree still gives them blocks, of no bytes: they

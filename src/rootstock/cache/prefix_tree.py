@@ -16,10 +16,10 @@ from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, MostValuable
 from rootstock.cache.eviction_history import EvictionHistory
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
-from rootstock.cache.plan import NO_BLOCK, BlockIds, Tokens
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import NO_TOKENS, Node, Root, common_prefix, descend, kept_part, split, walk
 from rootstock.cache.stats import Counters
+from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 # Namespaces of which nothing is cached any more, kept for what `explain` tells of their evicted prefixes.

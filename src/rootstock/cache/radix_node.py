@@ -20,7 +20,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, References
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import BlockIds, Tokens
+from rootstock.cache.types import BlockIds, Tokens
 
 if TYPE_CHECKING:
     from rootstock.cache.checkpoints import Checkpoint

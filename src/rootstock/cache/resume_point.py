@@ -15,9 +15,9 @@ import numpy as np
 
 from rootstock.cache.checkpoints import Checkpoint, TailBlocks
 from rootstock.cache.families import SlidingWindow, TailFamily
-from rootstock.cache.plan import NO_BLOCK, BlockIds
 from rootstock.cache.pools import Pools
 from rootstock.cache.radix_node import Node, tail_blocks
+from rootstock.cache.types import NO_BLOCK, BlockIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from rootstock.cache.families import (
     token_families,
 )
 from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
 from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.types import Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

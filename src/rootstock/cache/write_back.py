@@ -13,11 +13,12 @@ from rootstock.cache.checkpoints import Checkpoint
 from rootstock.cache.families import ChunkedAttention
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NO_SLOT, BlockIds, RowPart, SlotId, Store, Tokens
+from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Node, Root
 from rootstock.cache.record_identity import Identity, Kind, RecordKey, identify
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 
 class WriteBackQueue:
