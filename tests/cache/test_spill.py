@@ -18,6 +18,7 @@ from rootstock.cache.families import (
     row_bytes,
 )
 from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import Plan, Store, Tokens
 from rootstock.cache.record_identity import Kind, identify
 from rootstock.cache.tier_index import StoredIndex
@@ -37,8 +38,8 @@ def over_a_tier(*families: Family, blocks: int = 64, through: bool = False) -> K
 
 
 def spill_of(cache: KVCache) -> WriteBackQueue:
-    assert cache.spill is not None
-    return cache.spill
+    assert cache.write_back is not None
+    return cache.write_back
 
 
 def index_of(cache: KVCache) -> StoredIndex:
@@ -143,7 +144,7 @@ def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
     assert rows(cache, stores) == {start: held[start] for start in (12, 16, 20)}
     assert all(is_of(store, PROMPT) for store in stores)
     assert cache.make_way().stores == (), "told once"
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
 
 
 def test_every_checkpoint_that_is_evicted_is_named() -> None:
@@ -238,7 +239,7 @@ def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) 
             end = min(end, lease.next_cut)
         cache.extend(lease, end - lease.computed)
         plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     plans.append(cache.make_way())
     return plans
 
@@ -329,5 +330,5 @@ def test_a_request_that_computed_nothing_names_nothing_at_its_end() -> None:
     spill_of(cache).take()
     lease, _ = admit(cache, ints(PROMPT[:18], 90, 91))
     assert lease.hit_tokens == 18
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
     assert spill_of(cache).take() == ()
