@@ -68,7 +68,7 @@ def test_a_namespace_stays_while_a_lease_uses_it_and_comes_back_from_being_empty
 
 def test_the_check_finds_a_namespace_that_outlives_what_was_cached_of_it() -> None:
     cache = make_cache()
-    cache.tree.root_of(tenant(1))
+    cache.tree.ensure_root(tenant(1))
     with pytest.raises(AssertionError, match="outlives"):
         cache.check()
 
@@ -121,7 +121,7 @@ def test_what_is_told_of_a_prompt_alone_depends_on_how_much_of_it_is_cached_and_
     for other in others:
         run(cache, ints(other))
     admit(cache, ints(running))
-    cache.tree.evicted.remember(cache.tree.root_of(NAMESPACE), ints(evicted), [])
+    cache.tree.evicted.remember(cache.tree.ensure_root(NAMESPACE), ints(evicted), [])
     told = cache.explain(asked, NAMESPACE)
     alone = make_cache(blocks=64, block_size=4)
     if told.found_tokens:

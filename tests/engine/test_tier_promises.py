@@ -60,7 +60,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
 def test_on_the_disk_a_store_is_invisible_until_it_is_complete(tmp_path: Path, files: FaultyFiles) -> None:
     with Tiered(tmp_path) as bench:
         bench.answer(PROMPT)
-        stores = [store.identity for store in bench.cache.everything()]
+        stores = [store.identity for store in bench.cache.take_all_stores()]
         load, seen, committed = bench.disk.load, [], set[RecordKey]()
 
         def look(name: str) -> None:
@@ -194,7 +194,7 @@ def test_damage_is_detected_counted_and_deleted_and_the_request_gets_the_right_t
     with Tiered(tmp_path, families=families) as bench:
         bench.answer(PROMPT, 1)
         bench.answer(OTHER, 1)
-        records = {store.identity.key for store in bench.cache.everything()}
+        records = {store.identity.key for store in bench.cache.take_all_stores()}
     damage(tmp_path)
     with Tiered(tmp_path, families=families) as bench:
         again = bench.answer([*PROMPT, 70], 6)
@@ -711,9 +711,9 @@ def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
                 if loaded(bench, identity) != payloads[identity.key]:
                     misses.append(name)
 
-        queued = [store.identity for store in bench.cache.everything()]
+        queued = [store.identity for store in bench.cache.take_all_stores()]
         assert {identity.key for identity in queued} == set(payloads)
-        for store in bench.cache.everything():
+        for store in bench.cache.take_all_stores():
             bench.stores.close()
             bench.tiering.store([store])
         files.boundary = look

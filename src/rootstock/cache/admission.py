@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,24 +20,28 @@ from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, BlockId, BlockIds, SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class _Hit:
+class _Hit(NamedTuple):
     """The cached rows that a lease starts from. Nothing is reserved yet."""
 
     length: int  # positions that need not be computed
     node: Node | None  # holds the last position; None: the lease references no cached prefix
-    shared: BlockIds  # whole blocks, which the lease's table begins with
-    copied: BlockId | None  # the block that the prompt diverges in: its first positions are copied
-    replaced: list[int]  # blocks of the path that the lease's table replaces by others, `copied` included
+    blocks: BlockIds  # of these positions
+    copied: BlockId | None  # the last of them, if the hit ends inside it: its first positions are copied
+    replaced: list[int]  # further blocks of the path: a deeper block replaces each of them
     windows: Sequence[WindowBlocks]  # that a resumption reads, of each window family
     checkpoint: Checkpoint | None
+
+    @property
+    def shared(self) -> BlockIds:
+        """The whole blocks: the lease's table begins with them."""
+        return self.blocks if self.copied is None else self.blocks[:-1]
 
     @property
     def used(self) -> BlockIds:
         """All blocks of the path: the lease uses them, so that they cannot be evicted."""
         if not self.replaced:
-            return self.shared
-        return np.concatenate((self.shared, np.array(self.replaced, np.int32)))
+            return self.blocks
+        return np.concatenate((self.blocks, np.array(self.replaced, np.int32)))
 
 
 class Admission:
@@ -58,6 +62,9 @@ class Admission:
         self._checkpoints = checkpoints
         self._lease_ids = lease_ids
         self._reuse = reuse
+        self._size = pools.block_size
+        self._working_states = int(pools.states is not None)  # rows that each lease takes
+        self._none_loaded = (0,) * len(pools.windows)
         self._no_windows = tuple(WindowBlocks(0, NO_BLOCKS) for _ in pools.windows)
         windows = {window.table: i for i, window in enumerate(pools.windows)}
         self._order = tuple(windows.get(table, -1) for table in range(pools.tables))
@@ -84,37 +91,40 @@ class Admission:
             |----------------|------------------------------------------------------|- - - - - - - -|
               referenced      new blocks: allocated now, for the whole prompt         not allocated
 
-        - *shared*: whole blocks. The lease references the path, so nothing on it can be evicted.
-        - *copied*: only if the hit ends inside a block. The plan copies that block's shared positions into the first
+        - *shared*: whole blocks. The lease references the path, so none of its blocks can be evicted.
+        - *copied*: only if the hit ends inside a block. The plan copies that block's cached positions into the first
           new block (copy-on-write).
         - *loaded*: only with `tier_hit`. Its `base` is the hit then, and `Admitted.loads` fill the new blocks.
-        - *watermark*: `watermark_blocks` of every family, so that running requests can continue.
+        - *computed*: at least the last token, since the request needs its logits.
+        - *watermark*: `watermark_blocks` of every family must remain available, so that running requests can
+          continue.
 
-        A window family shares the window's blocks before the hit and allocates the rest by and by, in `extend`; only
-        a partly filled block (copied) and loaded blocks are allocated now. But it must be able to allocate one
-        window. A recurrent state takes one row: the plan copies the checkpoint's state into the working slot.
+        A window family shares the blocks of the last window before the hit. Of its new blocks, only a copied one and
+        loaded ones are allocated now, the others in `extend`; but one whole window must be available. A recurrent
+        state takes one row, the working slot: the plan copies the checkpoint's state into it.
 
-        If the rows are not available, a smaller hit can help: without references to the path, blocks that only it
-        holds can be evicted. Rows = all rows that must be available besides those that the hit uses.
+        If too few rows are available, a smaller hit may do: without references to its path, blocks that only the
+        path needs can be evicted.
         """
         pools = self._pools
         hit = self._hit(match)
-        loaded = self._loaded_windows(tier_hit)
-        rows = self._rows_needed(match, hit, loaded, watermark_blocks)
+        new_blocks = self._new_blocks(match, hit)
+        loaded = self._none_loaded if tier_hit is None else self._loaded_windows(tier_hit)
+        rows = self._rows_needed(new_blocks, hit, loaded, watermark_blocks)
         # An upper bound of the hit's cached rows is enough in most cases; the exact number costs a lookup.
         if not pools.can_allocate(rows, self._most_cached_rows(hit)):
             kept = self._cached_rows(hit)
             if tier_hit is None and not pools.can_allocate(rows, kept):
                 hit = self._smaller(hit)
-                rows = self._rows_needed(match, hit, loaded, watermark_blocks)
+                new_blocks = self._new_blocks(match, hit)
+                rows = self._rows_needed(new_blocks, hit, loaded, watermark_blocks)
                 kept = self._cached_rows(hit)
             if not pools.can_allocate(rows, kept):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes - pools.bytes_of(kept))
 
-        # Nothing can fail from here on. The hit is used before room is made for the rest.
+        # Nothing can fail from here on. The lease uses the hit first, so that eviction does not take it.
         lease = self._lease(match, hit)
         self._attach(lease, hit)
-        new_blocks = self._blocks(len(match.tokens)) - hit.length // pools.block_size
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
         self._checkpoints.plan_positions(lease, match, boundaries)
@@ -122,11 +132,14 @@ class Admission:
         return Admitted(lease, plan, loads)
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._pools.block_size)
+        return -(-tokens // self._size)
+
+    def _new_blocks(self, match: Match, hit: _Hit) -> int:
+        return self._blocks(len(match.tokens)) - hit.length // self._size
 
     def _hit(self, match: Match) -> _Hit:
         """Collects the rows that the match leads to."""
-        size, length, node = self._pools.block_size, match.length, match.node
+        size, length, node = self._size, match.length, match.node
         windows = match.windows or self._no_windows
         while node is not None and length <= node.start and not node.is_root:
             node = node.parent  # a cap moved the position to an ancestor's end
@@ -134,43 +147,41 @@ class Admission:
             return _Hit(length, None, NO_BLOCKS, None, [], windows, None)
         table = block_table(node, length, size)
         replaced = replaced_blocks(node, table, size)
-        if length % size == 0:
-            return _Hit(length, node, table, None, replaced, windows, match.checkpoint)
-        copied = BlockId(int(table[-1]))
-        replaced.append(copied)
-        return _Hit(length, node, table[:-1], copied, replaced, windows, match.checkpoint)
+        copied = BlockId(int(table[-1])) if length % size else None
+        return _Hit(length, node, table, copied, replaced, windows, match.checkpoint)
 
     def _smaller(self, hit: _Hit) -> _Hit:
         """The hit that needs the least memory: whole blocks without references to the path, which lets its replaced
         blocks go. A model that can resume only at some positions gives up the hit."""
         if self._pools.resume_anywhere:
-            length = hit.length - hit.length % self._pools.block_size
+            length = hit.length - hit.length % self._size
             return _Hit(length, None, hit.shared, None, [], hit.windows, hit.checkpoint)
         return _Hit(0, None, NO_BLOCKS, None, [], self._no_windows, None)
 
-    def _loaded_windows(self, tier_hit: TierHit | None) -> tuple[int, ...]:
+    def _loaded_windows(self, tier_hit: TierHit) -> tuple[int, ...]:
         """Blocks of each window family that are to be loaded."""
-        if tier_hit is None:
-            return (0,) * len(self._pools.windows)
         return tuple(
-            sum(block.family == window.index for block in tier_hit.blocks) for window in self._pools.windows
+            [sum(block.family == window.index for block in tier_hit.blocks) for window in self._pools.windows]
         )
 
-    def _rows_needed(self, match: Match, hit: _Hit, loaded: tuple[int, ...], watermark_blocks: int) -> Rows:
+    def _rows_needed(
+        self, new_blocks: int, hit: _Hit, loaded: tuple[int, ...], watermark_blocks: int
+    ) -> Rows:
         """Rows of each pool that must be available: of the prompt's new blocks, of a window of each window family,
         and of a working state; with the watermark."""
-        size = self._pools.block_size
-        new_blocks = self._blocks(len(match.tokens)) - hit.length // size
+        if not hit.windows:
+            return Rows(new_blocks + watermark_blocks, (), self._working_states)
+        size = self._size
         windows = []
         for window, held, of_loads in zip(self._pools.windows, hit.windows, loaded, strict=True):
             rest_of_window = window.most_blocks(size) - len(held.whole(hit.length, size))
             windows.append(max(0, min(new_blocks, rest_of_window), of_loads) + watermark_blocks)
-        return Rows(new_blocks + watermark_blocks, tuple(windows), int(self._pools.states is not None))
+        return Rows(new_blocks + watermark_blocks, tuple(windows), self._working_states)
 
     def _most_cached_rows(self, hit: _Hit) -> Rows:
         """Upper bound of `_cached_rows`, assuming that no lease uses the rows. Cheaper: skips the refcount lookup."""
-        blocks = len(hit.shared) + len(hit.replaced)
-        return Rows(blocks, tuple(len(held.ids) for held in hit.windows), int(hit.checkpoint is not None))
+        windows = tuple([len(held.ids) for held in hit.windows])
+        return Rows(len(hit.blocks) + len(hit.replaced), windows, int(hit.checkpoint is not None))
 
     def _cached_rows(self, hit: _Hit) -> Rows:
         """Rows of the hit that no lease uses yet: they count as evictable, but must stay for this request."""
@@ -186,7 +197,7 @@ class Admission:
 
     def _lease(self, match: Match, hit: _Hit) -> Lease:
         """Makes the lease and uses all rows of the hit."""
-        pools, size = self._pools, self._pools.block_size
+        pools, size = self._pools, self._size
         pools.full.pool.use(hit.used)
         first_new = hit.length // size
         tables: list[BlockTable] = []
@@ -220,19 +231,19 @@ class Admission:
         """References the path of the hit. A smaller hit without its path stays outside the tree."""
         if hit.node is not None:
             node = self._tree.split(hit.node, hit.length) if hit.length < hit.node.end else hit.node
-            lease.replaced = hit.replaced
+            lease.replaced = hit.replaced if hit.copied is None else [*hit.replaced, hit.copied]
             self._tree.attach(lease, node)
         elif self._reuse and hit.length == 0:
-            self._tree.attach(lease, self._tree.root_of(lease.namespace))
+            self._tree.attach(lease, self._tree.ensure_root(lease.namespace))
 
     def _make_room(self, lease: Lease, new_blocks: int, loaded: tuple[int, ...]) -> None:
         """Evicts for the rows that are allocated now."""
-        windows = (n + (source is not None) for n, source in zip(loaded, lease.copy_sources, strict=True))
-        self._tree.make_room(Rows(new_blocks, tuple(windows), int(self._pools.states is not None)))
+        windows = [n + (source is not None) for n, source in zip(loaded, lease.copy_sources, strict=True)]
+        self._tree.make_room(Rows(new_blocks, tuple(windows), self._working_states))
 
     def _first_plan(self, lease: Lease, hit: _Hit, new_blocks: int) -> Plan:
         """Gives the lease its prompt's blocks and its working state; copies the shared part of a block."""
-        pools, filled = self._pools, hit.length % self._pools.block_size
+        pools, filled = self._pools, hit.length % self._size
         new = pools.full.pool.allocate(new_blocks, lease.full.last)
         lease.full.grow(new)
         copies = []
@@ -259,7 +270,7 @@ class Admission:
         for window, table in zip(pools.windows, lease.windows, strict=True):
             tables[window.index] = table
             indices = [block.index for block in tier_hit.blocks if block.family == window.index]
-            table.begin_at(min(indices, default=tier_hit.position // pools.block_size))
+            table.begin_at(min(indices, default=tier_hit.position // self._size))
             table.grow(window.pool.allocate(len(indices)))
         loads = [
             Load(
@@ -319,7 +330,7 @@ class Admission:
 
     def _release_behind_windows(self, lease: Lease) -> None:
         for window, table in zip(self._pools.windows, lease.windows, strict=True):
-            first_needed = window.family.tail_start(lease.computed) // self._pools.block_size
+            first_needed = window.family.tail_start(lease.computed) // self._size
             released = table.release_before(first_needed)
             if len(released):
                 window.pool.unuse(released)

@@ -142,7 +142,7 @@ class CheckpointWriter:
         return Checkpoint(
             lease.node,
             position,
-            prefix_digest(lease.namespace, lease.tokens[:position]),
+            prefix_digest(lease.namespace, lease.computed_tokens),
             kind,
             windows,
             slot,

@@ -97,7 +97,7 @@ class EvictionQueue(Generic[N]):
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        self._rank_of = policy.rank
         self._heap: list[tuple[bool, float, int, N]] = []
         self._tickets = 0
         self._valid = 0
@@ -106,7 +106,7 @@ class EvictionQueue(Generic[N]):
         return self._valid
 
     def rank(self, node: N) -> Rank:
-        return node.is_protected, self._policy.rank(node)
+        return node.is_protected, self._rank_of(node)
 
     def put(self, node: N) -> None:
         """Queues a node, or queues it again where its rank may have fallen."""

@@ -30,7 +30,7 @@ class EvictedRun:
         self.length = sum(map(len, parts))
 
     def agreed(self, tokens: Tokens) -> int:
-        """How many leading `tokens` are the run's."""
+        """Counts the leading `tokens` that agree with the run."""
         position = 0
         for part in reversed(self.parts):
             agreed = common_prefix(part, tokens[position:])
@@ -55,7 +55,7 @@ class EvictionHistory:
         return self._below.get(node, {}).values()
 
     def evicted_after(self, node: Node, tokens: Tokens) -> int:
-        """How many leading `tokens` were cached below the end of this node and have been evicted."""
+        """Counts the leading `tokens` that were cached below the end of this node and have been evicted."""
         run = self._below.get(node, {}).get(int(tokens[0]))
         return 0 if run is None else run.agreed(tokens)
 
@@ -104,10 +104,12 @@ class EvictionHistory:
     def forget_run(self, node: Node, first: int) -> None:
         """Forgets the run below a node that begins with token `first`, for example because it is cached again."""
         runs = self._below.get(node)
-        run = None if runs is None else runs.pop(first, None)
+        if runs is None:
+            return
+        run = runs.pop(first, None)
         if run is not None:
             self._void(run)
-        if runs is not None and not runs:
+        if not runs:
             del self._below[node]
 
     def _void(self, run: EvictedRun) -> None:

@@ -35,7 +35,7 @@ from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import HitProtection, continuation
-from rootstock.cache.resume_point import Resume, resume_point
+from rootstock.cache.resume_point import resume_point
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
@@ -129,13 +129,12 @@ class KVCache:
         if reached is None:
             return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
-        resume_at = max(min(found, limit), 0)
+        at_most = max(min(found, limit), 0)
         if self.pools.resume_anywhere:
-            resume, resumable = Resume(resume_at, None), found
-        else:
-            resume = resume_point(node, resume_at, self.pools)
-            resumable = resume.position
-        pending = self.tree.pending(node, found, resumable, tokens, limit) if self._leases else None
+            pending = self.tree.pending(node, found, found, tokens, limit) if self._leases else None
+            return Match(tokens, namespace, at_most, found, node, pending, self.tree.version, max(limit, 0))
+        resume = resume_point(node, at_most, self.pools)
+        pending = self.tree.pending(node, found, resume.position, tokens, limit) if self._leases else None
         return Match(
             tokens,
             namespace,
@@ -226,7 +225,7 @@ class KVCache:
         assert not lease.ended
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.published = 0
-            self.tree.attach(lease, self.tree.root_of(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         else:
             self.counters.admitted(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.computed
@@ -295,7 +294,7 @@ class KVCache:
         if self.reuse and lease.node is None and lease.computed > lease.published:
             # It was detached to get blocks; its table still holds every position from 0 on.
             lease.published = 0
-            self.tree.attach(lease, self.tree.root_of(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         if lease.node is not None:
             first = lease.published
             if lease.published < lease.computed:
@@ -303,7 +302,7 @@ class KVCache:
             if lease.computed > lease.hit_tokens:
                 if self.write_back is not None:
                     self.write_back.add_published(lease, first, at_end=True)
-                if reason.keeps_state and not self.pools.resume_anywhere:
+                if not self.pools.resume_anywhere and reason.keeps_state:
                     self._checkpoints.leave_at_end(lease)
         self._release_rows(lease)
 
@@ -379,8 +378,8 @@ class KVCache:
         if self.write_back is not None:
             self.write_back.distrust(tokens, namespace, first, all_that_follows=True)
 
-    def everything(self) -> tuple[Store, ...]:
-        """Stores of all rows that the tier below lacks, the last used at the end: for a shutdown."""
+    def take_all_stores(self) -> tuple[Store, ...]:
+        """Takes stores of all rows that the tier below lacks, the last used at the end: for a shutdown."""
         if self.write_back is None:
             return ()
         nodes = sorted(self.tree.nodes(), key=lambda node: (node.last_used, -node.start))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 
@@ -177,6 +177,11 @@ class Lease:
         return self._tokens[: self.known]
 
     @property
+    def computed_tokens(self) -> Tokens:
+        """[computed] a view."""
+        return self._tokens[: self.computed]
+
+    @property
     def started(self) -> bool:
         """Whether its first plan has been executed: something was computed or loaded since."""
         return self.is_loaded or self.computed > self.hit_tokens
@@ -195,6 +200,8 @@ class Lease:
 
     def take_due_checkpoint(self) -> CheckpointKind | None:
         """The kind of checkpoint to leave at `computed`, or None. Drops that position and all that were passed."""
+        if not self.checkpoint_positions:
+            return None
         kind = self.checkpoint_positions.pop(self.computed, None)
         if self.checkpoint_positions and min(self.checkpoint_positions) < self.computed:
             ahead = {at: each for at, each in self.checkpoint_positions.items() if at > self.computed}
@@ -237,8 +244,7 @@ class Match:
         return 0 if self.pending is None else min(self.pending.until, len(self.tokens) - 1) - self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):
     """With `loads`, the lease's blocks up to the position of the tier hit are void until all loads are executed and
     `KVCache.loaded` is called."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,7 @@ __all__ = [
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """Copies the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
 
     source: BlockId

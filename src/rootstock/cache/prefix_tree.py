@@ -107,7 +107,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------------------------ leases on the tree
 
-    def root_of(self, namespace: Namespace) -> Root:
+    def ensure_root(self, namespace: Namespace) -> Root:
         """Returns the namespace's root; creates it if there is none."""
         root = self.roots.get(namespace)
         if root is None:
@@ -121,7 +121,7 @@ class PrefixTree:
         if lease.hit_tokens and not node.ref_count:
             self._observe_reuse(now - node.last_used)
         lease.node = node
-        self._leases_at.setdefault(node, {})[lease] = None
+        self._join(node, lease)
         for step in node.path():
             step.ref_count += 1
             step.hits += 1
@@ -194,6 +194,13 @@ class PrefixTree:
             lease.replaced = []
         self._queue_if_evictable(node)
 
+    def _join(self, node: Node, lease: Lease) -> None:
+        here = self._leases_at.get(node)
+        if here is None:
+            self._leases_at[node] = {lease: None}
+        else:
+            here[lease] = None
+
     def _leave(self, node: Node, lease: Lease) -> None:
         here = self._leases_at[node]
         del here[lease]
@@ -212,7 +219,7 @@ class PrefixTree:
         self.version += 1
         node, position, end = lease.node, lease.published, lease.computed
         assert node is not None
-        tokens = lease.tokens[:end]
+        tokens = lease.computed_tokens
         came_from = node
         while position < end:
             child = node.children.get(int(tokens[position]))
@@ -234,7 +241,7 @@ class PrefixTree:
         self._leave(came_from, lease)
         if lease.own_leaf is came_from:
             lease.own_leaf = None
-        self._leases_at.setdefault(node, {})[lease] = None
+        self._join(node, lease)
         lease.node = node
 
     def _adopt(self, lease: Lease, node: Node) -> None:

@@ -262,7 +262,7 @@ class HitProtection:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are equal."""
+    """Counts the leading tokens that are equal."""
     length = min(len(a), len(b))
     if length == 0:
         return 0

@@ -1,4 +1,4 @@
-"""Names under which a lower tier keeps what the pools held: the identity and key of a record.
+"""Identities and keys of records: the names under which a lower tier keeps rows of the pools.
 
 A *record* is one family's memory for a run of positions: blocks of consecutive tokens, the last of which may be
 partly filled, or the recurrent state after exactly so many tokens.

@@ -9,7 +9,7 @@ order they are asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from rootstock.cache.radix_node import Checkpoint, Node, window_blocks
 from rootstock.cache.types import NO_BLOCK, BlockIds
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(NamedTuple):
     position: int
     capped_by: str | None  # the family that allows no more; None: no family lowered the position
     checkpoint: Checkpoint | None = None

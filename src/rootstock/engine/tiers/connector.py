@@ -266,7 +266,7 @@ class TierConnector:
     def flush(self) -> None:
         """Memory is about to go: writes down what only memory has, what was used last at the end. Takes as long as
         the tier takes."""
-        stores = self._cache.everything()
+        stores = self._cache.take_all_stores()
         for store in stores:
             if isinstance(self._tier.state, Off):
                 return
