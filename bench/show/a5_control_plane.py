@@ -22,7 +22,7 @@ import numpy as np
 from common import at_least, at_most, conclude
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.lease import Admitted
+from rootstock.cache.lease import Admitted, ReleaseReason
 from rootstock.cache.plan import Tokens
 
 PROMPT = 8192
@@ -71,7 +71,7 @@ class Cached:
         assert isinstance(admitted, Admitted)
         lease = admitted.lease
         self.cache.commit(lease, prompt[lease.computed :])
-        self.cache.finish(lease)
+        self.cache.release(lease, ReleaseReason.FINISHED)
         return time.perf_counter() - began, lease.hit_tokens
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind
-from rootstock.cache.eviction import EvictionPolicy, least_recently_used
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.lease import Admitted, Deferred, Lease
+from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan, Tokens
-from rootstock.cache.radix_node import Node, walk
+from rootstock.cache.radix_node import Checkpoint, Node, walk
 
 NAMESPACE = Namespace("weights", "float32")
 
@@ -23,9 +23,8 @@ def clock() -> Callable[[], float]:
     return lambda: float(next(ticks))
 
 
-def make_cache(
-    blocks: int = 64, block_size: int = 4, policy: EvictionPolicy = least_recently_used
-) -> KVCache:
+def make_cache(blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None) -> KVCache:
+    policy = LeastRecentlyUsed() if policy is None else policy
     return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
 
 
@@ -52,8 +51,8 @@ def admit(
     return answer.lease, answer.plan
 
 
-def refused(cache: KVCache, tokens: Tokens, headroom_blocks: int = 0) -> Deferred:
-    answer = cache.admit(cache.match(tokens, NAMESPACE), headroom_blocks)
+def refused(cache: KVCache, tokens: Tokens, watermark_blocks: int = 0) -> Deferred:
+    answer = cache.admit(cache.match(tokens, NAMESPACE), watermark_blocks)
     assert isinstance(answer, Deferred), answer
     cache.check()
     return answer
@@ -88,7 +87,7 @@ def run(
     prefill(cache, lease)
     if answer is not None:
         decode(cache, lease, answer)
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     cache.check()
     return lease
 
@@ -112,7 +111,16 @@ def state(cache: KVCache) -> tuple[object, ...]:
     """Everything that an operation which changes nothing must leave alone."""
     held, used = cache.pool.owners()
     tree = [
-        (n.start, n.end, n.tokens.tobytes(), n.blocks.tobytes(), n.pins, n.hits, n.last_used, n.queue_ticket)
+        (
+            n.start,
+            n.end,
+            n.tokens.tobytes(),
+            n.blocks.tobytes(),
+            n.ref_count,
+            n.hits,
+            n.last_used,
+            n.queue_ticket,
+        )
         for n in nodes(cache)
     ]
     return cache.stats(), held.tobytes(), used.tobytes(), tree, cache.tree.version

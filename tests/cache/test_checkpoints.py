@@ -24,9 +24,9 @@ from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
-from rootstock.cache.lease import Admitted, Deferred
+from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
 from rootstock.cache.plan import NO_BLOCK, StateCopy
-from rootstock.cache.pools import Pools
+from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.resume_point import deepest_resumable
 
 FULL = FullAttention(1, 1)
@@ -189,7 +189,7 @@ def test_a_working_state_is_never_shared_and_a_checkpoint_is_never_written_to() 
     assert len({*slots, int(kept.slot)}) == 4
     for lease, plan in leases:
         assert plan.states == (StateCopy(kept.slot, lease.slot),)
-        assert cache.extend(lease, 1)
+        assert cache.extend(lease, 1) is None
         snapshot = cache.commit(lease, lease.tokens[16:].copy())
         assert [copy.source for copy in snapshot.states] == [lease.slot]
         assert snapshot.states[0].target not in {*slots, int(kept.slot)}
@@ -202,11 +202,11 @@ def test_a_checkpoint_stays_until_those_who_resume_from_it_have_its_copy() -> No
     run(cache, ints(range(8)))
     kept = checkpoints(cache)[8]
     lease, _ = admit(cache, ints(range(8), 50))
-    assert kept.pins == 1
+    assert kept.ref_count == 1
     run(cache, ints(range(100, 120)))  # wants all the room that there is
     assert kept.node is not None
     prefill(cache, lease)
-    assert kept.pins == 0
+    assert kept.ref_count == 0
 
 
 @pytest.mark.behaviour(21)
@@ -214,7 +214,7 @@ def test_blocks_behind_the_window_go_back_to_the_pool_while_the_sequence_runs() 
     cache = make_hybrid(FULL, WINDOW, blocks=64)
     lease, _ = admit(cache, ints(range(8)))
     prefill(cache, lease)
-    window = cache.pools.tails[0].pool
+    window = cache.pools.windows[0].pool
     at_prompt_end = int(window.total_blocks - window.free_blocks)
     decode(cache, lease, ints(range(100, 200)))
     assert len(lease.table) == 27
@@ -222,7 +222,7 @@ def test_blocks_behind_the_window_go_back_to_the_pool_while_the_sequence_runs() 
     assert at_prompt_end == 2
     assert window.total_blocks - window.free_blocks <= 2 + 3
     assert (lease.tables[1][2:24] == NO_BLOCK).all()
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     cache.check()
 
 
@@ -268,14 +268,16 @@ def test_after_any_evictions_every_family_can_resume_where_the_match_says(
             range(int(random.integers(1, 30))), *random.integers(0, 3, int(random.integers(1, 12))).tolist()
         )
         lease, _ = admit(cache, prompt, boundaries={int(random.integers(1, len(prompt) + 1)): "user"})
-        for tail, tail_table in zip(cache.pools.tails, lease.tables[-len(cache.pools.tails) :], strict=False):
+        for tail, tail_table in zip(
+            cache.pools.windows, lease.tables[-len(cache.pools.windows) :], strict=False
+        ):
             needed = np.arange(tail.family.tail_start(lease.hit_tokens), lease.hit_tokens) // cache.block_size
             assert (tail_table[needed] != NO_BLOCK).all()
         if cache.pools.states is not None and lease.hit_tokens:
             assert lease.resumed_from is not None
             assert lease.resumed_from.position == lease.hit_tokens
         prefill(cache, lease)
-        cache.finish(lease)
+        cache.release(lease, ReleaseReason.FINISHED)
     assert cache.stats().checkpoints_evicted > 20
     assert cache.stats().hit_tokens > 300
 
@@ -328,7 +330,7 @@ def test_a_checkpoint_inside_a_block_survives_the_eviction_of_what_lies_behind_i
     run(cache, ints(range(100, 116)))
     cache.tree.drop(checkpoints(cache)[40])
     behind = 6
-    cache.tree.make_room([cache.pools.free_bytes // 4 + behind + 1, 0])
+    cache.tree.make_room(Rows(cache.pools.free_bytes // 4 + behind + 1))
     cache.check()
     assert hit(cache, ints(range(14), 9)) == 14
     assert hit(cache, ints(range(100, 116), 9)) == 0, "which is worth less"
@@ -362,12 +364,12 @@ def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end
 
 def test_how_long_things_are_idle_before_they_are_used_again_is_learnt() -> None:
     policy = MostValuableLast(patience_s=60.0)
-    assert not policy.reused(60.0)
-    renewed = [policy.reused(5.0) for _ in range(60)]
+    assert not policy.observe_reuse(60.0)
+    renewed = [policy.observe_reuse(5.0) for _ in range(60)]
     assert any(renewed)
     assert policy.patience_s < 10
     for _ in range(100):
-        policy.reused(1e9)
+        policy.observe_reuse(1e9)
     assert policy.patience_s == 3600
 
 
@@ -450,14 +452,14 @@ def test_a_lease_keeps_what_its_first_plan_reads_until_it_has_computed_something
         decode(cache, other, ints(range(8)))
     cache.extend(lease, 60)
     assert cache.pool.refcount(source) > 0
-    assert lease.tip is not None
+    assert lease.node is not None
 
 
 def test_a_failed_forward_leaves_no_state_behind() -> None:
     cache = make_hybrid(FULL, STATE)
     lease, _ = admit(cache, ints(range(20)), boundaries={8: "user"})
     prefill(cache, lease, 14)
-    cache.fail(lease)
+    cache.release(lease, ReleaseReason.FAILED)
     cache.check()
     match = cache.match(ints(range(20)), NAMESPACE)
     assert (match.found, match.length) == (14, 8)
@@ -492,7 +494,7 @@ def test_what_may_be_wrong_is_taken_back_also_from_a_path_that_was_let_go_of(
 def test_a_model_that_resumes_anywhere_leaves_no_checkpoints() -> None:
     cache = make_hybrid(FULL)
     lease = run(cache, ints(range(20)), boundaries={8: "user"})
-    assert lease.cuts == {}
+    assert lease.checkpoint_positions == {}
     assert cache.stats().checkpoints_taken == 0
 
 
@@ -518,15 +520,15 @@ def test_a_request_lets_go_of_its_path_for_a_token_and_not_for_a_longer_chunk() 
     lease, _ = admit(cache, ints(range(10), range(100, 140)))
     other, _ = admit(cache, ints(range(10), range(200, 203)))
     prefill(cache, lease, 20)
-    cache.finish(other)
+    cache.release(other, ReleaseReason.FINISHED)
     cache.clear()
     assert lease.replaced, "the end of the prefix that it copied from"
     cache.extend(lease, 0)  # what is behind the window goes
     taken = cache.pool.allocate((cache.pools.available_bytes - 4) // 4)  # all but one row
     assert isinstance(cache.extend(lease, 8), Deferred)
-    assert lease.tip is not None
+    assert lease.node is not None
     assert not isinstance(cache.extend(lease, 1), Deferred)
-    assert lease.tip is not None, "which fits as it is"
+    assert lease.node is not None, "which fits as it is"
     cache.pool.unuse(taken)
     cache.check()
 
@@ -541,7 +543,7 @@ def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() ->
     prompt = ints(range(38), 99)
     match = cache.match(prompt, NAMESPACE)
     assert match.length == 38, "by blocks that only the running request owns"
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     answer = cache.admit(match)
     assert isinstance(answer, Admitted)
     assert answer.lease.hit_tokens == 0
@@ -549,9 +551,9 @@ def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() ->
 
 
 def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_given_out_again() -> None:
-    pool = Pools([FULL, WINDOW], 256, 4).tails[0].pool
+    pool = Pools([FULL, WINDOW], 256, 4).windows[0].pool
     first = pool.allocate(3)
-    references = pool.references(first)
+    references = pool.weak_references(first)
     assert pool.resolve(references).tolist() == first.tolist()
     pool.unuse(first[:2])
     again = pool.allocate(2)
@@ -580,7 +582,7 @@ def test_a_checkpoint_that_somebody_waits_for_is_left_at_the_expense_of_what_is_
     (valuable,) = checkpoints(cache).values()
     lease, _ = admit(cache, ints(range(100, 112)), boundaries={4: "tool"})
     if somebody_waits:
-        cache.ask_for_checkpoint(lease, 4)
+        cache.request_checkpoint(lease, 4)
     assert cache.pools.free_bytes < 40
     prefill(cache, lease, 4)
     assert (4 in checkpoints(cache)) == somebody_waits

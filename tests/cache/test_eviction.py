@@ -8,7 +8,8 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.eviction import EvictionQueue, Use
+from rootstock.cache.eviction import Evictable, EvictionQueue, LeastRecentlyUsed
+from rootstock.cache.lease import ReleaseReason
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -36,20 +37,20 @@ def test_a_prefix_that_a_queued_request_would_hit_goes_after_everything_nobody_w
     cache = make_cache(blocks=8, block_size=4)
     for start in (0, 100, 200):
         run(cache, ints(range(start, start + 8)))
-    want = cache.want(cache.match(ints(range(8), 1), NAMESPACE))  # the coldest of the three
+    want = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))  # the coldest of the three
     lease, _ = admit(cache, ints(range(300, 324)))  # six blocks
     assert hit(cache, ints(range(8), 1)) == 8
     assert hit(cache, ints(range(100, 108), 1)) == 0
     assert hit(cache, ints(range(200, 208), 1)) == 0
-    cache.abort(lease)
-    cache.unwant(want)
+    cache.release(lease, ReleaseReason.ABORTED)
+    cache.unprotect(want)
     cache.clear()
     # Wanted, yet not sacred: without anything else to take, it goes before anybody is preempted.
     run(cache, ints(range(8)))
-    want = cache.want(cache.match(ints(range(8), 1), NAMESPACE))
+    want = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))
     admit(cache, ints(range(300, 332)))
     assert hit(cache, ints(range(8), 1)) == 0
-    cache.unwant(want)
+    cache.unprotect(want)
     cache.check()
 
 
@@ -61,7 +62,7 @@ def test_a_hit_is_not_evicted_to_make_room_for_its_own_request() -> None:
     lease, _ = admit(cache, ints(range(16), range(50, 66)))
     assert lease.hit_tokens == 16
     prefill(cache, lease)
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     assert hit(cache, ints(range(16), range(50, 66), 1)) == 32
 
 
@@ -74,7 +75,7 @@ def test_a_request_that_fits_only_by_evicting_its_own_hit_is_deferred() -> None:
     answer = refused(cache, ints(range(16), range(50, 62)))  # 4 hit + 3 fresh, 2 free
     assert (answer.needed_bytes, answer.available_bytes) == (12, 8)
     assert state(cache) == before
-    cache.abort(other)
+    cache.release(other, ReleaseReason.ABORTED)
 
 
 def test_what_a_running_request_uses_is_never_evicted() -> None:
@@ -84,14 +85,15 @@ def test_what_a_running_request_uses_is_never_evicted() -> None:
     for i in range(5):
         run(cache, ints(range(100 * i + 100, 100 * i + 114)))
     assert hit(cache, ints(range(16), 1)) == 16
-    cache.finish(running)
+    cache.release(running, ReleaseReason.FINISHED)
 
 
-def test_a_policy_is_a_pure_function_and_can_be_replaced() -> None:
-    def shortest_first(node: Use) -> float:
-        return float(node.end)
+def test_the_policy_can_be_replaced() -> None:
+    class ShortestFirst(LeastRecentlyUsed):
+        def rank(self, entry: Evictable) -> float:
+            return float(entry.end)
 
-    cache = make_cache(blocks=10, block_size=4, policy=shortest_first)
+    cache = make_cache(blocks=10, block_size=4, policy=ShortestFirst())
     run(cache, ints(range(16)))
     run(cache, ints(range(100, 108)))  # newer and shorter
     run(cache, ints(range(200, 224)))
@@ -109,7 +111,7 @@ def test_ties_are_broken_the_same_way_in_every_run() -> None:
         for extra in range(1, 13):
             lease, _ = admit(cache, ints(range(1000, 1000 + 4 * extra)))
             lost.append([hit(cache, ints(range(start, start + 12), 1)) for start in (0, 100, 200, 300)])
-            cache.abort(lease)
+            cache.release(lease, ReleaseReason.ABORTED)
         return list(itertools.chain.from_iterable(lost))
 
     assert order() == order()

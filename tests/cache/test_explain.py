@@ -7,6 +7,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, ints, make_cache, nodes, run
 from rootstock.cache import FullAttention, KVCache, Namespace
+from rootstock.cache.lease import ReleaseReason
 
 
 @pytest.mark.behaviour(30)
@@ -82,7 +83,9 @@ def test_memory_of_evictions_is_bounded() -> None:
     for _ in range(3000):
         run(cache, rng.integers(0, 10**6, 1500).astype(np.int32))
     everywhere = [*cache.tree.roots.values(), *nodes(cache)]
-    kept = sum(len(part) for node in everywhere for run in node.evicted.values() for part in run.parts)
+    kept = sum(
+        len(part) for node in everywhere for run in cache.tree.evicted.runs_below(node) for part in run.parts
+    )
     assert kept == cache.tree.evicted.tokens <= 2 * 1024**2
     assert len(cache.tree.roots) == 1
 
@@ -93,12 +96,12 @@ def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() ->
     run(cache, other)
     run(cache, long)
     lease, _ = admit(cache, ints(range(60_000, 60_004)))
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
     for extra in range(1, 1500):  # each takes one block more from the tail of the long edge
-        want = cache.want(cache.match(other, NAMESPACE))
+        want = cache.protect(cache.match(other, NAMESPACE))
         lease, _ = cache.admit(cache.match(ints(range(70_000, 70_000 + 4 * (38 + extra))), NAMESPACE)), None
-        cache.abort(lease.lease)  # type: ignore[union-attr]
-        cache.unwant(want)
+        cache.release(lease.lease, ReleaseReason.ABORTED)  # type: ignore[union-attr]
+        cache.unprotect(want)
     assert cache.tree.evicted.tokens <= 8200
     assert cache.explain(long, NAMESPACE).cap == "evicted"
 
@@ -109,7 +112,7 @@ def test_what_was_evicted_after_a_place_is_not_claimed_of_another_place() -> Non
     cache.commit(lease, ints(range(8)))
     run(cache, ints(range(8), range(60, 68)))
     filler, _ = admit(cache, ints(range(100, 116)))  # evicts what followed position 8
-    cache.abort(filler)
+    cache.release(filler, ReleaseReason.ABORTED)
     cache.commit(lease, ints(range(8, 16)))
     told = cache.explain(ints(range(16), range(60, 68)), NAMESPACE)
     assert (told.matched_tokens, told.evicted_tokens) == (16, 0)
@@ -124,7 +127,7 @@ def test_the_newest_memory_of_a_place_outlives_an_older_one_of_it(
         run(cache, ints(range(start, start + 16)))
         cache.admit(cache.match(ints(range(900, 916)), NAMESPACE))
         for lease in list(cache._leases.values()):
-            cache.abort(lease)
+            cache.release(lease, ReleaseReason.ABORTED)
     assert cache.explain(ints(range(16)), NAMESPACE).cap == "evicted"
 
 

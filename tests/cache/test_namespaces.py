@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, make_hybrid, prefill, run
 from rootstock.cache import FullAttention, Namespace
 from rootstock.cache.families import RecurrentState, SlidingWindow
+from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 
 
@@ -25,7 +26,7 @@ def test_ten_thousand_tenants_leave_no_more_namespaces_than_what_is_cached_of_th
         lease = admission.lease  # type: ignore[union-attr]
         cache.extend(lease, 8)
         cache.commit(lease, lease.tokens.copy())
-        cache.finish(lease)
+        cache.release(lease, ReleaseReason.FINISHED)
         assert len(cache.tree.roots) <= 8 + MAX_EMPTY_ROOTS
     cache.check()
     assert cache.stats().namespaces == 8 + MAX_EMPTY_ROOTS  # two blocks each of the last 8
@@ -52,7 +53,7 @@ def test_a_namespace_stays_while_a_lease_uses_it_and_comes_back_from_being_empty
         run(cache, ints(range(8)), namespace=tenant(number))
     assert tenant(0) in cache.tree.roots
     prefill(cache, lease)
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     cache.check()
     assert hit(cache, ints(range(8), 1), tenant(0)) == 8
     back = 2 * MAX_EMPTY_ROOTS - 3  # emptied, and remembered
@@ -67,7 +68,7 @@ def test_a_namespace_stays_while_a_lease_uses_it_and_comes_back_from_being_empty
 
 def test_the_check_finds_a_namespace_that_outlives_what_was_cached_of_it() -> None:
     cache = make_cache()
-    cache.tree.root_of(tenant(1))
+    cache.tree.ensure_root(tenant(1))
     with pytest.raises(AssertionError, match="outlives"):
         cache.check()
 
@@ -103,7 +104,7 @@ def test_clearing_a_namespace_leaves_what_a_running_request_uses_and_forgets_evi
     assert cache.explain(ints(range(24)), tenant(1)).evicted_tokens == 0
     assert hit(cache, ints(range(24)), tenant(1)) == 8
     prefill(cache, lease)
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     cache.check()
     assert hit(cache, ints(range(8), 99, 98, 1), tenant(1)) == 10
 
@@ -120,7 +121,7 @@ def test_what_is_told_of_a_prompt_alone_depends_on_how_much_of_it_is_cached_and_
     for other in others:
         run(cache, ints(other))
     admit(cache, ints(running))
-    cache.tree.evicted.remember(cache.tree.root_of(NAMESPACE), ints(evicted), [])
+    cache.tree.evicted.remember(cache.tree.ensure_root(NAMESPACE), ints(evicted), [])
     told = cache.explain(asked, NAMESPACE)
     alone = make_cache(blocks=64, block_size=4)
     if told.found_tokens:

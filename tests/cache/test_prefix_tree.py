@@ -22,7 +22,7 @@ from cache.helpers import (
 )
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.block_pool import BlockPool
-from rootstock.cache.lease import Admitted, Deferred
+from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
 from rootstock.cache.plan import BlockCopy
 from rootstock.cache.radix_node import Node, block_table
 
@@ -114,7 +114,7 @@ def test_the_refcount_is_the_number_of_live_owners_and_free_live_and_cached_make
     pool = cache.pool
     assert (pool.free_blocks, pool.cached_blocks, pool.live_blocks) == (15, 0, 5)
     for lease in leases:
-        cache.abort(lease)
+        cache.release(lease, ReleaseReason.ABORTED)
         cache.check()
     assert [cache.pool.refcount(b) for b in shared] == [1, 1]
     assert (pool.free_blocks, pool.cached_blocks, pool.live_blocks) == (18, 2, 0)
@@ -150,7 +150,7 @@ def test_a_block_in_use_is_not_freed_by_letting_go_of_it_in_the_tree() -> None:
     pool.hold(mine)
     pool.unhold(mine)
     assert pool.free_blocks == 3
-    with pytest.raises(AssertionError, match="let go twice"):
+    with pytest.raises(AssertionError, match="that no node holds"):
         pool.unhold(mine)
     pool.unuse(mine)
     assert pool.free_blocks == 4
@@ -162,7 +162,7 @@ def test_ending_a_lease_twice_is_an_assertion() -> None:
     cache = make_cache()
     lease = run(cache, ints(1, 2, 3))
     with pytest.raises(AssertionError, match="ended twice"):
-        cache.finish(lease)
+        cache.release(lease, ReleaseReason.FINISHED)
 
 
 @pytest.mark.behaviour(7)
@@ -206,7 +206,7 @@ def test_match_changes_nothing() -> None:
         cache.match(tokens, Namespace("other", "float32"))
         cache.explain(tokens, NAMESPACE)
     assert state(cache) == before
-    cache.abort(running)
+    cache.release(running, ReleaseReason.ABORTED)
 
 
 @pytest.mark.behaviour(8)
@@ -217,9 +217,9 @@ def test_a_rejected_admission_changes_nothing_at_all() -> None:
     before = state(cache)
     refused(cache, ints(range(10), range(50, 60)))
     refused(cache, ints(range(6), range(50, 60)))
-    refused(cache, ints(range(10), 50), headroom_blocks=4)
+    refused(cache, ints(range(10), 50), watermark_blocks=4)
     assert state(cache) == before
-    cache.abort(running)
+    cache.release(running, ReleaseReason.ABORTED)
 
 
 @pytest.mark.behaviour(9)
@@ -240,12 +240,12 @@ def test_pruning_a_leaf_prunes_ancestors_that_are_now_empty_of_use_and_side_indi
     cache = make_cache(blocks=12, block_size=4)
     run(cache, ints(range(16)))
     run(cache, ints(range(8), range(50, 58)))
-    want = cache.want(cache.match(ints(range(16), 1), NAMESPACE))
+    want = cache.protect(cache.match(ints(range(16), 1), NAMESPACE))
     big, _ = admit(cache, ints(range(100, 148)))  # all twelve blocks
     assert nodes(cache) == []
     assert want.nodes == []
-    cache.unwant(want)
-    cache.abort(big)
+    cache.unprotect(want)
+    cache.release(big, ReleaseReason.ABORTED)
     cache.check()
 
 
@@ -254,7 +254,7 @@ def test_an_eviction_takes_the_tail_of_a_leaf_rather_than_the_leaf() -> None:
     run(cache, ints(range(32)))  # 8 blocks
     lease, _ = admit(cache, ints(range(100, 112)))  # 3 blocks: one must go
     assert hit(cache, ints(range(32), 1)) == 28
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
 
 
 @pytest.mark.behaviour(11)
@@ -273,14 +273,14 @@ def test_a_request_sees_that_another_is_computing_its_prefix_and_how_far() -> No
     prefill(cache, producer)
     match = cache.match(ints(range(20), 90, 91), NAMESPACE)
     assert (match.length, match.pending) == (20, None)
-    cache.finish(producer)
+    cache.release(producer, ReleaseReason.FINISHED)
 
 
 def test_a_producer_that_ended_is_waited_for_by_nobody() -> None:
     cache = make_cache(block_size=4)
     producer, _ = admit(cache, ints(range(30)))
     cache.commit(producer, ints(range(10)))
-    cache.abort(producer)
+    cache.release(producer, ReleaseReason.ABORTED)
     match = cache.match(ints(range(30)), NAMESPACE)
     assert (match.length, match.pending) == (10, None)
 
@@ -294,7 +294,7 @@ def test_five_siblings_adopt_one_prefix_at_once_and_none_consumes_it() -> None:
     assert len({tuple(lease.table[:4].tolist()) for lease in leases}) == 1
     for lease in leases:
         prefill(cache, lease)
-        cache.finish(lease)
+        cache.release(lease, ReleaseReason.FINISHED)
     assert hit(cache, ints(range(18), 99)) == 18
 
 
@@ -322,7 +322,7 @@ def test_a_block_of_generated_tokens_is_found_while_its_request_still_runs() -> 
     prefill(cache, lease)
     decode(cache, lease, ints(range(100, 109)))
     assert hit(cache, ints(range(16), range(100, 109), 5)) == 24
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
 
 
 @pytest.mark.behaviour(28)
@@ -330,7 +330,7 @@ def test_an_abort_leaves_what_was_computed_and_leaks_nothing() -> None:
     cache = make_cache(blocks=16, block_size=4)
     lease, _ = admit(cache, ints(range(30)))
     cache.commit(lease, ints(range(13)))
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
     assert hit(cache, ints(range(30))) == 13
     assert cache.pool.live_blocks == 0
     cache.clear()
@@ -345,7 +345,7 @@ def test_a_lone_request_can_use_every_block_even_if_its_hit_pins_replaced_tails(
     prefill(cache, lease)
     decode(cache, lease, ints(1))
     assert cache.pool.free_blocks == 0
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     cache.check()
     assert hit(cache, ints(range(6), 70, range(80, 88), 1, 2)) == 16
 
@@ -370,7 +370,7 @@ def test_a_deferred_extension_changes_nothing() -> None:
     before = state(cache)
     assert isinstance(cache.extend(first, 12), Deferred)
     assert state(cache) == before
-    assert first.tip is not None
+    assert first.node is not None
 
 
 def test_what_a_discarded_lease_computed_cannot_be_found_and_what_it_shared_stays() -> None:

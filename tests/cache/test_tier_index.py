@@ -71,7 +71,7 @@ class Disk(StoredIndex):
         limit: int | None = None,
         namespace: Namespace = NAMESPACE,
     ) -> TierHit | None:
-        return self.reach(tokens, namespace, resumable, found, len(tokens) - 1 if limit is None else limit)
+        return self.tier_hit(tokens, namespace, resumable, found, len(tokens) - 1 if limit is None else limit)
 
 
 def named(reach: TierHit | None) -> list[tuple[int, int]]:
@@ -527,4 +527,4 @@ def test_a_record_that_calls_itself_something_else_is_not_asked_for(wrong: dict[
     identity = disk.put(FULL, PROMPT[:4], 0)
     disk.remove(identity.key)
     disk.add(replace(identity, **wrong))
-    assert disk.reach(PROMPT, NAMESPACE, 0, 0, len(PROMPT) - 1) is None
+    assert disk.tier_hit(PROMPT, NAMESPACE, 0, 0, len(PROMPT) - 1) is None

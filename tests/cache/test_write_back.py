@@ -18,6 +18,7 @@ from rootstock.cache.families import (
     row_bytes,
 )
 from rootstock.cache.keys import Namespace
+from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import Plan, Store, Tokens
 from rootstock.cache.record_identity import Kind, identify
 from rootstock.cache.tier_index import StoredIndex
@@ -37,8 +38,8 @@ def over_a_tier(*families: Family, blocks: int = 64, through: bool = False) -> K
 
 
 def spill_of(cache: KVCache) -> WriteBackQueue:
-    assert cache.spill is not None
-    return cache.spill
+    assert cache.write_back is not None
+    return cache.write_back
 
 
 def index_of(cache: KVCache) -> StoredIndex:
@@ -81,7 +82,7 @@ def rows(cache: KVCache, stores: Iterable[Store]) -> dict[int, int]:
 def test_blocks_are_named_by_their_tokens_and_a_partial_tail_by_those_that_it_has() -> None:
     cache = over_a_tier(FULL)
     run(cache, PROMPT)
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert named(stores) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]
     assert all(is_of(store, PROMPT) for store in stores)
     assert [store.part.tokens for store in stores] == [4, 4, 4, 4, 4, 2]
@@ -94,7 +95,7 @@ def test_a_branch_is_named_with_what_it_parts_from() -> None:
     other = ints(PROMPT[:10].tolist(), 90, 91, 92)
     run(cache, PROMPT)
     run(cache, other)
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert len(named(stores)) == len(set(named(stores))) + 1  # both have a block from 8 to 12
     of_other = [store for store in stores if is_of(store, other)]
     assert sorted(named(of_other)) == [(0, 4), (4, 8), (8, 12), (12, 13)]
@@ -105,7 +106,7 @@ def test_a_branch_is_named_with_what_it_parts_from() -> None:
 def test_checkpoints_are_named_with_their_tails_and_their_state() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE)
     run(cache, PROMPT, boundaries={13: "user"})
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert all(is_of(store, PROMPT) for store in stores)
     states = [store.identity for store in stores if store.identity.kind is Kind.STATE]
     assert sorted((state.start, state.end) for state in states) == [(12, 13), (20, 22)]
@@ -117,7 +118,7 @@ def test_tenants_have_names_of_their_own() -> None:
     tenant = Namespace("weights", "float32", salt="tenant")
     run(cache, PROMPT)
     run(cache, PROMPT, namespace=tenant)
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert len(stores) == 12
     assert len({store.identity.key for store in stores}) == 12
     assert sum(is_of(store, PROMPT, tenant) for store in stores) == 6
@@ -126,7 +127,7 @@ def test_tenants_have_names_of_their_own() -> None:
 def test_what_is_kept_in_memory_only_is_never_named() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=True)
     run(cache, PROMPT, namespace=Namespace("weights", "float32", is_private=True))
-    assert cache.everything() == ()
+    assert cache.take_all_stores() == ()
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
     assert rows(cache, stores) == {start: held[start] for start in (12, 16, 20)}
     assert all(is_of(store, PROMPT) for store in stores)
     assert cache.make_way().stores == (), "told once"
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
 
 
 def test_every_checkpoint_that_is_evicted_is_named() -> None:
@@ -159,29 +160,29 @@ def test_every_checkpoint_that_is_evicted_is_named() -> None:
 def test_nothing_that_is_stored_is_named_again() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, blocks=12)
     run(cache, PROMPT)
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     keep(cache, stores)
-    assert cache.everything() == ()
+    assert cache.take_all_stores() == ()
     used = spill_of(cache).take_used()
     assert {store.identity.key for store in stores} <= set(used), "it was in use until now"
     for first in range(4):
         run(cache, ints(80 + first, range(22)))
         keep(cache, cache.make_way().stores)
     run(cache, PROMPT)
-    assert not any(is_of(store, PROMPT) for store in cache.everything())
+    assert not any(is_of(store, PROMPT) for store in cache.take_all_stores())
 
 
 def test_a_partial_tail_that_a_stored_block_begins_with_is_not_named() -> None:
     cache = over_a_tier(FULL)
     run(cache, ints(range(24)))
-    keep(cache, cache.everything())
+    keep(cache, cache.take_all_stores())
     other = over_a_tier(FULL)
     for identity in index_of(cache).some(99):
         index_of(other).add(identity)
     run(other, PROMPT)
-    assert other.everything() == ()
+    assert other.take_all_stores() == ()
     run(other, ints(PROMPT[:21].tolist(), 77))
-    assert named(other.everything()) == [(20, 22)]
+    assert named(other.take_all_stores()) == [(20, 22)]
 
 
 def test_reasoning_that_a_conversation_has_dropped_is_not_worth_a_place() -> None:
@@ -192,7 +193,7 @@ def test_reasoning_that_a_conversation_has_dropped_is_not_worth_a_place() -> Non
     run(cache, kept)
     dropped = ints(user.tolist(), 20, 21, range(30, 42))
     assert any(node.passed_by for node in nodes(cache))
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert all(is_of(store, kept) for store in stores), [store.identity.end for store in stores]
     assert not any(is_of(store, dropped) for store in stores if store.identity.end > 13)
 
@@ -204,17 +205,17 @@ def test_while_the_tier_takes_nothing_nothing_is_named() -> None:
     run(cache, ints(range(50, 72)))
     assert cache.make_way().stores == ()
     spill_of(cache).is_open = True
-    assert cache.everything() != ()
+    assert cache.take_all_stores() != ()
 
 
 def test_where_a_chunk_begins_inside_a_block_its_checkpoints_are_not_named() -> None:
     """What lies before the chunk in that block may never have been written."""
     cache = over_a_tier(FULL, ChunkedAttention(layers=1, bytes_per_token=1, chunk=6), STATE)
     run(cache, PROMPT[:20])  # its chunk begins at 18
-    assert {store.identity.family for store in cache.everything()} == {"full"}
+    assert {store.identity.family for store in cache.take_all_stores()} == {"full"}
     cache = over_a_tier(FULL, ChunkedAttention(layers=1, bytes_per_token=1, chunk=6), STATE)
     run(cache, PROMPT[:14])  # at 12
-    assert {store.identity.family for store in cache.everything()} == {"full", "chunked(6)", "state"}
+    assert {store.identity.family for store in cache.take_all_stores()} == {"full", "chunked(6)", "state"}
 
 
 def test_clearing_the_cache_names_nothing() -> None:
@@ -222,7 +223,7 @@ def test_clearing_the_cache_names_nothing() -> None:
     run(cache, PROMPT)
     cache.clear()
     assert cache.make_way().stores == ()
-    assert cache.everything() == ()
+    assert cache.take_all_stores() == ()
 
 
 # -- written through ---------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) 
             end = min(end, lease.next_cut)
         cache.extend(lease, end - lease.computed)
         plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
-    cache.finish(lease)
+    cache.release(lease, ReleaseReason.FINISHED)
     plans.append(cache.make_way())
     return plans
 
@@ -282,7 +283,7 @@ def test_written_through_what_is_stored_already_is_not_named_but_used() -> None:
 def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through: bool) -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=through)
     run(cache, PROMPT[:10])
-    keep(cache, cache.everything())
+    keep(cache, cache.take_all_stores())
     before = set(index_of(cache).some(99))
     lease, _ = admit(cache, PROMPT)
     assert lease.hit_tokens == 10
@@ -295,7 +296,7 @@ def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through:
         store.identity.key for store in stored if store.identity.end > 10
     }
     assert all(store.identity.end <= 10 for store in cache.make_way().stores)
-    assert all(store.identity.end <= 10 for store in cache.everything())
+    assert all(store.identity.end <= 10 for store in cache.take_all_stores())
     left = index_of(cache).some(99)
     assert all(identity.end <= 10 for identity in left)
     assert {identity.key for identity in before} <= {identity.key for identity in left}
@@ -304,7 +305,7 @@ def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through:
 def test_what_another_request_stored_of_the_same_tokens_is_distrusted_too() -> None:
     cache = over_a_tier(FULL)
     run(cache, PROMPT)
-    keep(cache, cache.everything())
+    keep(cache, cache.take_all_stores())
     cache.clear()
     lease, _ = admit(cache, PROMPT)
     prefill(cache, lease, 9)
@@ -318,7 +319,7 @@ def test_a_record_is_never_named_with_tokens_that_are_not_a_copy() -> None:
     cache = over_a_tier(FULL, STATE)
     tokens = PROMPT.copy()
     run(cache, tokens)
-    stores = cache.everything()
+    stores = cache.take_all_stores()
     assert not any(np.shares_memory(store.identity.tokens, tokens) for store in stores)
 
 
@@ -329,5 +330,5 @@ def test_a_request_that_computed_nothing_names_nothing_at_its_end() -> None:
     spill_of(cache).take()
     lease, _ = admit(cache, ints(PROMPT[:18], 90, 91))
     assert lease.hit_tokens == 18
-    cache.abort(lease)
+    cache.release(lease, ReleaseReason.ABORTED)
     assert spill_of(cache).take() == ()

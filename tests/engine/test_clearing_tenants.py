@@ -59,7 +59,7 @@ def test_clearing_for_a_tenant_takes_what_is_on_its_way_down(tmp_path: Path) -> 
         bench.answer(PROMPT, salt="a")
         bench.answer(PROMPT, salt="b")
         bench.stores.close()
-        bench.tiering.store(bench.cache.everything())
+        bench.tiering.store(bench.cache.take_all_stores())
         opened = bench.when_reached(bench.stores, bench.stores.open)
         bench.engine.clear_cache("a")
         opened.join()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, Checkpoint, CheckpointKind
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import (
     ChunkedAttention,
     Family,
@@ -24,9 +24,9 @@ from rootstock.cache.families import (
     row_bytes,
     token_families,
 )
-from rootstock.cache.lease import Admitted, Deferred, Lease
+from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
-from rootstock.cache.radix_node import Node, block_table, walk
+from rootstock.cache.radix_node import Checkpoint, Node, block_table, walk
 
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]
@@ -159,7 +159,7 @@ class TreeAndPool(RuleBasedStateMachine):
     def wait_for(self, lease: Lease, ahead: int) -> None:
         """Another request asks for a checkpoint where it will part from this one."""
         if not lease.ended:
-            self.cache.ask_for_checkpoint(lease, lease.computed + ahead)
+            self.cache.request_checkpoint(lease, lease.computed + ahead)
 
     @rule(lease=consumes(leases))
     def fail(self, lease: Lease) -> None:
@@ -168,7 +168,7 @@ class TreeAndPool(RuleBasedStateMachine):
             return
         if self.states:
             self.states[lease.slot] = None
-        self.cache.fail(lease)
+        self.cache.release(lease, ReleaseReason.FAILED)
 
     @rule(lease=consumes(leases), how=st.sampled_from(["finish", "preempt", "abort"]))
     def end(self, lease: Lease, how: str) -> None:
@@ -197,7 +197,7 @@ class TreeAndPool(RuleBasedStateMachine):
         ]
         self.cache.clear(namespace)
         root = self.cache.tree.roots.get(namespace)
-        assert root is None or all(node.pins for node in walk(root))
+        assert root is None or all(node.ref_count for node in walk(root))
         assert others == [
             node
             for root in self.cache.tree.roots.values()
@@ -208,9 +208,9 @@ class TreeAndPool(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
         namespace = Namespace("weights", "float32")
-        want = self.cache.want(self.cache.match(np.array(prompt, np.int32), namespace))
+        want = self.cache.protect(self.cache.match(np.array(prompt, np.int32), namespace))
         self.cache.check()
-        self.cache.unwant(want)
+        self.cache.unprotect(want)
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -244,7 +244,7 @@ class TreeAndPool(RuleBasedStateMachine):
         if self.states:
             assert self.states[checkpoint.slot] == prefix
         tails = [(f, rows) for f, rows in zip(self.families, self.memory, strict=True) if f is not FULL]
-        for (family, rows), held in zip(tails, checkpoint.tails, strict=True):
+        for (family, rows), held in zip(tails, checkpoint.windows, strict=True):
             for position in range(family.tail_start(checkpoint.position), checkpoint.position):
                 block = int(held.ids[position // self.size - held.first])
                 assert rows[block][position % self.size] == prefix[: position + 1]

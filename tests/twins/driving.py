@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from rootstock.cache import KVCache, Namespace
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
-from rootstock.cache.lease import Admitted, Extended, Lease, LeaseId
+from rootstock.cache.lease import Admitted, Lease, LeaseId, ReleaseReason
 from rootstock.cache.plan import (
     NO_BLOCK,
     NO_SLOT,
@@ -363,14 +363,12 @@ class Cached:
         cuts, rows = [], []
         while (past := lease.computed) < len(prompt):
             piece = prompt[past : lease.next_cut]
-            extended = self.cache.extend(lease, len(piece))
-            assert isinstance(extended, Extended)
-            self._runtime.apply(extended.plan)
+            assert self.cache.extend(lease, len(piece)) is None
             segment = Segment(piece, past, lease.tables, len(piece), lease.slot)
             rows.append(self._runtime.forward(Batch([segment])))
             self._runtime.apply(self.cache.commit(lease, piece))
             cuts.append(past)
-        self.cache.finish(lease)
+        self.cache.release(lease, ReleaseReason.FINISHED)
         first = lease.hit_tokens
         return Hit(
             prompt, first, len(admitted.plan.copies), tuple(c for c in cuts if c), np.concatenate(rows)

@@ -1,4 +1,4 @@
-"""The block pool: who owns each block, and which are free.
+"""The block pool: the owners of each block, and the free blocks.
 
 A block has owners of two kinds. The tree's nodes and checkpoints *hold* it: its content can be found. Leases *use*
 it: a running request reads or writes it. Its refcount is the sum. At every instant a block is in exactly one state:
@@ -7,15 +7,15 @@ it: a running request reads or writes it. Its refcount is the sum. At every inst
     cached   held, not used: may be evicted
     live     used, held or not
 
-A *reference* names a block without owning it, together with how often the block had been freed by then. It is void
-from the moment the block becomes free, however often the id is given out again.
+A *weak reference* names a block without owning it, together with how often the block had been freed by then. It is
+void from the moment the block becomes free, however often the id is allocated again.
 
 Every operation takes an array of distinct ids and costs a handful of NumPy calls, whatever its length. All of
 an operation's assertions run before its first write, so an operation that fails has changed nothing.
 
-A table of 256 blocks is owned and let go twice per request, so the handful is chosen by its cost: both counts lie in
-one number, which one gather reads, ids become NumPy's own index type once rather than at each access, and
-`count_nonzero` asks what `all` and `any` would, at a fifth of their price.
+A table of 256 blocks is owned and released twice per request, so these calls are chosen by their cost: both counts
+lie in one number, which one gather reads; ids become NumPy's own index type once rather than at each access; and
+`count_nonzero` replaces `all` and `any` at a fifth of their price.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.plan import NO_BLOCK, BlockIds
+from rootstock.cache.types import NO_BLOCK, BlockIds
 
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NO_BLOCKS.flags.writeable = False
 
-References = NDArray[np.int64]  # [blocks] block id + 2^32 · how often it had been freed; or -1
-NO_REFERENCES: References = np.empty(0, np.int64)
-NO_REFERENCES.flags.writeable = False
+WeakReferences = NDArray[np.int64]  # [blocks] block id + 2^32 · how often it had been freed; or -1
 _ID = np.int64(2**32 - 1)
 
 # Owners of a block in one number: how many hold it, and 2^32 for each that uses it.
@@ -41,16 +39,17 @@ _HOLDERS = _USER - 1
 
 
 class BlockPool:
-    """`referred` pools can be referred to; `returnable` ones know which rows have memory. Both cost a little."""
+    """`weakly_referenced` pools give out weak references; `returnable` ones know which rows have memory. Both cost a
+    little."""
 
-    def __init__(self, blocks: int, *, referred: bool = False, returnable: bool = False) -> None:
+    def __init__(self, blocks: int, *, weakly_referenced: bool = False, returnable: bool = False) -> None:
         assert blocks > 0
         self.total_blocks = blocks
         self._owners = np.zeros(blocks, np.int64)  # holders + _USER · users
-        self._referred = referred
+        self._weakly_referenced = weakly_referenced
         self._returnable = returnable
-        self._freed = np.zeros(blocks if referred else 0, np.int64)  # how often each became free
-        # Has memory: was written since it was last given back.
+        self._freed = np.zeros(blocks if weakly_referenced else 0, np.int64)  # how often each became free
+        # Has memory: was allocated since its memory was last returned.
         self._backed = np.zeros(blocks if returnable else 0, np.bool_)
         self.backed_blocks: int = 0
         self._cached_blocks = 0
@@ -73,21 +72,21 @@ class BlockPool:
         return (owners & _HOLDERS) + owners // _USER
 
     def holders(self, block: int) -> int:
-        """How many tree nodes own it."""
+        """The number of nodes and checkpoints that hold it."""
         return int(self._owners[block]) & _HOLDERS
 
     def unused_among(self, ids: BlockIds) -> int:
-        """How many of these blocks no lease uses."""
+        """Counts the blocks that no lease uses."""
         return int(np.count_nonzero(self._owners[ids] < _USER))
 
     def used_once_among(self, ids: BlockIds) -> int:
-        """How many of these blocks exactly one lease uses."""
+        """Counts the blocks that exactly one lease uses."""
         return int(np.count_nonzero(self._owners[ids] // _USER == 1))
 
     def allocate(self, blocks: int, after: int | None = None) -> BlockIds:
-        """Free blocks, used once: one run if a free one is long enough, else few long runs.
+        """Takes free blocks, used once: one run if a free one is long enough, else few long runs.
 
-        With `after`, first the run that follows that block, so that a growing sequence stays contiguous.
+        With `after`, tries the run that follows that block first, so that a growing sequence stays contiguous.
         The caller has checked that there are enough.
         """
         assert 0 <= blocks <= self._free.blocks, f"{blocks} of {self._free.blocks} free blocks asked"
@@ -100,8 +99,8 @@ class BlockPool:
                 self.backed_blocks += fresh
         return ids
 
-    def give_back(self, blocks: int) -> BlockIds:
-        """Up to so many free blocks that have memory; the caller sees to it that they lose it. O(blocks)."""
+    def return_blocks(self, blocks: int) -> BlockIds:
+        """Marks up to so many free blocks as without memory; the caller takes it from them. O(blocks)."""
         idle = np.flatnonzero(self._backed & (self._owners == 0))
         # The last ones first: allocation prefers low addresses.
         ids = idle[max(0, len(idle) - blocks) :].astype(np.int32)
@@ -110,7 +109,7 @@ class BlockPool:
         return ids
 
     def use(self, ids: BlockIds) -> None:
-        """One more lease owns each of these."""
+        """Adds a lease to the owners of each block."""
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
         assert np.count_nonzero(owners) == len(rows), "a free block was used"
@@ -118,7 +117,7 @@ class BlockPool:
         self._owners[rows] = owners + _USER
 
     def unuse(self, ids: BlockIds) -> None:
-        """One lease less owns each of these; blocks without an owner become free."""
+        """Removes a lease from the owners of each block; blocks without an owner become free."""
         rows = ids.astype(np.intp)
         owners = self._owners[rows] - _USER
         assert not np.count_nonzero(owners < 0), "a block was released twice"
@@ -129,17 +128,17 @@ class BlockPool:
         self._cached_blocks += owned - int(np.count_nonzero(owners >= _USER))
 
     def hold(self, ids: BlockIds) -> None:
-        """One more tree node owns each of these."""
+        """Adds a node or checkpoint to the owners of each block."""
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
         assert np.count_nonzero(owners) == len(rows), "a free block was held"
         self._owners[rows] = owners + 1
 
     def unhold(self, ids: BlockIds) -> None:
-        """One tree node less owns each of these; blocks without an owner become free."""
+        """Removes a node or checkpoint from the owners of each block; blocks without an owner become free."""
         rows = ids.astype(np.intp)
         owners = self._owners[rows]
-        assert np.count_nonzero(owners & _HOLDERS) == len(rows), "a block was let go twice"
+        assert np.count_nonzero(owners & _HOLDERS) == len(rows), "a block was released that no node holds"
         owners -= 1
         self._owners[rows] = owners
         gone = len(rows) - int(np.count_nonzero(owners))
@@ -148,30 +147,30 @@ class BlockPool:
             self._give(ids if gone == len(rows) else ids[owners == 0])
 
     def _give(self, ids: BlockIds) -> None:
-        if self._referred:
+        if self._weakly_referenced:
             self._freed[ids] += 1
         self._free.give(ids)
 
-    def references(self, ids: BlockIds) -> References:
-        """References to these blocks, which have owners now; NO_BLOCK gives -1."""
-        assert self._referred
-        found: References = np.where(ids == NO_BLOCK, np.int64(-1), ids + (self._freed[ids] << 32))
+    def weak_references(self, ids: BlockIds) -> WeakReferences:
+        """Weak references to these blocks, which have owners now; NO_BLOCK gives -1."""
+        assert self._weakly_referenced
+        found: WeakReferences = np.where(ids == NO_BLOCK, np.int64(-1), ids + (self._freed[ids] << 32))
         return found
 
-    def resolve(self, references: References) -> BlockIds:
-        """The ids of those that still stand, NO_BLOCK for the others."""
+    def resolve(self, references: WeakReferences) -> BlockIds:
+        """The ids of the blocks that were not freed since, NO_BLOCK for the others."""
         ids = references & _ID  # of -1: not a block, and void by the comparison
-        stands = references >= 0
-        ids = np.where(stands, ids, 0)
-        stands &= self._freed[ids] == references >> 32
-        return np.where(stands, ids, NO_BLOCK).astype(np.int32)
+        valid = references >= 0
+        ids = np.where(valid, ids, 0)
+        valid &= self._freed[ids] == references >> 32
+        return np.where(valid, ids, NO_BLOCK).astype(np.int32)
 
     def check(self) -> None:
         """Recounts everything. For tests and idle time: O(blocks)."""
         owned = self._owners > 0
         free = self._free.check()
         assert not bool((owned & free).any()), "an owned block is free"
-        assert bool((owned | free).all()), "a block has neither owner nor place among the free"
+        assert bool((owned | free).all()), "a block is neither owned nor free"
         cached = int(np.count_nonzero(owned & (self._owners < _USER)))
         assert cached == self._cached_blocks, f"{cached} cached blocks, {self._cached_blocks} counted"
         if self._returnable:
@@ -184,11 +183,11 @@ class BlockPool:
 
 
 class FreeExtents:
-    """Runs of free blocks, merged with their neighbours when given back (boundary tags, Knuth 1.2.5).
+    """Runs of free blocks, merged with their neighbours when freed (boundary tags, Knuth 1.2.5).
 
     Runs are kept by size class (powers of two) in heaps by address with lazy deletion: taking n blocks looks
     into the smallest class that is sure to fit, lowest address first, which packs the pool from the front and
-    is the same in every run. A bit for each class that may have runs finds the next one without a search.
+    is deterministic. A bit for each class that may have runs finds the next one without a search.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -220,7 +219,7 @@ class FreeExtents:
         return np.concatenate(pieces)
 
     def give(self, ids: BlockIds) -> None:
-        """`ids` in any order. One step per run of consecutive ids, not per block."""
+        """Frees `ids`, in any order. Takes one step per run of consecutive ids, not per block."""
         start, begin = int(ids[0]), 0
         for last in (ids[1:] - ids[:-1] != 1).nonzero()[0].tolist():
             self._merge(start, last + 1 - begin)
@@ -250,7 +249,7 @@ class FreeExtents:
         self._occupied |= 1 << size_class
         heap = self._classes[size_class]
         heapq.heappush(heap, start)
-        if len(heap) > 64 + 2 * len(self._length_at):  # mostly runs that are gone or changed class
+        if len(heap) > 64 + 2 * len(self._length_at):  # mostly entries of runs that are gone or changed class
             self._compact(size_class)
 
     def _compact(self, size_class: int) -> None:
@@ -265,7 +264,7 @@ class FreeExtents:
         return length
 
     def _fitting(self, blocks: int) -> int | None:
-        """The start of a run of at least `blocks`, or None if none was found with bounded effort."""
+        """Finds the start of a run of at least `blocks`; None if none was found with bounded effort."""
         own_class = blocks.bit_length()
         classes = self._occupied >> own_class << own_class
         while classes:
@@ -274,21 +273,21 @@ class FreeExtents:
             if start is not None and self._length_at[start] >= blocks:
                 return start
             classes &= classes - 1
-        # Of the own class some may fit behind the first: worth a short look, not a search.
+        # Some runs of the class of `blocks` itself may fit: worth a short look, not a search.
         for start in self._classes[own_class][:64] if own_class < len(self._classes) else ():
             if self._length_at.get(start, 0) >= blocks:
                 return start
         return None
 
     def _longest(self) -> int:
-        """The start of the first run of the longest class there is."""
+        """Finds the start of the first run of the longest class that has any."""
         while True:
             start = self._first_of(self._occupied.bit_length() - 1)
             if start is not None:
                 return start
 
     def _first_of(self, size_class: int) -> int | None:
-        """The lowest start of a class; None if it has no runs."""
+        """Finds the lowest start of a class; None if it has no runs."""
         heap = self._classes[size_class]
         while heap:
             start = heap[0]

@@ -1,36 +1,31 @@
-"""Checkpoints: what lets every family of a model resume at exactly one position of exactly one prefix.
+"""Kinds of checkpoints, the boundaries at which they are left, and the window blocks that they hold.
 
-A checkpoint hangs on the node that holds its position. It holds the blocks of windows and chunks that a resumption
-there reads, and a copy of the recurrent state. Nothing writes to it: whoever resumes gets a copy of the state and of
-a block that is filled in part. It carries its position and its prefix's digest, and is refused where they differ.
+A checkpoint lets every family of a model resume at exactly one position of exactly one prefix. The class is in
+`radix_node`, since a checkpoint hangs on a node of the tree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from rootstock.cache.plan import BlockIds, SlotId
-
-if TYPE_CHECKING:
-    from rootstock.cache.radix_node import Node
+from rootstock.cache.types import BlockIds
 
 
 class CheckpointKind(StrEnum):
-    """Why a checkpoint is left where it is: what is likely to resume there."""
+    """The reason why a checkpoint is left at its position, which tells how likely a resumption there is."""
 
     SYSTEM = "system"  # end of system prompt and tools: other conversations branch off here
-    USER = "user"  # end of the last user turn, before its reasoning: the next turn may drop what follows
+    USER = "user"  # end of the last user turn, before its reasoning: the next turn may drop the reasoning
     TOOL = "tool"  # end of a tool's result within a turn
     PROMPT = "prompt"  # end of a prompt
-    ANSWER = "answer"  # end of what was generated
-    DIVERGENCE = "divergence"  # where another request was seen to go another way
+    ANSWER = "answer"  # end of an answer
+    DIVERGENCE = "divergence"  # another request was seen to go another way here
     MARK = "mark"  # asked for by the client
 
 
-# How much likelier than the end of a tool's turn each kind is to be resumed, other things being equal. A turn of a
-# tool is followed up at once or never; users come back, and every new conversation comes by the system prompt's end.
+# Likelihood of a resumption, relative to the end of a tool's turn. A tool's turn is followed up at once or never;
+# users come back, and every new conversation passes the end of the system prompt.
 CHANCE = {
     CheckpointKind.SYSTEM: 8.0,
     CheckpointKind.MARK: 8.0,
@@ -41,10 +36,9 @@ CHANCE = {
     CheckpointKind.PROMPT: 1.0,
 }
 
-
-# Kinds that one conversation goes on from, once. When it has, and has left a deeper checkpoint, little remains.
-_ONCE = {CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT}
-_CHANCE_WHEN_PASSED = 1 / 16
+# Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
+RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
+CHANCE_WHEN_PASSED = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,110 +50,12 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class TailBlocks:
-    """One tail family's blocks up to a position: of block indices `first` … `first` + len(ids) - 1."""
+class WindowBlocks:
+    """The blocks of one window family that a resumption reads: block indices `first` … `first` + len(ids) - 1."""
 
     first: int
     ids: BlockIds
 
-
-class Checkpoint:
-    __slots__ = (
-        "cost_tokens",
-        "digest",
-        "hits",
-        "kind",
-        "last_used",
-        "node",
-        "pins",
-        "position",
-        "queue_ticket",
-        "slot",
-        "tails",
-        "wants",
-    )
-
-    def __init__(
-        self,
-        node: Node,
-        position: int,
-        digest: bytes,
-        kind: CheckpointKind,
-        tails: tuple[TailBlocks, ...],
-        slot: SlotId,
-        cost_tokens: float,
-        now: float,
-    ) -> None:
-        self.node: Node | None = node  # None: it is gone
-        self.position = position
-        self.digest = digest  # of tokens 0 … position-1 and their namespace
-        self.kind = kind
-        self.tails = tails  # one for each tail family
-        self.slot = slot  # NO_SLOT if the model has no recurrent states
-        self.cost_tokens = cost_tokens  # how many tokens of full attention its bytes would pay for
-        self.last_used = now
-        self.hits = 0
-        self.pins = 0  # requests that resume from it and have not computed anything yet
-        self.wants: dict[object, None] = {}  # queued requests that would resume from it
-        self.queue_ticket = 0
-
-    @property
-    def before(self) -> Checkpoint | None:
-        """The next shallower one on its path."""
-        assert self.node is not None
-        return self.node.checkpoint_up_to(self.position - 1)
-
-    @property
-    def start(self) -> int:
-        """Where a request would resume without it."""
-        before = self.before
-        return 0 if before is None else before.position
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody has resumed from it, or is about to."""
-        return not (self.hits or self.pins or self.wants)
-
-    @property
-    def end(self) -> int:
-        return self.position
-
-    @property
-    def is_wanted(self) -> bool:
-        return bool(self.wants)
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether there is a deeper one: on its node, or the first below it on a branch that has any."""
-        assert self.node is not None
-        if max(self.node.checkpoints, default=0) > self.position:
-            return True
-        for child in self.node.children.values():
-            step = child
-            while not step.checkpoints and len(step.children) == 1:
-                (step,) = step.children.values()
-            if step.checkpoints:
-                return True
-        return False
-
-    @property
-    def worth(self) -> float:
-        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes.
-
-        The last one of a leaf takes along the blocks since the one before, which serve nothing else.
-        """
-        assert self.node is not None
-        chance = CHANCE[self.kind]
-        if self.node.passed_by:
-            chance *= _CHANCE_WHEN_PASSED
-        saved, cost = self.position - self.start, self.cost_tokens
-        if self.kind not in _ONCE:
-            chance *= 1 + min(self.hits, 7)
-        elif self.is_passed:
-            chance *= _CHANCE_WHEN_PASSED
-        if not self.node.children and self.position >= max(self.node.checkpoints, default=0):
-            cost += saved
-        return chance * saved / cost
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"
+    def whole(self, position: int, block_size: int) -> BlockIds:
+        """The blocks that are full up to `position`. They are shared; a partly filled one is copied."""
+        return self.ids[: max(0, position // block_size - self.first)]

@@ -1,23 +1,21 @@
-"""What goes first: tails of cached prefixes, or checkpoints. A policy is a pure function; the order is kept, never
-searched for."""
+"""Order of eviction: a policy ranks leaves and checkpoints, a heap keeps them in order of rank."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 
-class Use(Protocol):
-    """What a policy may know of a leaf of the tree, or of a checkpoint."""
+class Evictable(Protocol):
+    """The facts about a leaf of the tree, or about a checkpoint, that a policy may read."""
 
     @property
     def last_used(self) -> float: ...  # of the cache's clock
     @property
     def hits(self) -> int: ...  # admissions that shared it
     @property
-    def start(self) -> int: ...  # its first position: what recomputing it must attend to
+    def start(self) -> int: ...  # its first position: recomputing it attends to all positions before
     @property
     def end(self) -> int: ...
     @property
@@ -26,20 +24,31 @@ class Use(Protocol):
     ) -> float: ...  # prefill saved × chance of reuse ÷ bytes; 1 for plain blocks of the same age
 
 
-EvictionPolicy = Callable[[Use], float]  # lowest rank goes first
+class EvictionPolicy(Protocol):
+    """Order of eviction, by rank."""
+
+    def rank(self, entry: Evictable) -> float:
+        """Rank of an entry; the lowest goes first. A pure function until `observe_reuse` returns True."""
+
+    def observe_reuse(self, idle_s: float) -> bool:
+        """Learns that an unreferenced entry was reused after `idle_s`. Returns True if all ranks have changed."""
 
 
-def least_recently_used(use: Use) -> float:
-    return use.last_used
+class LeastRecentlyUsed:
+    def rank(self, entry: Evictable) -> float:
+        return entry.last_used
+
+    def observe_reuse(self, idle_s: float) -> bool:
+        return False
 
 
 class MostValuableLast:
-    """By expected saving per byte, if the chance of reuse falls by 1/e with every `patience_s` of idleness.
+    """Ranks by expected saving per byte, if the chance of reuse falls by 1/e with every `patience_s` of idleness.
 
     value = worth · exp(-(now - last_used) / patience_s). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.
 
-    How long what is used again was idle before is learnt from what is used again: agents come back within seconds,
+    `patience_s` follows a moving average of the idle times that ended in a reuse: agents come back within seconds,
     people within minutes.
     """
 
@@ -47,12 +56,15 @@ class MostValuableLast:
         self.patience_s = patience_s  # that ranks are computed with
         self._idle_s = patience_s  # moving average
 
-    def __call__(self, use: Use) -> float:
-        worth = use.worth
-        return use.last_used if worth == 1.0 else use.last_used + self.patience_s * math.log(max(worth, 1e-9))
+    def rank(self, entry: Evictable) -> float:
+        worth = entry.worth
+        return (
+            entry.last_used
+            if worth == 1.0
+            else entry.last_used + self.patience_s * math.log(max(worth, 1e-9))
+        )
 
-    def reused(self, idle_s: float) -> bool:
-        """Something was used again after so long. True if all ranks have changed for it."""
+    def observe_reuse(self, idle_s: float) -> bool:
         self._idle_s += _LEARNING * (idle_s - self._idle_s)
         patience_s = min(max(self._idle_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
         if 1 / _RENEW_AT < patience_s / self.patience_s < _RENEW_AT:
@@ -63,29 +75,29 @@ class MostValuableLast:
 
 _LEARNING = 0.1
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.1, 3600.0
-_RENEW_AT = 1.5  # as much as ranks may be out of date
+_RENEW_AT = 1.5  # factor by which the patience in the ranks may be out of date
 
 
-class Evictable(Use, Protocol):
+class Queueable(Evictable, Protocol):
     queue_ticket: int  # of its newest entry in the queue; 0: must not be evicted now
 
     @property
-    def is_wanted(self) -> bool: ...  # a queued request would hit it
+    def is_protected(self) -> bool: ...  # a queued request would hit it
 
 
-N = TypeVar("N", bound=Evictable)
-Rank = tuple[bool, float]  # (a queued request wants it, the policy's rank): lowest goes first
+N = TypeVar("N", bound=Queueable)
+Rank = tuple[bool, float]  # (protected by a queued request, the policy's rank): lowest goes first
 
 
 class EvictionQueue(Generic[N]):
-    """Leaves or checkpoints that nobody uses, by (wanted by a queued request, rank, age of the entry).
+    """Unreferenced leaves or checkpoints, ordered by (protected by a queued request, rank, age of the entry).
 
     A binary heap with lazy deletion: an entry counts only while its ticket is the node's newest. Ties go to the
     older entry, so that every run evicts in the same order.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+        self._rank_of = policy.rank
         self._heap: list[tuple[bool, float, int, N]] = []
         self._tickets = 0
         self._valid = 0
@@ -94,10 +106,10 @@ class EvictionQueue(Generic[N]):
         return self._valid
 
     def rank(self, node: N) -> Rank:
-        return node.is_wanted, self._policy(node)
+        return node.is_protected, self._rank_of(node)
 
     def put(self, node: N) -> None:
-        """Queues one, or queues it anew where its rank may have fallen."""
+        """Queues a node, or queues it again where its rank may have fallen."""
         if node.queue_ticket == 0:
             self._valid += 1
         self._tickets += 1
@@ -108,32 +120,32 @@ class EvictionQueue(Generic[N]):
             heapq.heapify(self._heap)
 
     def renew(self) -> None:
-        """Ranks everything anew: the policy has learnt something. O(n log n)."""
+        """Computes all ranks again after the policy has learnt. O(n log n)."""
         alive = [entry for entry in self._heap if entry[3].queue_ticket == entry[2]]
         self._heap = [(*self.rank(node), ticket, node) for _, _, ticket, node in alive]
         heapq.heapify(self._heap)
 
     def drop(self, node: N) -> None:
-        """It is in use again, is no leaf any more, or is gone."""
+        """Takes out a node that is referenced again, is no leaf any more, or is gone."""
         if node.queue_ticket:
             node.queue_ticket = 0
             self._valid -= 1
 
     def peek(self) -> Rank | None:
-        """The rank of what is to be evicted next."""
+        """The rank of the node to evict next. Brings the front of the heap up to date."""
         while self._heap:
-            wanted, rank, ticket, node = self._heap[0]
+            protected, rank, ticket, node = self._heap[0]
             if node.queue_ticket != ticket:
                 heapq.heappop(self._heap)
-            elif self.rank(node) > (wanted, rank):  # used or wanted since: queue it anew
+            elif self.rank(node) > (protected, rank):  # used or protected since: queue it again
                 heapq.heappop(self._heap)
                 self.put(node)
             else:
-                return wanted, rank
+                return protected, rank
         return None
 
     def pop(self) -> N:
-        """What `peek` has just told the rank of, taken out of the queue."""
+        """Takes out the node whose rank `peek` has just returned."""
         node = heapq.heappop(self._heap)[3]
         self.drop(node)
         return node

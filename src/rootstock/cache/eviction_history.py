@@ -1,15 +1,12 @@
-"""What was evicted, remembered for a while: lets `explain` tell a prefix that went from one that never came."""
+"""A bounded memory of evicted prefixes: lets `explain` tell an evicted prefix from one that was never cached."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
-from rootstock.cache.plan import Tokens
-from rootstock.cache.radix_node import common_prefix, kept_part
-
-if TYPE_CHECKING:
-    from rootstock.cache.radix_node import Node
+from rootstock.cache.radix_node import Node, common_prefix, kept_part
+from rootstock.cache.types import Tokens
 
 # Together at most 8 MiB of tokens, and as much again that their arrays may keep alive.
 MAX_RUNS = 4096
@@ -18,9 +15,10 @@ LONGEST_RUN = 32 * 1024
 
 
 class EvictedRun:
-    """Tokens that followed the end of `node` once. Void (`node` is None) when replaced, returned or forgotten.
+    """Tokens that were cached below the end of `node`. Void (`node` is None) once replaced, cached again or
+    forgotten.
 
-    An edge goes tail by tail, so its run grows at the front, by one part at a time.
+    An edge is evicted from its tail, so its run grows at the front, by one part at a time.
     """
 
     __slots__ = ("first", "length", "node", "parts")
@@ -32,7 +30,7 @@ class EvictedRun:
         self.length = sum(map(len, parts))
 
     def agreed(self, tokens: Tokens) -> int:
-        """How many leading `tokens` are the run's."""
+        """Counts the leading `tokens` that agree with the run."""
         position = 0
         for part in reversed(self.parts):
             agreed = common_prefix(part, tokens[position:])
@@ -43,25 +41,39 @@ class EvictedRun:
 
 
 class EvictionHistory:
-    """Bounded in number and in tokens; the oldest are forgotten first."""
+    """Evicted runs by the node that they followed. Bounded in number and in tokens; drops the oldest first."""
 
     def __init__(self) -> None:
         self._runs: deque[EvictedRun] = deque()
+        self._below: dict[
+            Node, dict[int, EvictedRun]
+        ] = {}  # by node, then by first token; never an empty inner one
         self.tokens = 0  # of runs that are not void
 
-    def remember(self, node: Node, tokens: Tokens, deeper: list[Tokens]) -> list[Node]:
-        """`tokens` were cached below `node`, and `deeper` after them. Both are taken over: nobody writes them again.
+    def runs_below(self, node: Node) -> Collection[EvictedRun]:
+        """The runs that followed the end of this node."""
+        return self._below.get(node, {}).values()
 
-        Returns the nodes whose oldest runs were forgotten for it.
+    def evicted_after(self, node: Node, tokens: Tokens) -> int:
+        """Counts the leading `tokens` that were cached below the end of this node and have been evicted."""
+        run = self._below.get(node, {}).get(int(tokens[0]))
+        return 0 if run is None else run.agreed(tokens)
+
+    def remember(self, node: Node, tokens: Tokens, deeper: list[Tokens]) -> list[Node]:
+        """Records that `tokens` were cached below `node`, and `deeper` after them. Takes over both arrays; the caller
+        does not write to them again.
+
+        Returns the nodes whose oldest runs were dropped to stay within the bounds.
         """
         deeper.append(kept_part(tokens[:LONGEST_RUN]))
         run = EvictedRun(node, deeper)
         while run.length - len(run.parts[0]) >= LONGEST_RUN:
             run.length -= len(run.parts.pop(0))
-        replaced = node.evicted.get(run.first)
+        here = self._below.setdefault(node, {})
+        replaced = here.get(run.first)
         if replaced is not None:
             self._void(replaced)
-        node.evicted[run.first] = run
+        here[run.first] = run
         self._runs.append(run)
         self.tokens += run.length
         forgotten = []
@@ -69,31 +81,36 @@ class EvictionHistory:
             oldest = self._runs.popleft()
             if oldest.node is not None:
                 forgotten.append(oldest.node)
-                del oldest.node.evicted[oldest.first]
-                self._void(oldest)
+                self.forget_run(oldest.node, oldest.first)
         return forgotten
 
     def take_below(self, node: Node) -> list[Tokens]:
-        """Forgets what followed the node's end; returns the parts of the longest run, for one that goes before it."""
-        if not node.evicted:
+        """Forgets the runs below a node that is evicted itself. Returns the parts of the longest: they follow the
+        node's own run."""
+        runs = self.runs_below(node)
+        if not runs:
             return []
-        parts = max(node.evicted.values(), key=lambda run: run.length).parts
+        parts = max(runs, key=lambda run: run.length).parts
         self.forget_below(node)
         return parts
 
     def forget_below(self, node: Node) -> None:
-        """The node's end moves, or the node goes: what followed its end follows it no more."""
-        if not node.evicted:
-            return
-        for run in node.evicted.values():
-            self._void(run)
-        node.evicted.clear()
+        """Forgets the runs below a node that is removed or whose end moves."""
+        runs = self._below.pop(node, None)
+        if runs is not None:
+            for run in runs.values():
+                self._void(run)
 
-    def returned(self, node: Node, first: int) -> None:
-        """Something is cached again where a run was."""
-        run = node.evicted.pop(first, None)
+    def forget_run(self, node: Node, first: int) -> None:
+        """Forgets the run below a node that begins with token `first`, for example because it is cached again."""
+        runs = self._below.get(node)
+        if runs is None:
+            return
+        run = runs.pop(first, None)
         if run is not None:
             self._void(run)
+        if not runs:
+            del self._below[node]
 
     def _void(self, run: EvictedRun) -> None:
         run.node, run.parts = None, []

@@ -1,20 +1,21 @@
-"""Why a prompt hits what it hits: the position at which it stops, and what stopped it."""
+"""Explanation of a hit: the position at which a prompt stops hitting, and the reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rootstock.cache.eviction_history import EvictionHistory
 from rootstock.cache.lease import Match
 
 Cap = Literal[
     "cache_off",
-    "nothing_cached",  # this namespace holds nothing that begins like this
-    "diverged",  # the prompt goes another way than everything cached
-    "not_cached",  # from some position on, whatever the reason (`Explanation.of_the_prompt`)
-    "no_checkpoint",  # K/V are cached further than some family can resume
+    "nothing_cached",  # this namespace holds no prefix that begins like this
+    "diverged",  # every cached prefix goes on with another token
+    "not_cached",  # the reason is withheld (`Explanation.of_the_prompt`)
+    "no_checkpoint",  # K/V are cached, but some family cannot resume so far
     "evicted",  # more of it was cached once
-    "end_of_cached",  # everything cached on this path agrees; the rest was never seen
+    "end_of_cached",  # the cached prefix agrees to its end; the rest was never seen
     "last_token",  # all of it is cached; the last token is always computed
 ]
 
@@ -23,13 +24,13 @@ MAX_ALTERNATIVES = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """Whether what the tier below holds is loaded or computed anew, and why. Estimates are None until something was
-    measured; then loading is tried."""
+    """The choice between loading a tier hit and computing it, with the estimates behind it. Estimates are None until
+    something was measured; then loading is tried."""
 
     position: int  # up to which it could be loaded
     records: int
     payload_bytes: int
-    load_s: float | None  # including what waits to be loaded before it
+    load_s: float | None  # including the loads that are queued before it
     compute_s: float | None
     load: bool
 
@@ -56,14 +57,14 @@ class Explanation:
     cached_tokens_there: tuple[int, ...] | None
     evicted_tokens: int | None  # how many of the following tokens were cached once
     pending_tokens: int | None  # how many of the following tokens a running request is computing now
-    found_tokens: int  # of the prompt, that are cached in the sense that their K/V need not be computed
+    found_tokens: int  # of the prompt, whose K/V are cached, resumable or not
     capped_by: str | None  # the family that cannot resume as far as that
     message: str
-    below: LoadChoice | None = None  # what the tier below adds; None: nothing
+    below: LoadChoice | None = None  # of a deeper hit in the tier below; None: there is none
 
     def of_the_prompt(self) -> Explanation:
-        """The part that says nothing of others in the namespace beyond what sending this prompt would tell: how much
-        of it is cached. Their tokens, evictions and running requests are left out, and whether there are any."""
+        """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
+        running requests of others in the namespace, and whether there are any."""
         cap, message = self.cap, self.message
         if cap in ("diverged", "evicted", "end_of_cached"):
             cap = "not_cached" if self.found_tokens else "nothing_cached"
@@ -84,7 +85,8 @@ class Explanation:
         )
 
 
-def explain_match(match: Match, reuse: bool) -> Explanation:
+def explain_match(match: Match, history: EvictionHistory, reuse: bool) -> Explanation:
+    """Derives the reason from the match and from the history of evictions."""
     tokens, found = match.tokens, match.found
     all_cached = found == len(tokens)
     alternatives: tuple[int, ...] = ()
@@ -95,8 +97,7 @@ def explain_match(match: Match, reuse: bool) -> Explanation:
             alternatives = (int(node.tokens[found - node.start]),)
         else:
             alternatives = tuple(node.children)[:MAX_ALTERNATIVES]
-            remembered = node.evicted.get(int(tokens[found]))
-            evicted = 0 if remembered is None else remembered.agreed(tokens[found:])
+            evicted = history.evicted_after(node, tokens[found:])
     cap: Cap
     if not reuse:
         cap = "cache_off"
@@ -152,7 +153,7 @@ def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int
         case "end_of_cached":
             return f"{of}; no cached prefix is longer."
         case "not_cached":
-            raise AssertionError("only what is left of an explanation says so")
+            raise AssertionError("only `of_the_prompt` answers this")
 
 
 _NOTHING_CACHED = "Nothing cached begins with this prompt's first token."

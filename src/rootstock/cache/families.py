@@ -1,9 +1,9 @@
 """Families: groups of layers with one kind of memory. A model is a set of families.
 
 Each family has a pool of its own: *rows* of fixed size, which are blocks of `block_size` positions for attention and
-slots for recurrent states. A family's one rule is what must be there to resume at a position p: everything before p,
-the last window, what follows the last multiple of a chunk, or a state that was kept at exactly p.
-"""
+slots for recurrent states. A family has one rule: the memory that a resumption at position p needs. That is
+everything before p, the last window, the positions since the last multiple of a chunk, or a state that was kept at
+exactly p."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Layers that remember every position, whatever they keep of it: K and V, latents (MLA), indexer keys.
+    """Layers that keep something for every position: K and V, latents (MLA), indexer keys.
 
     All of them share one block table, so a model has at most one such family.
     """
@@ -53,7 +53,7 @@ class SlidingWindow:
 
     @property
     def longest_tail(self) -> int:
-        """The most positions that a resumption ever needs."""
+        """The largest number of earlier positions that a resumption needs."""
         return self.window - 1
 
     def tail_start(self, position: int) -> int:
@@ -80,7 +80,7 @@ class ChunkedAttention:
 
     @property
     def longest_tail(self) -> int:
-        """The most positions that a resumption ever needs."""
+        """The largest number of earlier positions that a resumption needs."""
         return self.chunk - 1
 
     def tail_start(self, position: int) -> int:
@@ -90,8 +90,8 @@ class ChunkedAttention:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """Layers that fold everything they saw into one state of fixed size. It cannot be cut back to an earlier
-    position, so one can only resume where a copy was kept. A model has at most one such family."""
+    """Layers that fold all positions into one state of fixed size. It cannot be cut back to an earlier position, so a
+    request can only resume where a copy was kept. A model has at most one such family."""
 
     layers: int
     bytes_per_state: int  # of all its layers
@@ -105,18 +105,18 @@ class RecurrentState:
         return "state"
 
 
-TailFamily = SlidingWindow | ChunkedAttention  # resumes from the positions just before
-TokenFamily = FullAttention | TailFamily  # keeps something per position, in blocks
+WindowFamily = SlidingWindow | ChunkedAttention  # needs the positions just before to resume
+TokenFamily = FullAttention | WindowFamily  # keeps something per position, in blocks
 Family = TokenFamily | RecurrentState
 
 
 def token_families(families: Sequence[Family]) -> tuple[TokenFamily, ...]:
-    """Those that have block tables, in order: what a segment's `tables` stand for."""
+    """The families that have block tables, in order; `tables` of a segment follow it."""
     return tuple(family for family in families if not isinstance(family, RecurrentState))
 
 
 def row_bytes(family: Family, block_size: int) -> int:
-    """What one row of the family's pool costs."""
+    """Bytes of one row of the family's pool."""
     if isinstance(family, RecurrentState):
         return family.bytes_per_state
     return block_size * family.bytes_per_token

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that must be equal for KV to be interchangeable. Different namespaces never share a byte."""
+    """Everything that must be equal for K/V to be interchangeable. Different namespaces never share a byte."""
 
     weights: str  # fingerprint of the loaded weights
     kv_dtype: str
-    rope_regime: str = ""  # what the frequencies depend on, where that is not the weights alone
+    rope_regime: str = ""  # the part of the RoPE frequencies that does not follow from the weights
     adapter: str = ""
-    salt: str = ""  # tenant: an isolation boundary chosen by the caller
-    is_private: bool = False  # kept in memory only, and nobody else can name it
+    salt: str = ""  # of the tenant: an isolation boundary chosen by the caller
+    is_private: bool = False  # kept in memory only; no other request can name it
 
     def digest(self) -> bytes:
-        """16 bytes; fields are length-prefixed, so that no two namespaces spell the same input."""
+        """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")

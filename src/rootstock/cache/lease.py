@@ -1,23 +1,40 @@
-"""What a running request owns in the cache, and the answers to asking for it."""
+"""Leases: the rows that a running request owns in the cache. Also the answers to a match and to an admission."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from enum import StrEnum
+from typing import NamedTuple, NewType
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
-from rootstock.cache.checkpoints import Checkpoint, CheckpointKind, TailBlocks
+from rootstock.cache.checkpoints import CheckpointKind, WindowBlocks
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import NO_BLOCK, NO_SLOT, NOTHING, BlockIds, Load, Plan, SlotId, Tokens
-from rootstock.cache.radix_node import Node
+from rootstock.cache.plan import Load, Plan
+from rootstock.cache.radix_node import Checkpoint, Node
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)
 
 
+class ReleaseReason(StrEnum):
+    """The reason why a lease ends. In each case its computed tokens stay findable."""
+
+    FINISHED = "finished"  # the request is complete
+    ABORTED = "aborted"  # the client does not want the rest; the computed part is as good as any
+    PREEMPTED = "preempted"  # others need its rows; it will be admitted again
+    FAILED = "failed"  # its forward raised, so its working state may be half advanced
+    UNUSED = "unused"  # nothing was computed with it: its load failed, or it was admitted to be read only
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the working state is exactly that after the computed tokens, so that it can become a checkpoint."""
+        return self not in (ReleaseReason.FAILED, ReleaseReason.UNUSED)
+
+
 class BlockTable:
-    """A growing table. Blocks before `first` were released: their entries are NO_BLOCK."""
+    """A growing block table. Blocks before `first` were released: their entries are NO_BLOCK."""
 
     __slots__ = ("_ids", "first", "length")
 
@@ -49,13 +66,13 @@ class BlockTable:
         self.length = needed
 
     def begin_at(self, index: int) -> None:
-        """The table, which owns nothing, goes on at block `index`: whatever lies before is not needed."""
-        assert self.first == self.length, "a table that owns blocks was begun anew"
+        """Makes a table that owns nothing continue at block `index`; no forward reads earlier blocks."""
+        assert self.first == self.length, "a table that owns blocks was begun again"
         self._ids = np.full(index, NO_BLOCK, np.int32)
         self.first = self.length = index
 
     def release_before(self, index: int) -> BlockIds:
-        """Takes blocks out of the front; returns them."""
+        """Takes the blocks before `index` out of the front; returns them."""
         index = min(index, self.length)
         if index <= self.first:
             return NO_BLOCKS
@@ -67,34 +84,36 @@ class BlockTable:
 
 class Lease:
     """One sequence's block tables, its working state, and its place in the tree. Made by `KVCache.admit`, ended by
-    `finish`, `preempt` or `abort`; only the cache writes to it.
+    `release` or `discard`; only the cache writes to it.
 
-    Positions 0 … published-1 can be found by others, published … computed-1 are computed and not found yet,
-    computed … known-1 are tokens that are known and will be computed.
+        0                published              computed               known
+        | in the tree    | computed, not yet    | known tokens, not    |
+        |                | findable by others   | computed yet         |
     """
 
     __slots__ = (
-        "_full",
         "_order",
-        "_tails",
         "_tokens",
+        "awaited_positions",
+        "checkpoint_positions",
+        "checkpoints",
         "computed",
-        "cuts",
+        "copy_sources",
         "ended",
+        "full",
         "hit_tokens",
         "id",
         "is_loaded",
         "known",
-        "left",
         "namespace",
+        "node",
+        "own_leaf",
         "prompt_tokens",
         "published",
         "replaced",
         "resumed_from",
         "slot",
-        "sources",
-        "tip",
-        "waited_for",
+        "windows",
     )
 
     def __init__(
@@ -104,7 +123,7 @@ class Lease:
         prompt: Tokens,
         hit_tokens: int,
         full: BlockTable,
-        tails: list[BlockTable],
+        windows: list[BlockTable],
         order: tuple[int, ...],
     ) -> None:
         self.id = id
@@ -114,48 +133,61 @@ class Lease:
         self.known = len(prompt)
         self.computed = hit_tokens
         self.published = hit_tokens
-        self.tip: Node | None = None  # the node that ends at `published`; None: not attached to the tree
-        self.replaced: list[int] = []  # blocks of pinned nodes that the table replaces by others
-        self.slot: SlotId = NO_SLOT  # the working state; nobody else reads or writes it
-        self.cuts: dict[int, CheckpointKind] = {}  # where a checkpoint is to be left, all beyond `computed`
-        self.waited_for: set[int] = set()  # those cuts for which another request waits
-        self.left: list[Checkpoint] = []  # that it has left
-        self.resumed_from: Checkpoint | None = None  # pinned until something is computed
-        # Tail blocks copied from, owned until something is computed.
-        self.sources: list[TailBlocks | None] = []
+        self.full = full  # the full family's table
+        self.windows = windows  # one table for each window family
+        self.node: Node | None = None  # ends at `published`; None: not attached to the tree
+        self.own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
+        self.replaced: list[int] = []  # blocks of the referenced nodes that the table replaces by others
+        self.slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
+        self.checkpoint_positions: dict[
+            int, CheckpointKind
+        ] = {}  # of checkpoints to leave, all beyond `computed`
+        self.awaited_positions: set[int] = set()  # those of them that another request waits for
+        self.checkpoints: list[Checkpoint] = []  # that it has left
+        self.resumed_from: Checkpoint | None = None  # referenced until something is computed
+        # Partly filled window blocks that the first plan copies, used until something is computed.
+        self.copy_sources: list[WindowBlocks | None] = []
         self.is_loaded = False  # a part of its hit was loaded, after its first plan
         self.ended = False
         self._tokens = prompt  # [≥ known]; copied before it is written beyond the prompt
-        self._full = full
-        self._tails = tails
-        self._order = order  # for each of the model's token families: -1 for full, else which tail
+        self._order = order  # for each of the model's token families: -1 for full, else an index of `windows`
 
     @property
     def table(self) -> BlockIds:
         """[blocks] the full family's block of each block index; a view, valid until the next call to the cache."""
-        return self._full.ids
+        return self.full.ids
 
     @property
     def tables(self) -> tuple[BlockIds, ...]:
-        """Of each of the model's token families, in order: what a segment takes. Views, as `table`."""
-        return tuple(self._full.ids if i < 0 else self._tails[i].ids for i in self._order)
+        """The block tables of the model's token families, in order, for a segment of a batch. Views, as `table`."""
+        return tuple(self.full.ids if i < 0 else self.windows[i].ids for i in self._order)
 
     @property
     def table_blocks(self) -> int:
-        return self._full.length
+        return self.full.length
 
     @property
     def next_cut(self) -> int | None:
-        """The position at which the next prefill chunk must end, if it gets there."""
-        return min(self.cuts, default=None)
+        """The next checkpoint position: a chunk of the prefill must end there, if it gets so far."""
+        return min(self.checkpoint_positions, default=None)
 
     @property
     def tokens(self) -> Tokens:
         """[known] prompt and generated tokens; a view."""
         return self._tokens[: self.known]
 
-    def _append(self, tokens: Tokens) -> None:
-        """Takes tokens at positions computed …; beyond what is known they are new."""
+    @property
+    def computed_tokens(self) -> Tokens:
+        """[computed] a view."""
+        return self._tokens[: self.computed]
+
+    @property
+    def started(self) -> bool:
+        """Whether its first plan has been executed: something was computed or loaded since."""
+        return self.is_loaded or self.computed > self.hit_tokens
+
+    def append(self, tokens: Tokens) -> None:
+        """Adds computed tokens at positions computed …; those beyond `known` are new."""
         end = self.computed + len(tokens)
         if end > self.known:
             if end > len(self._tokens) or self.known == self.prompt_tokens:
@@ -166,6 +198,16 @@ class Lease:
             self.known = end
         self.computed = end
 
+    def take_due_checkpoint(self) -> CheckpointKind | None:
+        """The kind of checkpoint to leave at `computed`, or None. Drops that position and all that were passed."""
+        if not self.checkpoint_positions:
+            return None
+        kind = self.checkpoint_positions.pop(self.computed, None)
+        if self.checkpoint_positions and min(self.checkpoint_positions) < self.computed:
+            ahead = {at: each for at, each in self.checkpoint_positions.items() if at > self.computed}
+            self.checkpoint_positions = ahead
+        return kind
+
     def __repr__(self) -> str:
         return (
             f"Lease({self.id}: {self.published} ≤ {self.computed} ≤ {self.known}, {self.table_blocks} blocks)"
@@ -174,27 +216,27 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A running request is computing more of what was asked for."""
+    """A running request that is computing more of a prompt."""
 
     producer: Lease
-    until: int  # position up to which its tokens agree, and at which the request will be able to resume
+    until: int  # its tokens agree up to here, and the waiting request will be able to resume here
 
 
 @dataclass(slots=True)
 class Match:
-    """Where a prompt can resume. Reads only; stands until the cache is next changed."""
+    """The position at which a prompt can resume. Valid until the cache next changes."""
 
     tokens: Tokens  # [prompt]
     namespace: Namespace
     length: int  # positions that need not be computed: at most prompt - 1
-    found: int  # positions that agree with what is cached
+    found: int  # positions that agree with the cached prefix
     node: Node | None  # the deepest node that agrees; None: this namespace holds nothing
     pending: Pending | None
     version: int  # of the tree it was read from
-    limit: int = 0  # what `length` could be at most, whatever is cached
+    limit: int = 0  # upper bound of `length`, whatever is cached
     capped_by: str | None = None  # the family that cannot resume as far as the prefix was found
     checkpoint: Checkpoint | None = None  # from which to resume
-    tails: tuple[TailBlocks, ...] = ()  # of each tail family, what a resumption reads; (): nothing
+    windows: tuple[WindowBlocks, ...] = ()  # that a resumption reads, of each window family; (): none
 
     @property
     def waiting_gain(self) -> int:
@@ -202,10 +244,9 @@ class Match:
         return 0 if self.pending is None else min(self.pending.until, len(self.tokens) - 1) - self.length
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """With `loads`, the lease's blocks up to where it is to resume are void until all of them are executed and
-    `KVCache.loaded` is told."""
+class Admitted(NamedTuple):
+    """With `loads`, the lease's blocks up to the position of the tier hit are void until all loads are executed and
+    `KVCache.loaded` is called."""
 
     lease: Lease
     plan: Plan
@@ -213,17 +254,12 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Extended:
-    plan: Plan = NOTHING
-
-
-@dataclass(frozen=True, slots=True)
 class Deferred:
-    """Nothing was changed. Try again when blocks were released."""
+    """Not enough memory; nothing was changed. Try again after blocks were released."""
 
     needed_bytes: int
-    available_bytes: int  # free, or evictable without touching what the request would hit
+    available_bytes: int  # free, or evictable without touching the request's own hit
 
     @property
     def reason(self) -> str:
-        return f"{self.needed_bytes:,} bytes needed, {self.available_bytes:,} can be had"
+        return f"{self.needed_bytes:,} bytes needed, {self.available_bytes:,} available"

@@ -1,31 +1,41 @@
-"""What a runtime must do to its pools before a forward. The cache plans, the runtime executes."""
+"""The work that a runtime does on its pools before a forward. The cache plans, the runtime executes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from rootstock.cache.record_identity import Identity
+from rootstock.cache.record_identity import Identity
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 
-BlockId = NewType("BlockId", int)
-SlotId = NewType("SlotId", int)  # a row of the pool of recurrent states
-BlockIds = NDArray[np.int32]  # [blocks] ids of pool rows
-Tokens = NDArray[np.int32]  # [tokens] token ids
+__all__ = [
+    "NOTHING",
+    "NO_BLOCK",
+    "NO_SLOT",
+    "BlockCopy",
+    "BlockId",
+    "BlockIds",
+    "HostBytes",
+    "Load",
+    "Plan",
+    "RowPart",
+    "RowsReturned",
+    "SlotId",
+    "StateCopy",
+    "Store",
+    "Tokens",
+    "together",
+]
 
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous
 
-NO_SLOT = SlotId(-1)  # the model has no recurrent states
-NO_BLOCK = -1  # in a block table: this block was released, and nothing that follows needs it
 
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
+class BlockCopy(NamedTuple):
+    """Copies the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
 
     source: BlockId
     target: BlockId
@@ -35,7 +45,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """Copy a recurrent state: a checkpoint restored into a working slot, or a working state kept as a checkpoint."""
+    """Copies a recurrent state: a checkpoint into a working slot, or a working state into a checkpoint."""
 
     source: SlotId
     target: SlotId
@@ -43,8 +53,8 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class RowsReturned:
-    """Give the memory of these rows back to the system: another family needs it. Their content is void, and they
-    take memory again when they are next written."""
+    """Returns the memory of free rows to the operating system, since another family needs it. The rows' content is
+    void; they take memory again at the next write."""
 
     family: int  # an index into the model's families
     rows: BlockIds
@@ -52,7 +62,7 @@ class RowsReturned:
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Of one row, what a tier keeps: the first `tokens` positions of a block, or a whole state."""
+    """The part of a row that a tier keeps: the first `tokens` positions of a block, or a whole state."""
 
     family: int  # an index into the model's families
     row: int
@@ -61,7 +71,7 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """Take a copy of this for the tier below: the row is about to be written by others."""
+    """Copies a row for the tier below, before another request writes to the row."""
 
     identity: Identity
     part: RowPart
@@ -69,7 +79,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Fill a row with what the tier below keeps under this identity. The row's owner does not read it before that."""
+    """Fills a row with the record that the tier below keeps under this identity. The row's owner does not read it
+    before."""
 
     identity: Identity
     part: RowPart
@@ -77,8 +88,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Executed in full before the next forward: first the stores, then what is returned, then the copies, each in
-    order. The sources stay valid until then.
+    """Work to execute in full before the next forward: first the stores, then `returned`, then the copies, each in
+    order. All sources stay valid until then.
 
     The engine hands stores to the tier; a runtime's `apply` executes the rest.
     """
@@ -96,7 +107,7 @@ NOTHING = Plan()
 
 
 def together(plans: Iterable[Plan]) -> Plan:
-    """One plan that does what these do, one after the other."""
+    """Joins plans into one that does their work one after the other."""
     plans = [plan for plan in plans if plan]
     if len(plans) < 2:
         return plans[0] if plans else NOTHING

@@ -1,25 +1,27 @@
 """The pools of a model's families, and the one budget that they share.
 
-Each family takes rows from a pool of its own; what all rows in use cost together never exceeds the budget. A pool
+Each family takes rows from a pool of its own; all rows in use together never cost more than the budget. A pool
 therefore has as many rows as the budget could pay for if only that family used it, unless the device needs memory to
-be divided beforehand. A row takes memory when it is first written; free rows give theirs back when other families
-need it, so that what all pools really take stays within the budget, too.
+be divided beforehand. A row takes memory when it is first written; free rows return theirs when other families
+need it, so that the memory of all pools stays within the budget, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool
-from rootstock.cache.families import Family, FullAttention, RecurrentState, TailFamily, row_bytes
-from rootstock.cache.plan import NO_SLOT, BlockIds, RowsReturned, SlotId
+from rootstock.cache.families import Family, FullAttention, RecurrentState, WindowFamily, row_bytes
+from rootstock.cache.plan import RowsReturned
+from rootstock.cache.types import NO_SLOT, BlockIds, SlotId
 from rootstock.errors import BudgetTooSmall
 
 # A model without full attention keeps nothing for most positions. The tree still gives them blocks, of no bytes: they
-# bound what the tree itself takes, about 4 bytes a token, to a fraction of the budget and to 64 MiB.
+# bound the size of the tree itself, about 4 bytes a token, to a fraction of the budget and to 64 MiB.
 _UNPAID_TOKENS = 16 * 2**20
 _BUDGET_BYTES_PER_UNPAID_TOKEN = 16
 _LEAST_UNPAID_BLOCKS = 64
@@ -43,20 +45,29 @@ class FamilyPool:
 
 
 @dataclass(frozen=True, slots=True)
-class TailPool(FamilyPool):
-    """A window's or a chunk's pool, with the family's type known."""
+class WindowPool(FamilyPool):
+    """The pool of a window family, with the family's type known."""
 
-    family: TailFamily
+    family: WindowFamily
+
+    def most_blocks(self, block_size: int) -> int:
+        """Blocks that hold the longest window wherever it begins, and one to copy a shared block into."""
+        return -(-(self.family.longest_tail + 1) // block_size) + 2
 
 
-Rows = list[int]  # one number for each of `Pools.every`
+class Rows(NamedTuple):
+    """A number of rows of each pool."""
+
+    full: int
+    windows: tuple[int, ...] = ()  # one number for each window family
+    states: int = 0
 
 
 class Pools:
     """`full` is always there: without a full family its blocks cost nothing.
 
-    `every` lists the full pool, the tails' pools, then the states' pool. Raises BudgetTooSmall if the budget cannot
-    pay for one short request.
+    `every` lists the full pool, the pools of window families, then the states' pool. Raises BudgetTooSmall if the
+    budget cannot pay for one short request.
     """
 
     def __init__(
@@ -72,7 +83,7 @@ class Pools:
         assert len(full) <= 1, "one family of full attention at most"
         assert len(states) <= 1, "one family of recurrent states at most"
         costs = [row_bytes(family, block_size) for family in families]
-        # Two blocks of everything, one to compute into and one to copy a shared tail from, and a working state.
+        # Two blocks of everything, one to compute into and one to copy a shared block from, and a working state.
         of_state = sum(family.bytes_per_state for family in states)
         of_block = sum(costs) - of_state
         if budget_bytes < 2 * of_block + of_state:
@@ -81,29 +92,31 @@ class Pools:
         self.block_size = block_size
         # Of each family, in the model's order.
         self.rows = tuple(budget_bytes // cost for cost in costs) if rows is None else tuple(rows)
-        self.tails: list[TailPool] = []
+        self.windows: list[WindowPool] = []
         unpaid = min(_UNPAID_TOKENS, budget_bytes // _BUDGET_BYTES_PER_UNPAID_TOKEN)
         self.full = FamilyPool(None, BlockPool(max(_LEAST_UNPAID_BLOCKS, unpaid // block_size)), 0, -1)
         self.states: FamilyPool | None = None
         table = 0
         for index, (family, cost, count) in enumerate(zip(families, costs, self.rows, strict=True)):
-            is_tail = not isinstance(family, RecurrentState | FullAttention)
-            pool = BlockPool(count, referred=is_tail, returnable=rows is None and len(families) > 1)
+            is_window = not isinstance(family, RecurrentState | FullAttention)
+            pool = BlockPool(
+                count, weakly_referenced=is_window, returnable=rows is None and len(families) > 1
+            )
             if isinstance(family, RecurrentState):
                 self.states = FamilyPool(family, pool, cost, -1, index)
                 continue
             if isinstance(family, FullAttention):
                 self.full = FamilyPool(family, pool, cost, table, index)
             else:
-                self.tails.append(TailPool(family, pool, cost, table, index))
+                self.windows.append(WindowPool(family, pool, cost, table, index))
             table += 1
         self.tables = table
         self.every: list[FamilyPool] = [
             self.full,
-            *self.tails,
+            *self.windows,
             *(() if self.states is None else (self.states,)),
         ]
-        # Whether everything cached can be resumed at any position, so that checkpoints have no use.
+        # Whether a cached prefix can be resumed at any position, so that checkpoints have no use.
         self.resume_anywhere = len(self.every) == 1
 
     @staticmethod
@@ -121,56 +134,82 @@ class Pools:
 
     @property
     def available_bytes(self) -> int:
-        """Free, or held and used by nobody: all of it can be evicted."""
+        """Bytes of free rows, and of cached rows that no lease uses: all of them can be evicted."""
         cached_bytes: int = sum(pool.cached_bytes for pool in self.every)
         return self.free_bytes + cached_bytes
 
     @property
     def backed_bytes(self) -> int:
-        """Of rows that have memory, in use or not."""
+        """Bytes of the rows that have memory, in use or not."""
         return sum(pool.pool.backed_blocks * pool.row_bytes for pool in self.every)
 
-    def give_back(self) -> list[RowsReturned]:
-        """Free rows that must lose their memory for the rest to stay within the budget."""
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks of full attention that one request can have when it is alone."""
+        fits, too_many = 0, self.full.pool.total_blocks + 1
+        while too_many - fits > 1:
+            blocks = (fits + too_many) // 2
+            if self._can_ever_allocate(self._rows_alone(blocks)):
+                fits = blocks
+            else:
+                too_many = blocks
+        return fits
+
+    def _rows_alone(self, blocks: int) -> Rows:
+        """Rows of each pool that a request of so many blocks uses, computed in small steps."""
+        windows = (min(blocks, window.most_blocks(self.block_size)) for window in self.windows)
+        return Rows(blocks, tuple(windows), int(self.states is not None))
+
+    def return_rows(self) -> list[RowsReturned]:
+        """Chooses free rows that must lose their memory so that the memory of all pools stays within the budget."""
         returned: list[RowsReturned] = []
         for pool in sorted(self.every, key=lambda p: p.owned_bytes - p.pool.backed_blocks * p.row_bytes):
             over = self.backed_bytes - self.budget_bytes
             if over > 0 and pool.row_bytes:
-                rows = pool.pool.give_back(-(-over // pool.row_bytes))
+                rows = pool.pool.return_blocks(-(-over // pool.row_bytes))
                 if len(rows):
                     returned.append(RowsReturned(pool.index, rows))
         return returned
 
-    def cost(self, rows: Rows) -> int:
-        return sum(count * pool.row_bytes for count, pool in zip(rows, self.every, strict=True))
+    def _counts(self, rows: Rows) -> tuple[int, ...]:
+        """One number for each of `every`."""
+        return (rows.full, *rows.windows, *(() if self.states is None else (rows.states,)))
 
-    def can_ever_have(self, rows: Rows) -> bool:
-        """Whether so many rows can be had when nobody uses any."""
-        return self.cost(rows) <= self.budget_bytes and all(
-            wanted <= pool.pool.total_blocks for pool, wanted in zip(self.every, rows, strict=True)
+    def bytes_of(self, rows: Rows) -> int:
+        counts = self._counts(rows)
+        return sum(count * pool.row_bytes for count, pool in zip(counts, self.every, strict=True))
+
+    def _can_ever_allocate(self, rows: Rows) -> bool:
+        """Whether so many rows can be allocated when no other request uses any."""
+        return self.bytes_of(rows) <= self.budget_bytes and all(
+            wanted <= pool.pool.total_blocks
+            for pool, wanted in zip(self.every, self._counts(rows), strict=True)
         )
 
     def missing_bytes(self, rows: Rows) -> int:
-        """What these rows cost beyond what is free; where one pool's rows are all paid for, none."""
-        return 0 if self.resume_anywhere else max(0, self.cost(rows) - self.free_bytes)
+        """The bytes of these rows beyond the free ones; none where the budget pays for all rows of a single pool."""
+        return 0 if self.resume_anywhere else max(0, self.bytes_of(rows) - self.free_bytes)
 
-    def can_have(self, rows: Rows, kept: Rows | None = None) -> bool:
-        """Whether so many rows can be had by eviction, while `kept` of the cached ones must stay (or, if negative,
-        so many more than the cached ones can go)."""
-        if self.resume_anywhere:  # one pool, every row of which the budget pays for
+    def can_allocate(self, rows: Rows, kept: Rows | None = None) -> bool:
+        """Whether so many rows can be allocated, with eviction where needed. `kept` of the cached rows must stay; a
+        negative number says how many used rows can be evicted besides the cached ones."""
+        if self.resume_anywhere:  # one pool, and the budget pays for every row of it
             full = self.full.pool
-            return rows[0] + (kept[0] if kept else 0) <= full.free_blocks + full.cached_blocks
-        kept = kept or [0] * len(rows)
-        for pool, wanted, stay in zip(self.every, rows, kept, strict=True):
-            if wanted > pool.pool.free_blocks + pool.pool.cached_blocks - stay:
+            return rows.full + (kept.full if kept else 0) <= full.free_blocks + full.cached_blocks
+        wanted = self._counts(rows)
+        stay = (0,) * len(wanted) if kept is None else self._counts(kept)
+        for pool, count, staying in zip(self.every, wanted, stay, strict=True):
+            if count > pool.pool.free_blocks + pool.pool.cached_blocks - staying:
                 return False
-        return self.cost(rows) <= self.available_bytes - self.cost(kept)
+        kept_bytes = 0 if kept is None else self.bytes_of(kept)
+        return self.bytes_of(rows) <= self.available_bytes - kept_bytes
 
     def has_free(self, rows: Rows) -> bool:
         if self.resume_anywhere:
-            return rows[0] <= self.full.pool.free_blocks
-        return self.cost(rows) <= self.free_bytes and all(
-            wanted <= pool.pool.free_blocks for pool, wanted in zip(self.every, rows, strict=True)
+            return rows.full <= self.full.pool.free_blocks
+        return self.bytes_of(rows) <= self.free_bytes and all(
+            wanted <= pool.pool.free_blocks
+            for pool, wanted in zip(self.every, self._counts(rows), strict=True)
         )
 
     def check(self) -> None:

@@ -1,37 +1,35 @@
-"""The radix tree: which token prefixes are cached, and in which blocks.
+"""Nodes of the radix tree and the checkpoints on them: which token prefixes are cached, and in which blocks.
 
 A node is an edge: a run of tokens at absolute positions start … end-1 and the blocks that hold their K/V. Blocks
 lie on absolute block boundaries, so a node that starts inside a block owns a block whose first positions are its
 parent's: either the very block of the parent (after a split) or a copy of it (after copy-on-write). Reading a
 path from the root, a deeper node's block therefore replaces its ancestor's block of the same index.
 
-Blocks of windows and chunks (`tails`) are only referred to: checkpoints and running requests own them, and when the
-last owner lets go the reference is void by itself.
+Nodes do not own blocks of windows and chunks (`windows`). Checkpoints and running requests own them; a node has weak
+references, which are void as soon as the last owner has released the block.
 
-Walking compares NumPy arrays at memory speed and costs O(tokens), never O(what is cached).
+Walking compares NumPy arrays at memory speed and costs O(tokens), never O(cached tokens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, References
+from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
+from rootstock.cache.checkpoints import (
+    CHANCE,
+    CHANCE_WHEN_PASSED,
+    RESUMED_ONCE,
+    CheckpointKind,
+    WindowBlocks,
+)
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import BlockIds, Tokens
+from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
-if TYPE_CHECKING:
-    from rootstock.cache.checkpoints import Checkpoint
-    from rootstock.cache.eviction_history import EvictedRun
-    from rootstock.cache.lease import Lease
-
-NO_TOKENS: Tokens = np.empty(0, np.int32)
-NO_TOKENS.flags.writeable = False
-
-
-USELESS = 1 / 64  # the worth of what can only become useful again by a coincidence
+# Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
+USELESS = 1 / 64
 
 
 class Node:
@@ -40,20 +38,17 @@ class Node:
         "checkpoints",
         "children",
         "end",
-        "evicted",
         "hits",
         "last_used",
         "parent",
         "passed_by",
-        "pins",
+        "protections",
         "queue_ticket",
+        "ref_count",
         "resume_anywhere",
         "start",
-        "tails",
-        "tips",
         "tokens",
-        "wants",
-        "writer",
+        "windows",
     )
 
     def __init__(
@@ -62,7 +57,7 @@ class Node:
         start: int,
         tokens: Tokens,
         blocks: BlockIds,
-        tails: list[References],
+        windows: list[WeakReferences],
         now: float,
     ) -> None:
         self.parent = parent
@@ -70,23 +65,22 @@ class Node:
         self.end = start + len(tokens)
         self.tokens = tokens  # [end - start], owned
         self.blocks = blocks  # of block indices start // block_size … ceil(end / block_size) - 1
-        self.tails = tails  # for each tail family, references to its blocks of the same block indices
+        self.windows = (
+            windows  # for each window family, weak references to its blocks of the same block indices
+        )
         self.checkpoints: dict[int, Checkpoint] = {}  # by position, in (start, end]
         self.children: dict[int, Node] = {}  # by first token
-        self.tips: dict[Lease, None] = {}  # leases whose published prefix ends exactly at `end`
-        self.pins = 0  # leases whose tip is here or below: > 0 means not evictable
-        self.wants: dict[object, None] = {}  # queued requests that would hit this node
-        self.writer: Lease | None = None  # the lease that computed it, while it runs
-        self.evicted: dict[int, EvictedRun] = {}  # what followed `end` once, by first token
+        self.ref_count = 0  # leases whose node is here or below: > 0 means not evictable
+        self.protections: dict[HitProtection, None] = {}  # of queued requests that would hit this node
         self.resume_anywhere: bool = parent is None or parent.resume_anywhere
-        self.passed_by = False  # its conversation has gone on elsewhere, from a user turn above
+        self.passed_by = False  # its conversation went on elsewhere, from a user turn above
         self.last_used = now
         self.hits = 0
         self.queue_ticket = 0
 
     @property
-    def is_wanted(self) -> bool:
-        return bool(self.wants)
+    def is_protected(self) -> bool:
+        return bool(self.protections)
 
     @property
     def is_root(self) -> bool:
@@ -98,10 +92,10 @@ class Node:
 
     @property
     def worth(self) -> float:
-        """For eviction policies, of a leaf: what its last block saves per byte, 1 for plain blocks.
+        """Saving of a leaf's last block per byte, for eviction policies: 1 for plain blocks.
 
-        Where not every position can be resumed at, blocks and the checkpoint behind them are worth something
-        together, and blocks behind the last checkpoint hardly anything.
+        Where a model cannot resume at every position, blocks and the checkpoint behind them are useful only
+        together, and blocks behind the last checkpoint are worth almost nothing.
         """
         if self.resume_anywhere:
             return 1.0
@@ -109,7 +103,7 @@ class Node:
         return USELESS if last is None or last.position != self.end else last.worth
 
     def checkpoint_up_to(self, position: int) -> Checkpoint | None:
-        """The deepest one on the path to here that lies at `position` or before."""
+        """The deepest checkpoint on the path to here that lies at `position` or before."""
         for node in self.path():
             within = [at for at in node.checkpoints if at <= position]
             if within:
@@ -117,18 +111,18 @@ class Node:
         return None
 
     def path(self) -> Iterator[Node]:
-        """From this node up to the root, both included."""
+        """Yields this node and its ancestors up to the root, both included."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def __repr__(self) -> str:
-        return f"Node({self.start}…{self.end}, {len(self.children)} children, {self.pins} pins)"
+        return f"Node({self.start}…{self.end}, {len(self.children)} children, {self.ref_count} references)"
 
 
 class Root(Node):
-    """Where a namespace begins: no tokens, no blocks, never evicted."""
+    """The beginning of a namespace: no tokens, no blocks, never evicted."""
 
     __slots__ = ("namespace",)
 
@@ -139,12 +133,136 @@ class Root(Node):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is cached below it, and no lease hangs on it."""
-        return not (self.children or self.pins)
+        """Whether nothing is cached below it, and no lease references it."""
+        return not (self.children or self.ref_count)
+
+
+class Checkpoint:
+    """Lets every family resume at exactly one position of exactly one prefix. Hangs on the node that holds it.
+
+    It holds the blocks of windows and chunks that a resumption there reads, and a copy of the recurrent state. No
+    request writes to it: one that resumes gets a copy of the state and of a partly filled block. It carries its
+    position and its prefix's digest, and is refused where they differ.
+    """
+
+    __slots__ = (
+        "cost_tokens",
+        "digest",
+        "hits",
+        "kind",
+        "last_used",
+        "node",
+        "position",
+        "protections",
+        "queue_ticket",
+        "ref_count",
+        "slot",
+        "windows",
+    )
+
+    def __init__(
+        self,
+        node: Node,
+        position: int,
+        digest: bytes,
+        kind: CheckpointKind,
+        windows: tuple[WindowBlocks, ...],
+        slot: SlotId,
+        cost_tokens: float,
+        now: float,
+    ) -> None:
+        self.node: Node | None = node  # None: dropped
+        self.position = position
+        self.digest = digest  # of tokens 0 … position-1 and their namespace
+        self.kind = kind
+        self.windows = windows  # one for each window family
+        self.slot = slot  # NO_SLOT if the model has no recurrent states
+        self.cost_tokens = cost_tokens  # its bytes, in tokens of full attention
+        self.last_used = now
+        self.hits = 0
+        self.ref_count = 0  # leases that resume from it and have not computed anything yet
+        self.protections: dict[HitProtection, None] = {}  # of queued requests that would resume from it
+        self.queue_ticket = 0
+
+    @property
+    def previous(self) -> Checkpoint | None:
+        """The next shallower checkpoint on its path."""
+        assert self.node is not None
+        return self.node.checkpoint_up_to(self.position - 1)
+
+    @property
+    def start(self) -> int:
+        """The position at which a request would resume without it."""
+        previous = self.previous
+        return 0 if previous is None else previous.position
+
+    @property
+    def end(self) -> int:
+        return self.position
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request has resumed from it, or is about to."""
+        return not (self.hits or self.ref_count or self.protections)
+
+    @property
+    def is_protected(self) -> bool:
+        return bool(self.protections)
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether there is a deeper one: on its node, or the first below it on a branch that has any."""
+        assert self.node is not None
+        if max(self.node.checkpoints, default=0) > self.position:
+            return True
+        for child in self.node.children.values():
+            step = child
+            while not step.checkpoints and len(step.children) == 1:
+                (step,) = step.children.values()
+            if step.checkpoints:
+                return True
+        return False
+
+    @property
+    def worth(self) -> float:
+        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes.
+
+        Evicting the last one of a leaf also evicts the blocks since the previous one, which serve nothing else.
+        """
+        assert self.node is not None
+        chance = CHANCE[self.kind]
+        if self.node.passed_by:
+            chance *= CHANCE_WHEN_PASSED
+        saved, cost = self.position - self.start, self.cost_tokens
+        if self.kind not in RESUMED_ONCE:
+            chance *= 1 + min(self.hits, 7)
+        elif self.is_passed:
+            chance *= CHANCE_WHEN_PASSED
+        if not self.node.children and self.position >= max(self.node.checkpoints, default=0):
+            cost += saved
+        return chance * saved / cost
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"
+
+
+class HitProtection:
+    """A queued request's protection of the prefix that it would hit: evicted after all that is not protected."""
+
+    __slots__ = ("checkpoint", "nodes", "version")
+
+    def __init__(self, version: int) -> None:
+        self.nodes: list[Node] = []
+        self.checkpoint: Checkpoint | None = None
+        self.version = version  # of the tree when it was made
+
+    def add(self, node: Node) -> None:
+        node.protections[self] = None
+        self.nodes.append(node)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are equal."""
+    """Counts the leading tokens that are equal."""
     length = min(len(a), len(b))
     if length == 0:
         return 0
@@ -154,16 +272,17 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def kept_part(tokens: Tokens) -> Tokens:
-    """A part of a node's tokens, to be kept: the view itself if it keeps at most as much again alive, else a copy.
+    """Returns a part of a node's tokens to keep: the view itself if it keeps at most as much again alive, else a
+    copy.
 
-    Cutting a long edge short then costs nothing, and what all edges take is at most twice their tokens.
+    Cutting a long edge short then costs nothing, and all edges together take at most twice their tokens.
     """
     whole = tokens.base
     return tokens if whole is None or 2 * tokens.nbytes >= whole.nbytes else tokens.copy()
 
 
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
-    """The deepest node that a prefix of `tokens` reaches, and how many tokens agree.
+    """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
     The position lies in (node.start, node.end], or is 0 at the root.
     """
@@ -180,8 +299,8 @@ def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
 
 
 def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
-    """What follows `tokens`, which follow the end of `node`, in the tree: up to `most` tokens of the branch that was
-    used last; empty if nothing does."""
+    """Finds the tokens that follow `tokens` in the tree, below the end of `node`: up to `most` tokens of the branch
+    that was used last; empty if there are none."""
     passed = 0
     while passed < len(tokens):
         child = node.children.get(int(tokens[passed]))
@@ -203,8 +322,8 @@ def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
 def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     """Cuts an edge at a position inside it; returns the new upper half.
 
-    `node` stays the lower half, with its children, its tips and its writer. A block that the cut goes through
-    belongs to both halves: both hold it. A checkpoint stays with the half that has its position.
+    `node` stays the lower half, with its children and its leases. A block that the cut goes through belongs to both
+    halves: both hold it. A checkpoint stays with the half that has its position.
     """
     assert node.parent is not None
     assert node.start < position < node.end
@@ -216,7 +335,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         node.start,
         kept_part(node.tokens[:cut]),
         node.blocks[:upper_blocks].copy(),
-        [references[:upper_blocks].copy() for references in node.tails],
+        [references[:upper_blocks].copy() for references in node.windows],
         node.last_used,
     )
     for at in [at for at in node.checkpoints if at <= position]:
@@ -224,16 +343,16 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint.node = upper
     upper.hits = node.hits
     upper.passed_by = node.passed_by
-    upper.pins = node.pins
-    for want in node.wants:
-        upper.wants[want] = None
+    upper.ref_count = node.ref_count
+    for protection in node.protections:
+        protection.add(upper)
     upper.children[int(node.tokens[cut])] = node
     node.parent.children[int(node.tokens[0])] = upper
     node.parent = upper
     node.start = position
     node.tokens = kept_part(node.tokens[cut:])
     node.blocks = node.blocks[position // block_size - first :].copy()
-    node.tails = [references[position // block_size - first :].copy() for references in node.tails]
+    node.windows = [references[position // block_size - first :].copy() for references in node.windows]
     if position % block_size:
         pool.hold(node.blocks[:1])
     return upper
@@ -251,24 +370,24 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
     return table
 
 
-def tail_blocks(node: Node, position: int, family: int, pool: BlockPool, block_size: int) -> BlockIds:
-    """For one tail family, the blocks of positions 0 … position-1 along the path to `node` that still stand,
-    NO_BLOCK for the others. `position` <= node.end."""
+def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block_size: int) -> BlockIds:
+    """Blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for those that
+    were released. `position` <= node.end."""
     references = np.full(-(-position // block_size), -1, np.int64)
     filled_from = len(references)
     for step in node.path():
         first = step.start // block_size
         if first < filled_from and not step.is_root:
-            references[first:filled_from] = step.tails[family][: filled_from - first]
+            references[first:filled_from] = step.windows[window][: filled_from - first]
             filled_from = first
     return pool.resolve(references)
 
 
 def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
-    """Blocks of the ancestors of `node` that `table`, which leads along the path into it, does not contain: tails
-    filled in part that a deeper block replaces.
+    """Blocks of the ancestors of `node` that `table`, read along the path to `node`, does not contain: partly filled
+    last blocks that a deeper block replaces.
 
-    Whoever pins the path owns these as well: they cannot be evicted before the nodes below them.
+    A lease on the path uses these as well: they cannot be evicted before the nodes below them.
     """
     found: dict[int, None] = {}
     step = node.parent
@@ -282,7 +401,7 @@ def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """Every node below the root, parents first. For reports and integrity checks."""
+    """Yields every node below the root, parents first. For reports and integrity checks."""
     stack = list(root.children.values())
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Whose memory of what a record holds: the names under which a lower tier keeps what the pools held.
+"""Identities and keys of records: the names under which a lower tier keeps rows of the pools.
 
 A *record* is one family's memory for a run of positions: blocks of consecutive tokens, the last of which may be
 partly filled, or the recurrent state after exactly so many tokens.
@@ -14,22 +14,23 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 
 RecordKey = NewType("RecordKey", bytes)  # 16 bytes: names a record within a tier
 
 
 class Kind(IntEnum):
-    BLOCKS = 1  # what attention keeps for the positions start … end - 1
+    BLOCKS = 1  # the K/V of positions start … end - 1
     STATE = 2  # a recurrent state after exactly `end` tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """Whose memory of what. `tokens` [end - start] int32 are those of the positions start … end - 1; `parent` names
-    the tokens before them and `own` all up to the end (`prefix_digest`, 16 bytes each).
+    """The model, tenant, family and prefix that a record belongs to. `tokens` [end - start] int32 are those of the
+    positions start … end - 1; `parent` is the digest of the tokens before them and `own` of all tokens up to the end
+    (`prefix_digest`, 16 bytes each).
 
-    A state depends on its end only. The tokens that it carries, since whichever start, are there to find its place.
+    A state depends on its end only. It carries the tokens since some block boundary so that it can be looked up.
     """
 
     namespace: bytes  # `Namespace.digest`: weights, dtype, RoPE regime, adapter, tenant
@@ -56,7 +57,7 @@ class Identity:
 
     @property
     def key(self) -> RecordKey:
-        """Two records with one key hold the same bytes, in equal namespaces."""
+        """Hash of the identity. Two records with one key hold the same bytes, in equal namespaces."""
         h = xxhash.xxh3_128(self.namespace)
         for name in (self.family.encode(), self.dtype.encode()):
             h.update(len(name).to_bytes(4, "little"))
@@ -71,7 +72,7 @@ class Identity:
 def identify(
     namespace: Namespace, family: str, layers: int, dtype: str, kind: Kind, prefix: Tokens, start: int
 ) -> Identity:
-    """The identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
+    """Builds the identity of `family`'s memory of prefix[start:], or of its state after all of `prefix`."""
     return Identity(
         namespace.digest(),
         family,

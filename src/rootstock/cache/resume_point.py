@@ -1,4 +1,4 @@
-"""Where a prompt can resume: the largest position at which every family can.
+"""The resume point of a prompt: the largest position at which every family can resume.
 
 Full attention can resume wherever its prefix is found. A window needs the positions just before, a chunk those since
 its start, a recurrent state a checkpoint at exactly that position. Each family answers the largest position that it
@@ -9,88 +9,88 @@ order they are asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from rootstock.cache.checkpoints import Checkpoint, TailBlocks
-from rootstock.cache.families import SlidingWindow, TailFamily
-from rootstock.cache.plan import NO_BLOCK, BlockIds
+from rootstock.cache.checkpoints import WindowBlocks
+from rootstock.cache.families import SlidingWindow, WindowFamily
 from rootstock.cache.pools import Pools
-from rootstock.cache.radix_node import Node, tail_blocks
+from rootstock.cache.radix_node import Checkpoint, Node, window_blocks
+from rootstock.cache.types import NO_BLOCK, BlockIds
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(NamedTuple):
     position: int
-    capped_by: str | None  # the family that allows no more; None: nothing was taken away
+    capped_by: str | None  # the family that allows no more; None: no family lowered the position
     checkpoint: Checkpoint | None = None
-    tails: tuple[TailBlocks, ...] = ()
+    windows: tuple[WindowBlocks, ...] = ()
 
 
 def resume_point(node: Node, at_most: int, pools: Pools) -> Resume:
-    """The deepest position up to `at_most` on the path to `node`, for a model that cannot resume just anywhere.
-    Changes nothing."""
+    """Finds the deepest resumable position up to `at_most` on the path to `node`, for a model that cannot resume
+    anywhere. Changes nothing."""
     checkpoint = node.checkpoint_up_to(at_most)
     kept = 0 if checkpoint is None else checkpoint.position
     position, capped_by = at_most, None
-    standing: list[BlockIds] = []
+    tables: list[BlockIds] = []
     if pools.states is None and kept < at_most:
-        standing = [
-            tail_blocks(node, at_most, i, tail.pool, pools.block_size) for i, tail in enumerate(pools.tails)
+        tables = [
+            window_blocks(node, at_most, i, window.pool, pools.block_size)
+            for i, window in enumerate(pools.windows)
         ]
-        position, capped_by = _all_accept(standing, at_most, kept, pools)
+        position, capped_by = _all_accept(tables, at_most, kept, pools)
     elif kept < at_most:
         position, capped_by = kept, "state"
     if position > kept:
-        tails = (
-            needed_tail(tail.family, blocks, position, pools.block_size)
-            for tail, blocks in zip(pools.tails, standing, strict=True)
+        windows = (
+            needed_blocks(window.family, blocks, position, pools.block_size)
+            for window, blocks in zip(pools.windows, tables, strict=True)
         )
-        return Resume(position, capped_by, tails=tuple(tails))
-    return Resume(kept, capped_by, checkpoint, () if checkpoint is None else checkpoint.tails)
+        return Resume(position, capped_by, windows=tuple(windows))
+    return Resume(kept, capped_by, checkpoint, () if checkpoint is None else checkpoint.windows)
 
 
-def _all_accept(
-    standing: Sequence[BlockIds], at_most: int, kept: int, pools: Pools
-) -> tuple[int, str | None]:
-    """The largest position that all tail families accept, or one not beyond `kept`, and who lowered it last."""
+def _all_accept(tables: Sequence[BlockIds], at_most: int, kept: int, pools: Pools) -> tuple[int, str | None]:
+    """Finds the largest position that all window families accept, or one not beyond `kept`, and the family that
+    lowered it last."""
     position, before, capped_by = at_most, -1, None
     while position > kept and position != before:
         before = position
-        for tail, blocks in zip(pools.tails, standing, strict=True):
-            allowed = deepest_resumable(tail.family, blocks, position, pools.block_size)
+        for window, blocks in zip(pools.windows, tables, strict=True):
+            allowed = deepest_resumable(window.family, blocks, position, pools.block_size)
             if allowed < position:
-                position, capped_by = allowed, tail.family.name
+                position, capped_by = allowed, window.family.name
     return position, capped_by
 
 
-def needed_tail(family: TailFamily, blocks: BlockIds, position: int, block_size: int) -> TailBlocks:
-    """The part of a table that a resumption at `position` reads; its last block may be filled in part."""
+def needed_blocks(family: WindowFamily, blocks: BlockIds, position: int, block_size: int) -> WindowBlocks:
+    """Cuts out the part of a table that a resumption at `position` reads; its last block may be partly filled."""
     start = family.tail_start(position)
     end = -(-position // block_size)
     first = min(start // block_size, end) if start < position else end
-    return TailBlocks(first, blocks[first:end].copy())
+    return WindowBlocks(first, blocks[first:end].copy())
 
 
-def deepest_resumable(family: TailFamily, blocks: BlockIds, at_most: int, block_size: int) -> int:
-    """The largest position up to `at_most` whose tail lies in `blocks`, [≥ ceil(at_most / block_size)]."""
+def deepest_resumable(family: WindowFamily, blocks: BlockIds, at_most: int, block_size: int) -> int:
+    """Finds the largest position up to `at_most` whose window lies in `blocks`, [≥ ceil(at_most / block_size)].
+    Released blocks are NO_BLOCK."""
     length = -(-at_most // block_size)
-    stands = blocks[:length] != NO_BLOCK
+    present = blocks[:length] != NO_BLOCK
     if not isinstance(family, SlidingWindow):
         # From the start of the chunk on, as far as there is no gap; the start itself needs nothing.
         start = family.tail_start(at_most)
-        gone = np.flatnonzero(~stands[start // block_size :])
+        gone = np.flatnonzero(~present[start // block_size :])
         if len(gone) == 0:
             return at_most
         return max(start, min(at_most, (start // block_size + int(gone[0])) * block_size))
     if family.window == 1:
         return at_most
     index = np.arange(length, dtype=np.int64)
-    # The first block of the run of standing blocks that each block ends.
-    run_start = np.maximum.accumulate(np.where(stands, 0, index + 1))
+    # The first block of the run of present blocks that each block ends.
+    run_start = np.maximum.accumulate(np.where(present, 0, index + 1))
     ends = np.minimum((index + 1) * block_size, at_most)
     # Of the positions inside one block the last is the easiest: its window starts latest.
-    enough = stands & (run_start <= np.maximum(ends - family.window + 1, 0) // block_size)
+    enough = present & (run_start <= np.maximum(ends - family.window + 1, 0) // block_size)
     found = np.flatnonzero(enough)
     return int(ends[found[-1]]) if len(found) else 0

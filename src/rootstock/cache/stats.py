@@ -1,4 +1,4 @@
-"""What the cache did, and what it holds. Counters count events; everything else is recounted on request."""
+"""Statistics of the cache. Counters count events; all other numbers are recounted on request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Counters:
     hit_tokens: int = 0
     missed_tokens: int = 0
     copied_blocks: int = 0  # copy-on-write of a shared part of a block
-    duplicate_blocks: int = 0  # computed twice and given back
-    evicted_blocks: int = 0  # owners let go by eviction
+    duplicate_blocks: int = 0  # computed twice and returned to the pool
+    evicted_blocks: int = 0  # owners removed by eviction
     evicted_tokens: int = 0
     preemptions: int = 0
     loaded_tokens: int = 0  # of those hit, from a tier below
     checkpoints_taken: int = 0
     checkpoints_hit: int = 0  # admissions that resumed from one
     checkpoints_evicted: int = 0
-    checkpoints_skipped: int = 0  # due, but only to be had at the expense of what is worth more
+    checkpoints_skipped: int = 0  # due, but would have evicted an entry of higher rank
     checkpoints_refused: int = (
         0  # found where they do not belong: a bug, and a miss rather than a wrong answer
     )
@@ -37,13 +37,13 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class FamilyStats:
-    """One family's pool; total = free + cached + live rows. Free rows can be had as far as the budget goes."""
+    """One family's pool; total = free + cached + live rows. Free rows can be allocated as far as the budget goes."""
 
     name: str
     row_bytes: int
     total_rows: int
     free_rows: int
-    cached_rows: int  # held by checkpoints or nodes, and used by nobody
+    cached_rows: int  # held by checkpoints or nodes, and used by no lease
     live_rows: int
 
 
@@ -55,7 +55,7 @@ class CacheStats:
     used_bytes: int  # of rows that are not free, in all pools
     total_blocks: int  # of the full family's pool; = free + cached + live
     free_blocks: int
-    cached_blocks: int  # findable and used by nobody
+    cached_blocks: int  # findable and used by no lease
     live_blocks: int  # used by running requests
     families: tuple[FamilyStats, ...]
     checkpoints: int

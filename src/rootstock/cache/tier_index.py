@@ -1,10 +1,10 @@
-"""What the tier below holds, by content: how far a prompt could be resumed if it were loaded.
+"""Index of the records in the tier below, by content: finds how far a prompt could be resumed after loading them.
 
-Every record begins at a block boundary, so the digest of the tokens before it says where it belongs. Looking up what
-lies at a boundary costs one hash step and one dictionary lookup, however much is stored. Tokens are compared as
-well: a digest alone is never believed.
+Every record begins at a block boundary, so the digest of the tokens before it gives its place. Looking up the records
+at a boundary costs one hash step and one dictionary lookup, however many are stored. Tokens are compared as well: a
+digest alone is never trusted.
 
-This is an index in memory of what was stored. It may name what is gone by now, which is a miss when it is loaded.
+The index is in memory. It may name records that the tier has lost since; loading them is a miss.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rootstock.cache.families import (
     token_families,
 )
 from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
 from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.types import Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlock:
-    """A record that would fill a row: of `family`, an index into the model's, at block index `index`."""
+    """A record that fills one row: block index `index` of `family`, an index into the model's families."""
 
     family: int
     index: int
@@ -39,11 +39,11 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierHit:
-    """How far a prompt could be resumed, and what must be loaded for it."""
+    """A deeper position at which a prompt can resume, and the records to load for it."""
 
-    position: int  # where it would resume, deeper than memory alone allows
-    base: int  # positions that memory has: the tree's, and their full attention
-    found: int  # positions that agree with what is in memory or stored, resumable or not
+    position: int  # the resume point after loading, deeper than without
+    base: int  # positions that are in memory already, of full attention
+    found: int  # positions that agree with cached or stored tokens, resumable or not
     blocks: tuple[StoredBlock, ...]
     state: Identity | None
     payload_bytes: int
@@ -59,14 +59,15 @@ class StoredIndex:
     def __init__(self, families: Sequence[Family], block_size: int) -> None:
         self.block_size = block_size
         self.families = tuple(families)
-        self.foreign_records = 0  # that no request of this model can ask for
+        self.foreign_records = 0  # that no request of this model can match
         self.version = 0
         self._of = {(f.name, f.layers): i for i, f in enumerate(families)}
-        self._full = next((i for i, f in enumerate(families) if isinstance(f, FullAttention)), -1)
-        self._state = next((i for i, f in enumerate(families) if isinstance(f, RecurrentState)), -1)
-        self._with_blocks = token_families(families)  # states come after them
-        self._tails = [i for i, f in enumerate(self._with_blocks) if not isinstance(f, FullAttention)]
-        # By the digest of the tokens before it.
+        # Indices of families: of full attention and of states, -1 if there is none, and of the window families.
+        self.full = next((i for i, f in enumerate(families) if isinstance(f, FullAttention)), -1)
+        self.state = next((i for i, f in enumerate(families) if isinstance(f, RecurrentState)), -1)
+        self.token_families = token_families(families)  # states come after them
+        self.windows = [i for i, f in enumerate(self.token_families) if not isinstance(f, FullAttention)]
+        # (family, key, identity) by the digest of the tokens before the record.
         self._at: dict[bytes, list[tuple[int, RecordKey, Identity]]] = {}
         self._places: dict[RecordKey, bytes] = {}
         self._of_namespace: dict[bytes, set[RecordKey]] = {}
@@ -76,6 +77,10 @@ class StoredIndex:
 
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._places
+
+    def at(self, digest: bytes) -> Sequence[tuple[int, RecordKey, Identity]]:
+        """(family, key, identity) of each record that begins after the tokens with this digest."""
+        return self._at.get(digest, ())
 
     def add(self, identity: Identity) -> None:
         family = self._of.get((identity.family, identity.layers))
@@ -113,12 +118,12 @@ class StoredIndex:
         self.version += 1
 
     def clear_namespace(self, namespace: Namespace) -> None:
-        """O(its records)."""
+        """Removes the namespace's records. O(its records)."""
         for key in list(self._of_namespace.get(namespace.digest(), ())):
             self.remove(key)
 
     def some(self, count: int) -> list[Identity]:
-        """The records that were added last."""
+        """The records that were added last, at most `count`."""
         keys = list(self._places)[-count:]
         return [identity for k in keys for _, key, identity in self._at[self._places[k]] if key == k]
 
@@ -139,7 +144,7 @@ class StoredIndex:
         )
 
     def keys_along(self, tokens: Tokens, namespace: Namespace, first: int) -> list[RecordKey]:
-        """Of everything stored that agrees with `tokens` and ends beyond `first`."""
+        """Keys of the records that agree with `tokens` and end beyond `first`."""
         found = []
         for position, digest in _boundaries(tokens, namespace, first // self.block_size, self.block_size):
             for _, key, identity in self._at.get(digest, ()):
@@ -149,7 +154,7 @@ class StoredIndex:
         return found
 
     def keys_beyond(self, namespace: Namespace, first: int) -> list[RecordKey]:
-        """Of everything stored of this namespace that ends beyond `first`. O(records)."""
+        """Keys of the records of this namespace that end beyond `first`. O(records)."""
         of = namespace.digest()
         return [
             key
@@ -158,11 +163,12 @@ class StoredIndex:
             if identity.namespace == of and identity.end > first
         ]
 
-    def reach(
+    def tier_hit(
         self, tokens: Tokens, namespace: Namespace, resumable: int, found: int, limit: int
     ) -> TierHit | None:
-        """The deepest position up to `limit` at which every family could resume, beyond `resumable`, where memory
-        allows it. Memory has the full attention of the first `found` positions. None: there is none."""
+        """Finds the deepest position in (`resumable`, `limit`] at which every family can resume after loading; None
+        if there is none. `resumable` is the resume point without loading. Full attention of the first `found`
+        positions is in memory."""
         if limit <= resumable or not self._places:
             return None
         search = _Search(
@@ -178,7 +184,8 @@ _WITHDRAWN_DTYPE = "/int8"
 def _boundaries(
     tokens: Tokens, namespace: Namespace, first: int, block_size: int
 ) -> Iterator[tuple[int, bytes]]:
-    """(position, digest of all tokens before it) of each block boundary from block `first` on, before the end."""
+    """Yields (position, digest of all tokens before it) of each block boundary from block `first` on, before the
+    end."""
     raw = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     h = xxhash.xxh3_128(namespace.digest())
     position = first * block_size
@@ -191,6 +198,8 @@ def _boundaries(
 
 @dataclass(slots=True)
 class _Search:
+    """One search for a tier hit."""
+
     index: StoredIndex
     tokens: Tokens
     namespace: Namespace
@@ -202,41 +211,41 @@ class _Search:
     _here: dict[int, list[tuple[int, Identity, int]]] = field(default_factory=dict)
 
     def run(self, resumable: int) -> TierHit | None:
+        """Walks the boundaries from `resumable` on, collects candidates, and takes the deepest that is complete."""
         index, size = self.index, self.index.block_size
-        anywhere = index._state < 0 and not index._tails
-        covered = self.in_memory if index._full >= 0 else self.limit
-        candidates: list[
-            tuple[int, Identity | None]
-        ] = []  # where tails or a state may allow it, shallow first
+        anywhere = index.state < 0 and not index.windows
+        covered = self.in_memory if index.full >= 0 else self.limit
+        # Positions that windows or a state may allow, shallow first.
+        candidates: list[tuple[int, Identity | None]] = []
         tokens = self.tokens[: self.limit]
         for position, digest in _boundaries(tokens, self.namespace, resumable // size, size):
             if position > covered:
                 break
             here = self._look(position // size, digest)
-            if index._full >= 0 and covered < position + size:
-                most = max((agreed for family, _, agreed in here if family == index._full), default=0)
+            if index.full >= 0 and covered < position + size:
+                most = max((agreed for family, _, agreed in here if family == index.full), default=0)
                 covered = max(covered, min(position + most, self.limit))
             if not anywhere:
                 candidates += self._candidates(position, here)
         if anywhere:
-            return self._reach(covered, covered, None) if covered > resumable else None
+            return self._hit_at(covered, covered, None) if covered > resumable else None
         for position, state in reversed(candidates):
             if state is None:
                 position = min(position, covered)
             if resumable < position <= covered:
-                reach = self._reach(position, covered, state)
-                if reach is not None:
-                    return reach
+                hit = self._hit_at(position, covered, state)
+                if hit is not None:
+                    return hit
         return None
 
     def _look(self, block: int, digest: bytes) -> list[tuple[int, Identity, int]]:
-        """What is stored there of this very namespace: a record is loaded by the identity that it gives itself, so
-        that is what must be right."""
+        """Looks up the records of this namespace at a block. A record is loaded by its own identity, so the identity
+        is compared in full."""
         start = block * self.index.block_size
         rest = self.tokens[start:]
         here = [
             (family, identity, common_prefix(identity.tokens, rest))
-            for family, _, identity in self.index._at.get(digest, ())
+            for family, _, identity in self.index.at(digest)
             if identity.start == start
             and identity.dtype == self.dtype
             and identity.namespace == self.of_namespace
@@ -247,33 +256,34 @@ class _Search:
     def _candidates(
         self, position: int, here: Iterable[tuple[int, Identity, int]]
     ) -> Iterator[tuple[int, Identity | None]]:
+        """Yields the positions in a block at which the records there may allow a resumption, shallow first."""
         index = self.index
-        if index._state >= 0:
+        if index.state >= 0:
             states = [
                 (identity.end, identity)
                 for family, identity, agreed in here
-                if family == index._state and agreed == len(identity.tokens)
+                if family == index.state and agreed == len(identity.tokens)
             ]
             yield from sorted(states, key=lambda state: state[0])
         else:
-            ends = {position + agreed for family, _, agreed in here if family in index._tails and agreed}
-            for family in index._tails:  # where a chunk begins, nothing is needed of the one before it
-                of = index._with_blocks[family]
-                if isinstance(of, ChunkedAttention):
+            ends = {position + agreed for family, _, agreed in here if family in index.windows and agreed}
+            for window in index.windows:  # at the start of a chunk, nothing is needed of the one before it
+                family = index.token_families[window]
+                if isinstance(family, ChunkedAttention):
                     last = position + index.block_size
-                    ends.update(range(last - last % of.chunk, position, -of.chunk))
+                    ends.update(range(last - last % family.chunk, position, -family.chunk))
             yield from ((end, None) for end in sorted(ends))
 
-    def _reach(self, position: int, found: int, state: Identity | None) -> TierHit | None:
-        """What must be loaded to resume at `position`; None if some of it is not stored."""
+    def _hit_at(self, position: int, found: int, state: Identity | None) -> TierHit | None:
+        """The records to load to resume at `position`; None if some of them are not stored."""
         index, size = self.index, self.index.block_size
-        # Of each family, the first position that is to be loaded; tails first, since it is they that may be missing.
-        needed = {family: index._with_blocks[family].tail_start(position) for family in index._tails}
+        # Of each family, the first position to load; windows first, since they are the likeliest to be missing.
+        needed = {family: index.token_families[family].tail_start(position) for family in index.windows}
         base = position
         if self.in_memory < position:
             base = self.in_memory // size * size
-            if index._full >= 0:
-                needed[index._full] = base
+            if index.full >= 0:
+                needed[index.full] = base
         blocks: list[StoredBlock] = []
         for family, start in needed.items():
             if start < position:
@@ -287,6 +297,7 @@ class _Search:
         return TierHit(position, base, max(found, self.in_memory), tuple(blocks), state, payload_bytes)
 
     def _block(self, family: int, block: int, position: int) -> StoredBlock | None:
+        """The record of a family's block that agrees up to `position`; None if it is not stored."""
         size = self.index.block_size
         start = block * size
         here = self._here.get(block)

@@ -1,7 +1,7 @@
-"""What memory gives up, named for the tier below, so that nothing is stored twice and nothing under a wrong name.
+"""Write-back queue: turns evicted or newly published rows into `Store` requests, deduplicated by content key.
 
-Eviction tells the spill what goes, while its rows still hold it. The engine executes the stores before anything is
-written to those rows.
+Eviction adds rows here while they still hold their content. The engine executes the stores before the next write to
+those rows.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from rootstock.cache.checkpoints import Checkpoint
 from rootstock.cache.families import ChunkedAttention
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NO_SLOT, BlockIds, RowPart, SlotId, Store, Tokens
+from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
-from rootstock.cache.radix_node import Node, Root
+from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.record_identity import Identity, Kind, RecordKey, identify
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 
 class WriteBackQueue:
-    """`through`: what is published is stored at once, so that evictions cost nothing and a crash loses less."""
+    """With `through`, published rows are stored at once, so that evictions cost nothing and a crash loses less."""
 
     def __init__(self, pools: Pools, stored: StoredIndex, *, through: bool = False) -> None:
         self.stored = stored
         self.through = through
-        self.is_open = True  # else nothing that goes can be stored, and nothing is said of it
+        self.is_open = True  # if not, the tier takes no stores: evicted rows are dropped
         self._pools = pools
         self._waiting: dict[RecordKey, Store] = {}
         self._used: list[RecordKey] = []
         self._wrong: list[RecordKey] = []
 
     def take(self) -> tuple[Store, ...]:
-        """What is to be stored since this was last asked, and has not been since."""
+        """Takes the stores that were added since the last call."""
         if not self._waiting:
             return ()
         stores, self._waiting = tuple(self._waiting.values()), {}
         return stores
 
     def forget(self, namespace: Namespace | None = None) -> None:
-        """Drops the stores that wait, all of them or those of a namespace."""
+        """Drops the waiting stores, all of them or those of a namespace."""
         of = None if namespace is None else namespace.digest()
         self._waiting = {
             key: store
@@ -49,36 +49,37 @@ class WriteBackQueue:
         }
 
     def take_used(self) -> list[RecordKey]:
-        """Records of what was in use in memory until now."""
+        """Takes the keys of records whose rows were in use in memory until now; the tier refreshes their age."""
         used, self._used = self._used, []
         return used
 
     def take_wrong(self) -> list[RecordKey]:
-        """Records of what must not be believed any more."""
+        """Takes the keys of records that must not be loaded any more."""
         wrong, self._wrong = self._wrong, []
         return wrong
 
-    # ---------------------------------------------------------------------------------- what goes
+    # ------------------------------------------------------------------------------------ evicted rows
 
-    def blocks(self, node: Node, kept: int = 0) -> None:
-        """The node's blocks but for the first `kept` are about to go. Reasoning that a conversation dropped is not
-        worth a place on the disk."""
+    def add_blocks(self, node: Node, kept: int = 0) -> None:
+        """Adds the node's blocks but for the first `kept`, before they are evicted. Skips reasoning that a
+        conversation has dropped: it is not worth space on the disk."""
         full = self._pools.full
         if not self.is_open or full.family is None or node.passed_by or kept >= len(node.blocks):
             return
         namespace, tokens = path_tokens(node, node.end)
-        self._blocks(namespace, tokens, node.start // self._size + kept, node.blocks[kept:], full)
+        self._add_blocks(namespace, tokens, node.start // self._size + kept, node.blocks[kept:], full)
 
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """It is about to be dropped."""
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Adds the rows of a checkpoint before it is dropped."""
         node = checkpoint.node
         assert node is not None
         if self.is_open and not node.passed_by:
             namespace, tokens = path_tokens(node, checkpoint.position)
-            self._checkpoint(namespace, tokens, checkpoint, checkpoint.slot)
+            self._add_checkpoint(namespace, tokens, checkpoint, checkpoint.slot)
 
-    def node(self, node: Node) -> None:
-        """All of a node that stays: its blocks, but for a last one that children begin with, and its checkpoints."""
+    def add_node(self, node: Node) -> None:
+        """Adds all rows of a node that stays: its checkpoints and its blocks, except for a last block that its
+        children share."""
         full = self._pools.full
         if node.passed_by:
             return
@@ -86,14 +87,15 @@ class WriteBackQueue:
             end = node.end if not node.children else node.end - node.end % self._size
             if end > node.start:
                 namespace, tokens = path_tokens(node, end)
-                self._blocks(namespace, tokens, node.start // self._size, node.blocks, full)
+                self._add_blocks(namespace, tokens, node.start // self._size, node.blocks, full)
         for checkpoint in node.checkpoints.values():
-            self.checkpoint(checkpoint)
+            self.add_checkpoint(checkpoint)
 
-    # ------------------------------------------------------------------------------- what is published
+    # ---------------------------------------------------------------------------------- published rows
 
-    def published(self, lease: Lease, first: int, *, at_end: bool = False) -> None:
-        """Positions from `first` on can be found now. Blocks are stored when they are full, or at the lease's end."""
+    def add_published(self, lease: Lease, first: int, *, at_end: bool = False) -> None:
+        """Adds the full blocks of newly published positions from `first` on; at the lease's end also a partly filled
+        one. Writes through only."""
         full = self._pools.full
         if not (self.through and self.is_open) or full.family is None:
             return
@@ -102,19 +104,21 @@ class WriteBackQueue:
             end -= end % size
         if first // size * size < end:
             blocks = slice(first // size, -(-end // size))
-            self._blocks(lease.namespace, lease.tokens[:end], blocks.start, lease.table[blocks], full)
+            self._add_blocks(lease.namespace, lease.tokens[:end], blocks.start, lease.table[blocks], full)
 
-    def left(self, checkpoint: Checkpoint, lease: Lease) -> None:
-        """A checkpoint was left where the lease is now: its working state is what the checkpoint's will be."""
+    def add_new_checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> None:
+        """Adds the rows of a checkpoint at the lease's current position. Reads the state from the lease's working
+        slot, since the copy may not have been executed yet. Writes through only."""
         if self.through and self.is_open:
-            self._checkpoint(lease.namespace, lease.tokens[: checkpoint.position], checkpoint, lease.slot)
+            tokens = lease.tokens[: checkpoint.position]
+            self._add_checkpoint(lease.namespace, tokens, checkpoint, lease.slot)
 
     def distrust(
         self, tokens: Tokens, namespace: Namespace, first: int, *, all_that_follows: bool = False
     ) -> None:
-        """What was computed of these tokens from position `first` on may be wrong."""
+        """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Others went on from it, with tokens that nobody has at hand: rather too much than too little.
+            # Other requests continued from it with tokens that are not at hand: rather too much than too little.
             keys = self.stored.keys_beyond(namespace, first)
         else:
             keys = self.stored.keys_along(tokens, namespace, first)
@@ -127,32 +131,34 @@ class WriteBackQueue:
             if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, namespace)
         }
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ---------------------------------------------------------------------------------------- identity
 
     @property
     def _size(self) -> int:
         return self._pools.block_size
 
-    def _checkpoint(self, namespace: Namespace, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId) -> None:
-        """What lets every family resume after `tokens`, with the state in `slot`."""
-        if self._is_whole(checkpoint):
-            for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
-                self._blocks(namespace, tokens, tail.first, tail.ids, pool)
-            self._state(namespace, tokens, slot)
+    def _add_checkpoint(
+        self, namespace: Namespace, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId
+    ) -> None:
+        """Adds all rows that a resumption after `tokens` reads, with the state in `slot`."""
+        if self._is_storable(checkpoint):
+            for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
+                self._add_blocks(namespace, tokens, held.first, held.ids, pool)
+            self._add_state(namespace, tokens, slot)
 
-    def _is_whole(self, checkpoint: Checkpoint) -> bool:
-        """Whether its blocks hold all their positions. Where a chunk begins inside a block, what lies before it there
-        may never have been written; records begin at blocks, so that cannot be stored."""
-        for pool, tail in zip(self._pools.tails, checkpoint.tails, strict=True):
+    def _is_storable(self, checkpoint: Checkpoint) -> bool:
+        """Whether its blocks hold all their positions. Where a chunk begins inside a block, the positions before it
+        may never have been written; records begin at blocks, so such a block cannot be stored."""
+        for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
             inside = pool.family.tail_start(checkpoint.position) % self._size
-            if isinstance(pool.family, ChunkedAttention) and inside and len(tail.ids):
+            if isinstance(pool.family, ChunkedAttention) and inside and len(held.ids):
                 return False
         return True
 
-    def _blocks(
+    def _add_blocks(
         self, namespace: Namespace, tokens: Tokens, first: int, ids: BlockIds, pool: FamilyPool
     ) -> None:
-        """Of block indices `first` …, the last of which is filled as far as `tokens` go."""
+        """Adds block indices `first` …, the last of which is filled as far as `tokens` go."""
         assert pool.family is not None
         if namespace.is_private:
             return
@@ -181,9 +187,9 @@ class WriteBackQueue:
             is_stored = identity.key in self.stored
             if not is_stored and end - start < size and self.stored.covers(pool.index, parent, own):
                 continue
-            self._store(identity, RowPart(pool.index, block, end - start))
+            self._add(identity, RowPart(pool.index, block, end - start))
 
-    def _state(self, namespace: Namespace, tokens: Tokens, slot: SlotId) -> None:
+    def _add_state(self, namespace: Namespace, tokens: Tokens, slot: SlotId) -> None:
         pool = self._pools.states
         if pool is None or slot == NO_SLOT or namespace.is_private:
             return
@@ -199,9 +205,9 @@ class WriteBackQueue:
             tokens,
             start,
         )
-        self._store(identity, RowPart(pool.index, slot, 0))
+        self._add(identity, RowPart(pool.index, slot, 0))
 
-    def _store(self, identity: Identity, part: RowPart) -> None:
+    def _add(self, identity: Identity, part: RowPart) -> None:
         key = identity.key
         if key in self.stored:
             self._used.append(key)
@@ -210,7 +216,7 @@ class WriteBackQueue:
 
 
 def path_tokens(node: Node, position: int) -> tuple[Namespace, Tokens]:
-    """The namespace, and the tokens 0 … position-1 on the path to `node`. O(position)."""
+    """Collects the namespace and the tokens 0 … position-1 on the path to `node`. O(position)."""
     tokens = np.empty(position, np.int32)
     for step in node.path():
         if isinstance(step, Root):

@@ -22,7 +22,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
-from rootstock.cache.lease import Lease
+from rootstock.cache.lease import Lease, ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan, Tokens, together
 from rootstock.config import EngineConfig
 from rootstock.engine.pacing import Pacing
@@ -765,13 +765,13 @@ class Engine:
         if not self._tiering.is_under_way(load):
             return  # the cache was started anew meanwhile
         if not self._tiering.end(load, ended):
-            self._cache.unload(load.lease)
+            self._cache.release(load.lease, ReleaseReason.UNUSED)
             if load.sequence is not None:
                 self._scheduler.requeue(load.sequence)
             return
         self._apply(self._cache.loaded(load.lease, load.position))
         if load.sequence is None:
-            self._cache.finish(load.lease)
+            self._cache.release(load.lease, ReleaseReason.FINISHED)
         else:
             self._scheduler.loaded(load.sequence, load.lease)
         self._apply(self._cache.make_way())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rootstock.cache import KVCache
-from rootstock.cache.lease import Admitted, Deferred, Lease, Match
+from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.tier_index import TierHit
 from rootstock.engine.cost_model import Share
@@ -118,7 +118,7 @@ class Scheduler:
             self._running.remove(sequence)
         elif lease is not None:
             self._running.remove(sequence)
-            self._cache.abort(lease)
+            self._cache.release(lease, ReleaseReason.ABORTED)
         else:
             self._waiting.remove(sequence)
         self._drop_want(sequence)
@@ -127,7 +127,7 @@ class Scheduler:
     def fail(self, sequence: Sequence, lease: Lease) -> None:
         """Takes out a running sequence whose forward raised: what it had computed before stays."""
         self._running.remove(sequence)
-        self._cache.fail(lease)
+        self._cache.release(lease, ReleaseReason.FAILED)
         sequence.state = Waiting()
 
     def discard(self, sequence: Sequence, lease: Lease) -> None:
@@ -158,7 +158,7 @@ class Scheduler:
         self._running.remove(sequence)
         if self._drafter is not None:
             self._drafter.ended(sequence, lease)
-        self._cache.finish(lease)
+        self._cache.release(lease, ReleaseReason.FINISHED)
         sequence.state = Waiting()
 
     def drain(self) -> list[Sequence]:
@@ -260,7 +260,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         lease = victim.lease
         assert lease is not None
-        self._cache.preempt(lease)
+        self._cache.release(lease, ReleaseReason.PREEMPTED)
         self._running.remove(victim)
         victim.state = Preempted()
         victim.plan = NOTHING
@@ -328,7 +328,7 @@ class Scheduler:
             ):
                 # The producer is running, so its blocks come at least as soon as our own would.
                 sequence.state = WaitingForPrefix(match.pending.producer, match.pending.until)
-                self._cache.ask_for_checkpoint(match.pending.producer, match.pending.until)
+                self._cache.request_checkpoint(match.pending.producer, match.pending.until)
                 continue
             # Those that run must not be preempted at once for the sake of the newcomer.
             headroom = sum(isinstance(s.state, Decoding) for s in self._running)
@@ -378,11 +378,11 @@ class Scheduler:
         for sequence in itertools.islice(self._waiting, WANTING_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.want):
                 self._drop_want(sequence)
-                sequence.want = self._cache.want(self._cache.match(sequence.tokens, sequence.namespace))
+                sequence.want = self._cache.protect(self._cache.match(sequence.tokens, sequence.namespace))
 
     def _drop_want(self, sequence: Sequence) -> None:
         if sequence.want is not None:
-            self._cache.unwant(sequence.want)
+            self._cache.unprotect(sequence.want)
             sequence.want = None
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
-from rootstock.cache.prefix_tree import Want
+from rootstock.cache.radix_node import HitProtection
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Logprobs, Request, Sink, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.speculation.draft_cost import Acceptance
@@ -37,7 +37,7 @@ class WaitingForPrefix:
     @property
     def is_over(self) -> bool:
         # Without a tip it publishes nothing more before it ends.
-        return self.producer.ended or self.producer.tip is None or self.producer.published >= self.until
+        return self.producer.ended or self.producer.node is None or self.producer.published >= self.until
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Sequence:
         self.prompt_scores: list[Logprobs] = []  # chunk by chunk
         self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
         self.plan: Plan = NOTHING  # to be executed before its next forward
-        self.want: Want | None = None
+        self.want: HitProtection | None = None
         self.load_choice: LoadChoice | None = None  # what was last decided about loading
         self.may_load = True  # from a tier: not again when that took too long
         self.acceptance = Acceptance()  # of drafts

@@ -12,7 +12,7 @@ import pytest
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace
-from rootstock.cache.lease import Admitted, Lease
+from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.engine import Engine
@@ -269,7 +269,7 @@ def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
         assert isinstance(admitted, Admitted)
         assert bench.cache.following(admitted.lease, 1, 8).tolist() == [last]
         assert bench.cache.following(admitted.lease, 4, 8).tolist() == []
-        bench.cache.abort(admitted.lease)
+        bench.cache.release(admitted.lease, ReleaseReason.ABORTED)
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:

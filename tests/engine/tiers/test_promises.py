@@ -22,6 +22,7 @@ from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, cached, kinds, of_k
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
+from rootstock.cache.pools import Rows
 from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.engine.request import Aborted, Failed
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
@@ -664,9 +665,9 @@ def test_a_block_that_is_evicted_in_part_is_stored_whole(
         prompt = list(range(80))
         bench.answer(prompt, 1, boundaries=(Boundary(43, CheckpointKind.SYSTEM),))
         bench.answer([*prompt, 3], 1)
-        others = [0] * (len(bench.cache.pools.every) - 1)
         while bench.cache.stats().cached_tokens:
-            bench.cache.tree._evict([bench.cache.pool.free_blocks + 1, *others], None)
+            rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
+            bench.cache.tree._evict(rows, None)
             bench.engine._apply(bench.cache.make_way())
         assert cached(bench.answer([*prompt, 90, 91], 2)) == 80
 

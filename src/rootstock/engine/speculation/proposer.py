@@ -18,7 +18,7 @@ from rootstock.cache.families import RecurrentState
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import Tokens
-from rootstock.cache.radix_node import NO_TOKENS
+from rootstock.cache.types import NO_TOKENS
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.draft_cost import DraftCost, could_pay, worth_verifying
 from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory

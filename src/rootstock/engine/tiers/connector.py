@@ -224,7 +224,7 @@ class TierConnector:
     def follow(self) -> None:
         """Takes in what the tier's threads have told, and passes on what memory knows."""
         self._events.apply(self._stored)
-        spill = self._cache.spill
+        spill = self._cache.write_back
         if spill is not None:
             spill.is_open = not isinstance(self._tier.state, Off)
             if used := spill.take_used():
@@ -242,7 +242,7 @@ class TierConnector:
     def flush(self) -> None:
         """Memory is about to go: writes down what only memory has, what was used last at the end. Takes as long as
         the tier takes."""
-        stores = self._cache.everything()
+        stores = self._cache.take_all_stores()
         for store in stores:
             if isinstance(self._tier.state, Off):
                 return
@@ -266,7 +266,7 @@ class TierConnector:
         if self._clear_asked or isinstance(self._tier.state, Off):
             return None, None
         self._events.apply(self._stored)
-        reach = self._cache.reach(match)
+        reach = self._cache.tier_hit(match)
         if reach is None:
             return None, None
         load_s = self.load_speed.seconds(reach.records, reach.payload_bytes, self._reader.waiting_bytes)
@@ -314,7 +314,7 @@ class TierConnector:
         for under_way in self._under_way.values():
             if under_way.sequence is sequence:
                 under_way.sequence = None
-                self._cache.let_go(under_way.lease)  # nor does anybody else wait for it
+                self._cache.detach(under_way.lease)  # nor does anybody else wait for it
                 if under_way.job is not None:
                     under_way.job.cancel()
 

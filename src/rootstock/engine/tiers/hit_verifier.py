@@ -15,7 +15,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
 from rootstock.cache.keys import Namespace
-from rootstock.cache.lease import Admitted, Deferred, Lease
+from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, Tokens
 from rootstock.runtime.base import Batch, Runtime, Segment
 
@@ -127,14 +127,14 @@ class HitVerifier:
             self.counts["given up"] += 1
             return None
         if not found.hit_tokens:  # too little memory to resume there
-            self._cache.unload(found)
+            self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
             return None
         hit = Hit(hit.tokens, found.hit_tokens, hit.namespace)
         own = replace(hit.namespace, is_private=True)
         anew = self._admitted(hit.tokens[: hit.length], own)
         if anew is None:
-            self._cache.unload(found)
+            self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
             return None
         self._check = _Check(hit, found, anew)
@@ -166,7 +166,7 @@ class HitVerifier:
     def _end(self, check: _Check) -> None:
         self._check = None
         self._cache.discard(check.anew)
-        self._cache.unload(check.found)
+        self._cache.release(check.found, ReleaseReason.UNUSED)
 
     def _first_difference(self, check: _Check) -> int | None:
         """The first position of the first row that differs; the end for a state."""

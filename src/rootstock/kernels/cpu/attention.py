@@ -249,7 +249,7 @@ class _Runner:
     """Runner of jobs: fills them in and starts the threads. Owns the memory of partial results."""
 
     def __init__(self, block_size: int, latents: bool, serial_bytes: int) -> None:
-        self._latents = latents
+        self.latents = latents
         self._block_size = block_size
         self._serial_bytes = serial_bytes
         self._partials = np.empty(0, np.float32)
@@ -265,7 +265,7 @@ class _Runner:
 
     def attends(self, query: Tensor, keys: PoolRows) -> bool:
         """Returns whether the compiled loops support these layers and are the faster way."""
-        if self._latents and (keys.dtype != torch.float32 or query.shape[1] > LATENT_HEADS):
+        if self.latents and (keys.dtype != torch.float32 or query.shape[1] > LATENT_HEADS):
             return False
         return has_loops_for(keys.dtype) and has_loops_for(query.dtype)
 
@@ -341,7 +341,7 @@ class _Runner:
     def _has_matrix_units_for(self, query: Tensor, keys: Tensor, value_dim: int) -> bool:
         return (
             keys.dtype == query.dtype == torch.bfloat16
-            and not self._latents
+            and not self.latents
             and fit_matrix_units(self._block_size, keys.shape[2], value_dim)
         )
 
@@ -374,7 +374,7 @@ class _NumbaStep:
             attended: Tensor = self._all_beside()(query, key, value, keys, values, scores)
             return attended
         tokens, q_heads, _ = query.shape
-        value_dim = keys.shape[2] if self._runner._latents else values.shape[2]
+        value_dim = keys.shape[2] if self._runner.latents else values.shape[2]
         out = torch.empty(tokens, q_heads, value_dim, dtype=query.dtype)
         self._runner.attend(self._layout, query, keys, values, scores, out)
         if self._beside is not None:
