@@ -51,7 +51,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
 @pytest.mark.behaviour(39)
 def test_on_the_disk_a_store_is_invisible_until_it_is_complete(files: FaultyFiles, bench: Tiered) -> None:
     bench.answer(PROMPT)
-    stores = [store.identity for store in bench.cache.everything()]
+    stores = [store.identity for store in bench.cache.take_all_stores()]
     load, seen, committed = bench.disk.load, [], set[RecordKey]()
 
     def look(name: str) -> None:
@@ -531,9 +531,9 @@ def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
             if loaded(stored, identity) != payloads[identity.key]:
                 misses.append(name)
 
-    queued = [store.identity for store in stored.cache.everything()]
+    queued = [store.identity for store in stored.cache.take_all_stores()]
     assert {identity.key for identity in queued} == set(payloads)
-    for store in stored.cache.everything():
+    for store in stored.cache.take_all_stores():
         stored.stores.close()
         stored.tiering.store([store])
     files.boundary = look
