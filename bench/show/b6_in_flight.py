@@ -16,7 +16,7 @@ import tiny_hybrids
 from agent_world import Agent, prose, served
 from common import at_least, at_most, conclude, exactly
 
-from rootstock.server.text_alignment import shared
+from rootstock.engine.prompts.text_alignment import shared
 
 AMPLE_BYTES = 256 << 20
 PREFIX_TOKENS = 2000

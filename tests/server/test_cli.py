@@ -257,7 +257,7 @@ def test_keys_of_tenants_and_of_the_admin_are_given_at_the_start(
 
 
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:
-    from rootstock.server.sampling_defaults import SamplingDefaults
+    from rootstock.engine.sampling_defaults import SamplingDefaults
 
     assert SamplingDefaults.of_model("m", tmp_path) == SamplingDefaults()
     config = {"temperature": 0.6, "top_k": 20.0, "eos_token_id": 1, "min_p": None}
@@ -283,7 +283,7 @@ def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) 
 def test_sampling_defaults_that_no_request_could_ask_for_stop_the_start(
     tmp_path: Path, text: str, said: str
 ) -> None:
-    from rootstock.server.sampling_defaults import SamplingDefaults
+    from rootstock.engine.sampling_defaults import SamplingDefaults
 
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelFileInvalid) as refused:

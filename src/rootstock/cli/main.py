@@ -330,8 +330,8 @@ def serve(
     )
     template = None if chat_template is None else _read_template(chat_template)
 
+    from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
-    from rootstock.server.sampling_defaults import SamplingDefaults
 
     taken = listen(host, port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
