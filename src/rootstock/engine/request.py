@@ -66,6 +66,13 @@ class Request:
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
     boundaries: tuple[Boundary, ...] = ()  # where later requests may diverge: a checkpoint is left there
 
+    def fitted(self, context_limit: int) -> Request:
+        """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
+        room, asked = context_limit - len(self.tokens), self.stop.max_tokens
+        if asked is None or asked <= room or room < 1:
+            return self
+        return replace(self, stop=replace(self.stop, max_tokens=room))
+
 
 def requests_for(
     id: str,

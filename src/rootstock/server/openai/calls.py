@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
@@ -178,7 +178,7 @@ class ServedModel:
     def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:
         lowered = None
         if not body.strict_max_tokens:
-            fitted = tuple(self._fitted(request) for request in requests)
+            fitted = tuple(request.fitted(self.context_limit) for request in requests)
             lengths = [
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
@@ -191,14 +191,6 @@ class ServedModel:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             lowered_max_tokens=lowered,
         )
-
-    def _fitted(self, request: Request) -> Request:
-        """With a `max_tokens` that the context has room for. The engine refuses a prompt that leaves none."""
-        room = self.context_limit - len(request.tokens)
-        asked = request.stop.max_tokens
-        if asked is None or asked <= room or room < 1:
-            return request
-        return replace(request, stop=replace(request.stop, max_tokens=room))
 
     def _head(self, id: str, object: str) -> Json:
         return {"id": id, "object": object, "created": int(time.time()), "model": self.name}
