@@ -48,6 +48,7 @@ from rootstock.openmp import wait_briefly
 from rootstock.runtime.base import ModelDescription
 from rootstock.runtime.model_files import locate
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # text, or token ids
@@ -130,7 +131,7 @@ class LLM:
         self._tokenizer = PromptTokenizer(made.codec, made.engine.context_limit)
         families = made.description.families
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
-        self._closed = False
+        self._closed = threading.Event()
         made.engine.start()
         # At the interpreter's end a disk tier is written; an LLM that nobody refers to any more ends its thread.
         atexit.register(made.engine.stop)
@@ -156,7 +157,7 @@ class LLM:
 
         Requests that run end with LLMClosed, and later calls raise it.
         """
-        self._closed = True
+        self._closed.set()
         self._finalizer.detach()
         atexit.unregister(self._engine.stop)
         self._engine.stop()
@@ -164,12 +165,12 @@ class LLM:
     @contextlib.contextmanager
     def _open(self) -> Iterator[Engine]:
         """Gives the engine for one call. Raises LLMClosed, also where the LLM is closed during the call."""
-        if self._closed:
+        if self._closed.is_set():
             raise LLMClosed
         try:
             yield self._engine
         except EngineStopped as error:
-            if self._closed and not isinstance(error, LLMClosed):
+            if self._closed.is_set() and not isinstance(error, LLMClosed):
                 raise LLMClosed from error
             raise
 
@@ -333,10 +334,10 @@ class LLM:
     # ---------------------------------------------------------------------------------------- prompts
 
     def _prompts(self, prompts: Sequence[Prompt]) -> list[_Asked]:
-        return [_named(index, lambda each=prompt: self._prompt(each)) for index, prompt in enumerate(prompts)]
+        return _each(prompts, self._prompt)
 
     def _prompt(self, prompt: Prompt) -> _Asked:
-        if self._closed:
+        if self._closed.is_set():
             raise LLMClosed
         if isinstance(prompt, str):
             return _Asked(prompt, text_tokens(self._tokenizer, prompt))
@@ -349,10 +350,7 @@ class LLM:
         options: Mapping[str, Any],
         cache_salt: str | None,
     ) -> list[_Asked]:
-        return [
-            _named(index, lambda each=messages: self._chat(each, tools, options, cache_salt))
-            for index, messages in enumerate(conversations)
-        ]
+        return _each(conversations, lambda messages: self._chat(messages, tools, options, cache_salt))
 
     def _chat(
         self,
@@ -361,7 +359,7 @@ class LLM:
         options: Mapping[str, Any],
         cache_salt: str | None,
     ) -> _Asked:
-        if self._closed:
+        if self._closed.is_set():
             raise LLMClosed
         if not messages:
             raise EmptyPrompt("messages")
@@ -520,16 +518,15 @@ def _ids(prompt: object) -> Tokens:
     return ids.astype(np.int32)
 
 
-def _conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> Sequence[Sequence[Message]]:
+def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
+    """Makes a list of one conversation. A list of messages is one conversation."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidParameter("messages", messages, "a list of messages, or a list of such lists")
     if len(messages) == 0:
         raise EmptyPrompt("messages")
     if isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return messages  # type: ignore[return-value]
+        return [messages]
+    return messages
 
 
 def _one_for_each(params: Params, prompts: int) -> Sequence[SamplingParams]:
@@ -546,13 +543,16 @@ def _template_options(kwargs: Mapping[str, Any] | None, continue_final_message: 
     return {"add_generation_prompt": True, **(kwargs or {})}
 
 
-def _named(index: int, prepare: Callable[[], T]) -> T:
-    """Adds a note to an error that tells which prompt of a call it is about."""
-    try:
-        return prepare()
-    except RequestError as error:
-        error.add_note(f"in prompt {index} of this call")
-        raise
+def _each(prompts: Sequence[S], prepare: Callable[[S], T]) -> list[T]:
+    """Prepares each prompt of a call. Adds a note to an error that tells which prompt it is about."""
+    prepared = []
+    for index, prompt in enumerate(prompts):
+        try:
+            prepared.append(prepare(prompt))
+        except RequestError as error:
+            error.add_note(f"in prompt {index} of this call")
+            raise
+    return prepared
 
 
 def _stop_unreferenced(engine: Engine) -> None:
