@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import runpy
 import sys
@@ -48,7 +49,7 @@ def test_chat_with_shared_prefix(
     told = printed("chat_with_shared_prefix.py", model, monkeypatch, capsys)
     turns = [tuple(map(int, turn)) for turn in re.findall(r"(\d+) of (\d+) prompt tokens cached", told)]
     assert turns[0][0] == 0
-    for (_, before), (cached, prompt) in zip(turns[:-1], turns[1:], strict=True):
+    for (_, before), (cached, prompt) in itertools.pairwise(turns):
         assert before < cached < prompt
     at_once = re.search(r"at once, cold: \[(.*)\] tokens", told)
     assert at_once is not None
