@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llm.conftest import Oracle
 from rootstock import LLM, SamplingParams, TextDelta
+from rootstock.config import CacheConfig
+from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import (
     ChatTemplateFailed,
     EmptyPrompt,
@@ -26,7 +32,7 @@ from rootstock.errors import (
     Unsupported,
 )
 from rootstock.runtime.base import Batch
-from rootstock.testing.fake_runtime import FULL, STATE, window
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from waiting import HANG_S, wait_for, wait_until
 
 Make = Callable[..., Oracle]
@@ -404,7 +410,7 @@ def test_closing_ends_running_requests_with_an_error_and_refuses_later_calls(ora
     assert not any(thread is one.llm._engine._thread for thread in threading.enumerate())
 
 
-def test_with_closes_and_an_unreferenced_library_ends_its_thread(oracle: Make) -> None:
+def test_leaving_the_block_closes(oracle: Make) -> None:
     with oracle().llm as llm:
         thread = llm._engine._thread
         assert thread is not None
@@ -418,3 +424,43 @@ def test_with_closes_and_an_unreferenced_library_ends_its_thread(oracle: Make) -
             inner.stats()
 
     asyncio.run(opened())
+
+
+def test_a_library_that_nothing_refers_to_ends_its_thread() -> None:
+    codec = ByteTokenizer()
+    runtime = FakeRuntime(codec.vocab_size, 4096, eos_token_ids=codec.eos_token_ids)
+    llm = LLM.from_assembly(assemble(runtime, codec, CacheConfig(8, budget_bytes=1 << 16)))
+    thread = llm._engine._thread
+    assert thread is not None
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    del llm
+    gc.collect()
+    wait_until(lambda: not thread.is_alive())
+
+
+UNCLOSED = """
+import sys
+from pathlib import Path
+from rootstock import LLM, SamplingParams
+from rootstock.config import CacheConfig, TierConfig
+from rootstock.engine.build import assemble
+from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
+
+codec = ByteTokenizer()
+runtime = FakeRuntime(codec.vocab_size, 4096, eos_token_ids=codec.eos_token_ids)
+tier = TierConfig(Path(sys.argv[1]), 1 << 26)
+llm = LLM.from_assembly(assemble(runtime, codec, CacheConfig(8, budget_bytes=1 << 16), tier=tier))
+print(llm.generate("A ledger of four columns. " * 8, SamplingParams(temperature=0, max_tokens=2))[0].cached_tokens)
+"""
+
+
+def test_a_disk_tier_is_written_when_the_interpreter_ends(tmp_path: Path) -> None:
+    def cached_tokens() -> int:
+        command = [sys.executable, "-c", UNCLOSED, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert not done.stderr
+        return int(done.stdout)
+
+    assert cached_tokens() == 0
+    assert cached_tokens() > 100
