@@ -36,7 +36,10 @@ from rootstock.llm.options import ALIASES, Options, configuration
         ("seed", 2**64),
         ("logprobs", -1),
         ("stop", ["fine", ""]),
+        ("stop", 5),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", 5),
+        ("logit_bias", [7]),
         ("logit_bias", {-1: 0.0}),
     ],
 )

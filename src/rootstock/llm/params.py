@@ -69,12 +69,18 @@ class SamplingParams:
         if self.seed is not None and not (_is_int(self.seed) and self.seed in _SEEDS):
             raise InvalidParameter("seed", self.seed, "an integer of 64 bits")
         self._refuse_wrong_stops()
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidParameter("logit_bias", self.logit_bias, "a mapping of token ids to biases")
         for token, bias in self.logit_bias.items():
             if not _is_int(token) or token < 0:
                 raise InvalidParameter("logit_bias", token, "a mapping of token ids to biases")
             _refuse_outside(f"logit_bias[{token}]", bias, -_BIAS_LIMIT, _BIAS_LIMIT, "from -100 to 100")
 
     def _refuse_wrong_stops(self) -> None:
+        if not isinstance(self.stop, str | Sequence):
+            raise InvalidParameter("stop", self.stop, "a string, or a list of strings, none of them empty")
+        if not isinstance(self.stop_token_ids, Sequence):
+            raise InvalidParameter("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise InvalidParameter("stop", text, "a string, or a list of strings, none of them empty")
