@@ -50,7 +50,7 @@ def test_chat_with_shared_prefix(
     turns = [tuple(map(int, turn)) for turn in re.findall(r"(\d+) of (\d+) prompt tokens cached", told)]
     assert turns[0][0] == 0
     for (_, before), (cached, prompt) in itertools.pairwise(turns):
-        assert before < cached < prompt
+        assert before <= cached < prompt
     at_once = re.search(r"at once, cold: \[(.*)\] tokens", told)
     assert at_once is not None
     assert sorted(int(n) > 0 for n in at_once[1].split(", ")) == [False, True, True]
@@ -72,8 +72,8 @@ def test_explain_a_miss(
 ) -> None:
     told = printed("explain_a_miss.py", model, monkeypatch, capsys)
     same, other = (int(n) for n in re.findall(r"day, .*: (\d+) of \d+ tokens, diverged", told))
-    assert other < 10 < same
-    assert re.search(r"After '.*Today is' it says ' T?u?e?s?", told)
+    assert 0 < other < same / 3
+    assert re.search(r"After '.*Today is ?' it says", told)
     assert "another salt: 0 tokens, nothing_cached" in told
 
 
