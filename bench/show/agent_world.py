@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 import rootstock.engine.engine as engine_module
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
+from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.server.app import create_app
-from rootstock.server.chat import conversation_of
 from rootstock.server.listen import running
-from rootstock.server.text_alignment import shared
 
 Tokens = NDArray[np.int32]
 Json = dict[str, Any]

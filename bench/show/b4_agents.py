@@ -33,12 +33,12 @@ from common import at_least, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
+from rootstock.engine.prompts.boundaries import boundaries_of
+from rootstock.engine.prompts.chat import conversation_of, placed_chat
+from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import conversation_of, placed_chat
 from rootstock.server.model_card import bytes_per_checkpoint
-from rootstock.server.text_alignment import shared
 
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
 RULES = prose_of(random.Random(1), 150)

@@ -37,6 +37,7 @@
     │   ├── OutOfBlocks                 500  a lone request outgrew the pool
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   └── EngineStopped               503
+    │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, the allowed values
         ├── AddressUnavailable
@@ -452,6 +453,13 @@ class EngineStopped(EngineError):
 
     def __init__(self, reason: str = "The server is shutting down") -> None:
         super().__init__(f"{reason}. Try again when it is back.")
+
+
+class LLMClosed(EngineStopped):
+    code = "llm_closed"
+
+    def __init__(self) -> None:
+        RootstockError.__init__(self, "This LLM was closed, which ended its requests. Make another one.")
 
 
 class StartupError(RootstockError):

@@ -105,7 +105,7 @@ def test_an_unknown_role_is_refused(folder: Path) -> None:
 
 def _as_the_server_does(messages: list[dict[str, object]]) -> list[dict[str, object]]:
     """Arguments of calls as objects; the template takes strings as well, as JSON of JSON."""
-    from rootstock.server.chat import template_messages
+    from rootstock.engine.prompts.chat import template_messages
 
     return [dict(message) for message in template_messages(messages)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rootstock.server import limits
+from rootstock.engine import limits
 
 DOC = Path(__file__).parents[2] / "docs" / "security.md"
 

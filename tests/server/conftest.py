@@ -16,12 +16,12 @@ import pytest
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly, assemble
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ByteTokenizer, ModelTokenizer
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
 from rootstock.server.listen import running
-from rootstock.server.sampling_defaults import SamplingDefaults
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.held import Held
 from waiting import HANG_S, wait_until

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rootstock.config import EngineConfig
 from rootstock.engine import engine
+from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.request import (
     Finished,
     Logprobs,
@@ -30,7 +31,6 @@ from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
-from rootstock.server.limits import MAX_LOGPROBS
 from rootstock.server.openai import responses
 from rootstock.server.openai.calls import Call
 from rootstock.server.openai.responses import ChoiceHistory

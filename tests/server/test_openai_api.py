@@ -260,7 +260,7 @@ def test_null_means_the_default(served: Any) -> None:
 
 
 def test_the_models_own_sampling_defaults_hold_for_what_a_request_does_not_name(serve: Any) -> None:
-    from rootstock.server.sampling_defaults import SamplingDefaults
+    from rootstock.engine.sampling_defaults import SamplingDefaults
 
     with serve(defaults=SamplingDefaults(temperature=0.0)) as served:
         expected = text_of(served.greedy(served.chat_prompt("default"), 10))

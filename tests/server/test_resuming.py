@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
-from rootstock.server.chat import conversation_of
 from rootstock.server.openai import calls
-from rootstock.server.text_alignment import shared
 from rootstock.testing.fake_runtime import FULL
 from server.chat_codecs import codec_of, tokenizer_of
 from server.conftest import Served

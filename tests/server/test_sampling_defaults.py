@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import ModelFileInvalid
-from rootstock.server.sampling_defaults import SamplingDefaults
 
 
 def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) -> None:

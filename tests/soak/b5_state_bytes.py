@@ -20,9 +20,9 @@ from common import at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
-from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import conversation_of, placed_chat
-from rootstock.server.text_alignment import shared
+from rootstock.engine.prompts.boundaries import boundaries_of
+from rootstock.engine.prompts.chat import conversation_of, placed_chat
+from rootstock.engine.prompts.text_alignment import shared
 
 NEAR_TOKENS = 4
 

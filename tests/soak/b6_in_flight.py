@@ -16,7 +16,7 @@ from agent_world import Agent, prose, served
 from common import at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
-from rootstock.server.text_alignment import shared
+from rootstock.engine.prompts.text_alignment import shared
 
 AMPLE_BYTES = 256 << 20
 PREFIX_TOKENS = 2000

@@ -1,11 +1,37 @@
 """The cache: one radix tree over refcounted, copy-on-write blocks. Python and NumPy, no tensor framework.
 
-It knows tokens and block ids and moves no bytes: it plans, a runtime executes.
+It knows tokens and block ids and moves no bytes: it plans, a runtime executes. docs/embedding.md shows how to use it
+in an engine of your own, by the names that are exported here.
 """
 
-from rootstock.cache.families import Family, FullAttention
+from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.explain import Explanation
+from rootstock.cache.families import ChunkedAttention, Family, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cache.keys import Namespace
 from rootstock.cache.kv_cache import KVCache
-from rootstock.cache.plan import BlockCopy, Plan
+from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
+from rootstock.cache.plan import NO_BLOCK, BlockCopy, Plan, StateCopy
+from rootstock.cache.stats import CacheStats
 
-__all__ = ["BlockCopy", "Family", "FullAttention", "KVCache", "Namespace", "Plan"]
+__all__ = [
+    "NO_BLOCK",
+    "Admitted",
+    "BlockCopy",
+    "Boundary",
+    "CacheStats",
+    "CheckpointKind",
+    "ChunkedAttention",
+    "Deferred",
+    "Explanation",
+    "Family",
+    "FullAttention",
+    "KVCache",
+    "Lease",
+    "Match",
+    "Namespace",
+    "Plan",
+    "RecurrentState",
+    "ReleaseReason",
+    "SlidingWindow",
+    "StateCopy",
+]

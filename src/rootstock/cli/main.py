@@ -213,8 +213,8 @@ def run_server(
     sampling_source: SamplingSource,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
+    from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
-    from rootstock.server.sampling_defaults import SamplingDefaults
 
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:

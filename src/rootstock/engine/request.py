@@ -7,7 +7,7 @@ Wire formats turn into `Request`; every request gets token events and then exact
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NewType
 
 import numpy as np
@@ -65,6 +65,43 @@ class Request:
     salt: str = ""  # tenant: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
     boundaries: tuple[Boundary, ...] = ()  # where later requests may diverge: a checkpoint is left there
+
+    def fitted(self, context_limit: int) -> Request:
+        """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
+        room, asked = context_limit - len(self.tokens), self.stop.max_tokens
+        if asked is None or asked <= room or room < 1:
+            return self
+        return replace(self, stop=replace(self.stop, max_tokens=room))
+
+
+def requests_for(
+    id: str,
+    prompts: Sequence[Tokens],
+    choices: int,
+    sampling: SamplingParams,
+    stop: StopParams,
+    *,
+    salt: str,
+    prompt_logprobs: int | None = None,
+    boundaries: tuple[Boundary, ...] = (),
+) -> tuple[Request, ...]:
+    """Make one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
+
+    A seed is increased by the choice's index: choices of one prompt with one seed would all be the same.
+    """
+    return tuple(
+        Request(
+            RequestId(f"{id}-{prompt * choices + choice}"),
+            tokens,
+            sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice),
+            stop,
+            salt,
+            prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
+            boundaries,
+        )
+        for prompt, tokens in enumerate(prompts)
+        for choice in range(choices)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from rootstock.config import MAX_SALT_LENGTH, ServerConfig
+from rootstock.config import ServerConfig
+from rootstock.engine.prompts.salt import refuse_long
 from rootstock.errors import AdminOnly, InvalidParameter
-from rootstock.server.chat import refuse_surrogates
 
 SALT_HEADER = "X-Cache-Salt"
 _STATE = "rootstock_caller"  # where the guard leaves it in the request's state
@@ -87,7 +86,7 @@ def _tenant_of(request: Request) -> str:
         # A proxy that adds its header to the client's own would leave the choice to the client.
         raise InvalidParameter(SALT_HEADER, named, "sent once: a proxy must replace what a client sends")
     tenant = caller_of(request).tenant or (named[0] if named else "")
-    _refuse_long(tenant, SALT_HEADER)
+    refuse_long(tenant, SALT_HEADER)
     return tenant
 
 
@@ -109,24 +108,3 @@ def names_tenant(request: Request) -> bool:
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
     if not allowed:
         raise AdminOnly(config.admin_key is not None)
-
-
-def salt_of(tenant: str, salt: str | None) -> str:
-    """The salt of a namespace, from a tenant and a client's `cache_salt`: 64 characters whatever their lengths, and
-    another one for every other pair. "" if there is neither.
-
-    The tenant comes from a key or a proxy, the other from the client: no `cache_salt` leads into another tenant's
-    namespace. A cryptographic hash, because a client that chose two salts with one digest would read another's cache.
-    """
-    salt = salt or ""
-    _refuse_long(salt, "cache_salt")
-    refuse_surrogates(salt, "cache_salt")
-    if not tenant and not salt:
-        return ""
-    raw = tenant.encode()
-    return hashlib.sha256(len(raw).to_bytes(8, "little") + raw + salt.encode()).hexdigest()
-
-
-def _refuse_long(text: str, name: str) -> None:
-    if len(text) > MAX_SALT_LENGTH:
-        raise InvalidParameter(name, text, f"at most {MAX_SALT_LENGTH:,} characters, not {len(text):,}")

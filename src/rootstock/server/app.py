@@ -14,6 +14,8 @@ from rootstock._version import __version__
 from rootstock.cache.families import FullAttention
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ModelNotFound, RequestError
 from rootstock.runtime.base import ModelDescription
@@ -33,8 +35,6 @@ from rootstock.server.model_card import numbers_of
 from rootstock.server.openai.calls import MAX_TOKENS_HEADER, ServedModel
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.preparation_queue import PreparationQueue
-from rootstock.server.prompt_tokenizer import PromptTokenizer
-from rootstock.server.sampling_defaults import SamplingDefaults
 
 
 def create_app(

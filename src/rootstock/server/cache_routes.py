@@ -12,14 +12,14 @@ from rootstock.cache.explain import Explanation
 from rootstock.cache.plan import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.explained import explained_in_words, text_before
+from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
-from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless, salt_of
+from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.openai.calls import ServedModel
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.preparation_queue import PreparationQueue
-
-_CONTEXT_CHARACTERS = 80
 
 
 def cache_routes(
@@ -76,30 +76,25 @@ def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) 
     """An explanation with the text that its token ids stand for."""
     at = explanation.divergence
     divergence = None
-    message = explanation.message
-    if explanation.below is not None:
-        message += f" {explanation.below.message}"
     if at is not None:
 
         def shown(token: int) -> dict[str, Any]:
             return {"token": token, "text": token_text(codec, token)}
 
-        asked = shown(int(tokens[at]))
         others = explanation.cached_tokens_there
-        cached = None if others is None else [shown(token) for token in others]
-        before = codec.decode(tokens[max(0, at - _CONTEXT_CHARACTERS) : at].tolist())[-_CONTEXT_CHARACTERS:]
-        divergence = {"position": at, "before": before, "asked": asked, "cached": cached}
-        message += f" After {before[-40:]!r} it says {asked['text']!r}"
-        if cached:
-            message += f", cached prefixes say {', '.join(repr(each['text']) for each in cached)}"
-        message += "."
+        divergence = {
+            "position": at,
+            "before": text_before(tokens, at, codec),
+            "asked": shown(int(tokens[at])),
+            "cached": None if others is None else [shown(token) for token in others],
+        }
     return {
         "prompt_tokens": explanation.prompt_tokens,
         "matched_tokens": explanation.matched_tokens,
         "found_tokens": explanation.found_tokens,
         "cap": explanation.cap,
         "capped_by": explanation.capped_by,
-        "message": message,
+        "message": explained_in_words(explanation, tokens, codec),
         "divergence": divergence,
         "evicted_tokens": explanation.evicted_tokens,
         "pending_tokens": explanation.pending_tokens,

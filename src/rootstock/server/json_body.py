@@ -17,9 +17,9 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 
+from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.errors import InvalidJson, JsonTooComplex
 from rootstock.server.errors import ClientGone
-from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.units import MIB
 
 _ON_A_THREAD_FROM_BYTES = 262_144

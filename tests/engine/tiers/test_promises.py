@@ -24,11 +24,11 @@ from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
 from rootstock.cache.pools import Rows
 from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Aborted, Failed
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
 from rootstock.runtime.base import Batch, Logits
-from rootstock.server.openai.calls import salt_of
 from rootstock.testing.fake_runtime import FULL, STATE, window
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
 from tiers.helpers import directory_bytes

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
-from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.limits import MAX_LOGPROBS
+from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.chat import Conversation, chat_tokens, escaped
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.request import Request, requests_for
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
-from rootstock.server.access import salt_of
-from rootstock.server.boundaries import boundaries_of
-from rootstock.server.chat import Conversation, chat_tokens, escaped, placed_chat
-from rootstock.server.limits import MAX_LOGPROBS
 from rootstock.server.openai.responses import ChatFormat, CompletionFormat, Echo, WireFormat
 from rootstock.server.openai.schema import (
     ChatCompletionRequest,
@@ -26,8 +28,6 @@ from rootstock.server.openai.schema import (
     TemplateFields,
     prompts_of,
 )
-from rootstock.server.prompt_tokenizer import PromptTokenizer
-from rootstock.server.sampling_defaults import SamplingDefaults
 
 # Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
 # only those see who ask for it.
@@ -112,7 +112,7 @@ class ServedModel:
         return self._call(
             body,
             ChatFormat(self._head(id, "chat.completion"), self.codec),
-            _requests(
+            requests_for(
                 id,
                 [tokens],
                 body.choices_per_prompt,
@@ -141,7 +141,7 @@ class ServedModel:
         return self._call(
             body,
             CompletionFormat(self._head(id, "text_completion"), self.codec, echo),
-            _requests(
+            requests_for(
                 id,
                 [prompt.tokens for prompt in prompts],
                 n,
@@ -173,13 +173,12 @@ class ServedModel:
     def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
         if not self.wants_boundaries:
             return chat_tokens(conversation, self.tokenizer, salt), ()
-        placed = placed_chat(conversation, self.tokenizer)
-        return placed.tokens, boundaries_of(self.codec, conversation, placed)
+        return chat_with_boundaries(conversation, self.tokenizer)
 
     def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:
         lowered = None
         if not body.strict_max_tokens:
-            fitted = tuple(self._fitted(request) for request in requests)
+            fitted = tuple(request.fitted(self.context_limit) for request in requests)
             lengths = [
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
@@ -193,46 +192,5 @@ class ServedModel:
             lowered_max_tokens=lowered,
         )
 
-    def _fitted(self, request: Request) -> Request:
-        """With a `max_tokens` that the context has room for. The engine refuses a prompt that leaves none."""
-        room = self.context_limit - len(request.tokens)
-        asked = request.stop.max_tokens
-        if asked is None or asked <= room or room < 1:
-            return request
-        return replace(request, stop=replace(request.stop, max_tokens=room))
-
     def _head(self, id: str, object: str) -> Json:
         return {"id": id, "object": object, "created": int(time.time()), "model": self.name}
-
-
-def _requests(
-    id: str,
-    prompts: Sequence[Tokens],
-    choices: int,
-    sampling: SamplingParams,
-    stop: StopParams,
-    *,
-    salt: str,
-    prompt_logprobs: int | None = None,
-    boundaries: tuple[Boundary, ...] = (),
-) -> tuple[Request, ...]:
-    return tuple(
-        Request(
-            RequestId(f"{id}-{prompt * choices + choice}"),
-            tokens,
-            _reseeded(sampling, choice),
-            stop,
-            salt,
-            prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
-            boundaries,
-        )
-        for prompt, tokens in enumerate(prompts)
-        for choice in range(choices)
-    )
-
-
-def _reseeded(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Choices of one prompt with one seed would all be the same."""
-    if sampling.seed is None or choice == 0:
-        return sampling
-    return replace(sampling, seed=sampling.seed + choice)

@@ -16,17 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.chat_template import TemplateNames
-from rootstock.engine.request import SamplingParams, StopParams
-from rootstock.engine.tokenizer import ModelTokenizer, Tool
-from rootstock.errors import EmptyPrompt, InvalidParameter, Unsupported
-from rootstock.server.chat import (
-    Conversation,
-    chosen_tools,
-    conversation_of,
-    refuse_surrogates,
-    text_tokens,
-)
-from rootstock.server.limits import (
+from rootstock.engine.limits import (
     MAX_CHOICES,
     MAX_DOCUMENTS_CHARS,
     MAX_LABEL_CHARS,
@@ -38,7 +28,6 @@ from rootstock.server.limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_TEMPERATURE,
-    MAX_TEMPLATE_CHARS,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
@@ -46,10 +35,21 @@ from rootstock.server.limits import (
     refuse_large,
     refuse_more_than,
 )
+from rootstock.engine.prompts.chat import (
+    Conversation,
+    chosen_tools,
+    conversation_of,
+    refuse_surrogates,
+    refuse_unread_variables,
+    text_tokens,
+)
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.roles import refuse_dropped_roles
+from rootstock.engine.request import SamplingParams, StopParams
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.tokenizer import ModelTokenizer, Tool
+from rootstock.errors import EmptyPrompt, InvalidParameter, Unsupported
 from rootstock.server.openai.unsupported_fields import refuse_unsupported_fields
-from rootstock.server.prompt_tokenizer import PromptTokenizer
-from rootstock.server.roles import refuse_dropped_roles
-from rootstock.server.sampling_defaults import SamplingDefaults
 
 # Templates have one of the two.
 _REASONING_SWITCHES = ("enable_thinking", "thinking")
@@ -134,22 +134,14 @@ class TemplateFields(Wire):
 
     def _template_kwargs(self, names: TemplateNames) -> Json:
         kwargs = self.chat_template_kwargs or {}
-        refuse_large(kwargs, "chat_template_kwargs", MAX_TEMPLATE_CHARS)
-        refuse_deep(kwargs, "chat_template_kwargs")
-        for name, value in kwargs.items():
+        for name in kwargs:
             path = f"chat_template_kwargs.{name[:MAX_LABEL_CHARS]}"
             if name == "chat_template":
                 raise Unsupported(path, "Serve with --chat-template FILE.")
-            if name == "add_generation_prompt":
-                if not isinstance(value, bool):
-                    raise InvalidParameter(path, value, "true or false")
-            elif name in TemplateFields.model_fields and name not in names.variables:
+            is_field = name in TemplateFields.model_fields and name != "add_generation_prompt"
+            if is_field and name not in names.variables:
                 raise Unsupported(path, "Send it as a field of the request itself.")
-            elif name not in names.variables:
-                known = ", ".join(sorted(names.variables - {"add_generation_prompt"}))
-                raise Unsupported(
-                    path, f"The model's chat template reads {known or 'no variable of a client'}."
-                )
+        refuse_unread_variables(kwargs, names)
         return kwargs
 
     def _reasoning(self, names: TemplateNames) -> Iterator[tuple[str, str, Any]]:

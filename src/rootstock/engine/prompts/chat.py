@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.tokenizer import KeptTokens, Message, ModelTokenizer, PlacedTokens, Tool
-from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
-from rootstock.server.limits import (
+from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.limits import (
     MAX_CONTENT_PARTS,
+    MAX_LABEL_CHARS,
     MAX_MARKS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
+    MAX_TEMPLATE_CHARS,
     MAX_TOOL_CALLS,
     MAX_TOOLS_CHARS,
     refuse_deep,
     refuse_large,
     refuse_more_than,
 )
-from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.tokenizer import KeptTokens, Message, ModelTokenizer, PlacedTokens, Tool
+from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
 
 # OpenAI's newer name for the role, which few templates know.
 _ROLES = {"developer": "system"}
@@ -340,6 +343,23 @@ def _refuse_unusable(tool: Tool, path: str) -> None:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidParameter(f"{path}.function.parameters", parameters, "a JSON schema, which is an object")
+
+
+def refuse_unread_variables(kwargs: Mapping[str, Any], names: TemplateNames) -> None:
+    """Refuses `chat_template_kwargs` that the chat template does not read. Raises InvalidParameter and Unsupported.
+
+    A template ignores a variable that it does not know: a misspelled one would change nothing, without a word.
+    """
+    refuse_large(kwargs, "chat_template_kwargs", MAX_TEMPLATE_CHARS)
+    refuse_deep(kwargs, "chat_template_kwargs")
+    for name, value in kwargs.items():
+        path = f"chat_template_kwargs.{name[:MAX_LABEL_CHARS]}"
+        if name == "add_generation_prompt":
+            if not isinstance(value, bool):
+                raise InvalidParameter(path, value, "true or false")
+        elif name not in names.variables:
+            known = ", ".join(sorted(names.variables - {"add_generation_prompt"}))
+            raise Unsupported(path, f"The model's chat template reads {known or 'no variable of a client'}.")
 
 
 def refuse_surrogates(text: str, param: str) -> None:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.plan import Tokens
+from rootstock.engine.prompts.chat import Conversation, placed_chat
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.text_alignment import common_chars, common_tokens
 from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import ChatTemplateFailed
-from rootstock.server.chat import Conversation
-from rootstock.server.text_alignment import common_chars, common_tokens
 
 _WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
 _CONTEXT_CHARS = 64  # that must be alike around a place for it to be the same
@@ -44,6 +46,14 @@ def boundaries_of(
     for position, kind in finder.turns():
         found.setdefault(position, kind)
     return tuple(Boundary(position, found[position]) for position in sorted(found) if position > 0)
+
+
+def chat_with_boundaries(
+    conversation: Conversation, tokenizer: PromptTokenizer
+) -> tuple[Tokens, tuple[Boundary, ...]]:
+    """Renders and tokenizes like `chat_tokens`, and finds the boundaries: for models that cannot resume anywhere."""
+    placed = placed_chat(conversation, tokenizer)
+    return placed.tokens, boundaries_of(tokenizer.codec, conversation, placed)
 
 
 @dataclass(frozen=True, slots=True)

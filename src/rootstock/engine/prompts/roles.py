@@ -6,9 +6,9 @@ import functools
 import re
 from collections.abc import Sequence
 
+from rootstock.engine.limits import MAX_NAME_CHARS
 from rootstock.engine.tokenizer import Message, ModelTokenizer
 from rootstock.errors import ChatTemplateFailed, InvalidParameter
-from rootstock.server.limits import MAX_NAME_CHARS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WORD = "Kestrel7391"  # letters and digits: no template trims or escapes it

@@ -1,0 +1,30 @@
+"""An explanation of a cache hit with the text that its token ids stand for."""
+
+from __future__ import annotations
+
+from rootstock.cache.explain import Explanation
+from rootstock.cache.plan import Tokens
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
+
+_CONTEXT_CHARS = 80
+_QUOTED_CHARS = 40
+
+
+def explained_in_words(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) -> str:
+    """Returns the explanation's message, with the text at which the prompt leaves the cached prefixes."""
+    message, at = explanation.message, explanation.divergence
+    if explanation.below is not None:
+        message += f" {explanation.below.message}"
+    if at is None:
+        return message
+    before, asked = text_before(tokens, at, codec), token_text(codec, int(tokens[at]))
+    message += f" After {before[-_QUOTED_CHARS:]!r} it says {asked!r}"
+    if explanation.cached_tokens_there:
+        cached = (repr(token_text(codec, token)) for token in explanation.cached_tokens_there)
+        message += f", cached prefixes say {', '.join(cached)}"
+    return f"{message}."
+
+
+def text_before(tokens: Tokens, position: int, codec: ModelTokenizer) -> str:
+    """Returns the end of the text before a position of the prompt."""
+    return codec.decode(tokens[max(0, position - _CONTEXT_CHARS) : position].tolist())[-_CONTEXT_CHARS:]

@@ -1,0 +1,31 @@
+"""The salt of a cache namespace: prefixes are shared only within one."""
+
+from __future__ import annotations
+
+import hashlib
+
+from rootstock.config import MAX_SALT_LENGTH
+from rootstock.engine.prompts.chat import refuse_surrogates
+from rootstock.errors import InvalidParameter
+
+
+def salt_of(tenant: str, salt: str | None) -> str:
+    """Hash a tenant and a client's `cache_salt` into the salt of a namespace: 64 characters, or "" without either.
+
+    Every other pair has another hash. The tenant comes from a key or a proxy, `cache_salt` from the client: no
+    `cache_salt` leads into another tenant's namespace. The hash is cryptographic, because a client that finds two
+    salts with one digest could read another's cache. Raises InvalidParameter.
+    """
+    salt = salt or ""
+    refuse_long(salt, "cache_salt")
+    refuse_surrogates(salt, "cache_salt")
+    if not tenant and not salt:
+        return ""
+    raw = tenant.encode()
+    return hashlib.sha256(len(raw).to_bytes(8, "little") + raw + salt.encode()).hexdigest()
+
+
+def refuse_long(text: str, name: str) -> None:
+    """Refuse a salt or a tenant's name that is too long. Raises InvalidParameter."""
+    if len(text) > MAX_SALT_LENGTH:
+        raise InvalidParameter(name, text, f"at most {MAX_SALT_LENGTH:,} characters, not {len(text):,}")

@@ -1,0 +1,1 @@
+"""The library: a model in this process, without a server. `from rootstock import LLM, SamplingParams`."""

@@ -1,0 +1,563 @@
+"""A model in this process: generate, chat and stream, from threads and from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.checkpoints import Boundary
+from rootstock.cache.explain import Explanation
+from rootstock.cache.families import FullAttention
+from rootstock.cache.plan import Tokens
+from rootstock.engine.build import Assembly, build_engine
+from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.chat import (
+    Conversation,
+    chat_tokens,
+    chosen_tools,
+    conversation_of,
+    escaped,
+    refuse_unread_variables,
+    text_tokens,
+)
+from rootstock.engine.prompts.explained import explained_in_words
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.roles import refuse_dropped_roles
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.stats import Cleared, EngineStats
+from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.errors import EmptyPrompt, EngineStopped, InvalidParameter, LLMClosed, RequestError
+from rootstock.llm.generation import Events, Indexed, events_of
+from rootstock.llm.options import Options, configuration
+from rootstock.llm.outputs import CollectedAnswer, RequestOutput, TextDelta, delta_of, output_of
+from rootstock.llm.params import SamplingParams
+from rootstock.openmp import wait_briefly
+from rootstock.runtime.base import ModelDescription
+from rootstock.runtime.model_files import locate
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # text, or token ids
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+Params = (
+    SamplingParams | Sequence[SamplingParams] | None
+)  # for all prompts, or one for each; None: the model's
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One prompt, ready for the engine."""
+
+    text: str | None
+    tokens: Tokens
+    boundaries: tuple[Boundary, ...] = ()
+
+
+class LLM:
+    """A model with its KV cache and the thread that runs it. Methods may be called from any thread.
+
+        with LLM("path/to/model", budget_bytes="2GiB") as llm:
+            for output in llm.generate(["Once upon a time", "In the end"], SamplingParams(max_tokens=32)):
+                print(output.text, output.cached_tokens)
+
+    Calls that run at the same time, from threads or tasks, share the batch and the cache. `agenerate`, `achat`,
+    `astream` and `achat_stream` are the same for asyncio; cancelling the task aborts its requests.
+
+    `max_tokens` beyond the context's room is lowered to it, and the answer ends with `finish_reason` "length". An
+    error of one prompt ends the whole call: the call's other requests are aborted, and a note names the prompt.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        chat_template: str | None = None,
+        parse_special_tokens: bool = False,
+        progress: Callable[[str, float], None] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """Loads a model from a directory or by its Hub name, which takes seconds to minutes. Raises StartupError.
+
+        `chat_template` is a Jinja template to use instead of the model's own. With `parse_special_tokens`, special
+        tokens that messages spell out are control tokens, else plain text. `progress` is called with a stage and its
+        completed share. For the other options see `Options`.
+        """
+        wait_briefly()
+        config = configuration(model, options)
+        directory = locate(
+            model, with_code=config.model.trust_remote_code, progress=progress or (lambda stage, done: None)
+        )
+        defaults = SamplingDefaults.of_model(model, directory)
+        made = build_engine(
+            config.model,
+            config.cache,
+            config.engine,
+            config.tier,
+            chat_template=chat_template,
+            progress=progress,
+            directory=directory,
+        )
+        self._start(made, defaults, parse_special_tokens)
+
+    @classmethod
+    def from_assembly(
+        cls, made: Assembly, defaults: SamplingDefaults | None = None, *, parse_special_tokens: bool = False
+    ) -> LLM:
+        """Wraps an engine that was assembled otherwise and not started, such as one on a runtime of your own."""
+        llm = cls.__new__(cls)
+        llm._start(made, defaults or SamplingDefaults(), parse_special_tokens)
+        return llm
+
+    def _start(self, made: Assembly, defaults: SamplingDefaults, parse_special_tokens: bool) -> None:
+        self._engine = made.engine
+        self._description = made.description
+        self._defaults = defaults
+        self._parse_special_tokens = parse_special_tokens
+        self._tokenizer = PromptTokenizer(made.codec, made.engine.context_limit)
+        families = made.description.families
+        self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
+        self._closed = threading.Event()
+        made.engine.start()
+        # At the interpreter's end a disk tier is written; an LLM that nobody refers to any more ends its thread.
+        atexit.register(made.engine.stop)
+        self._finalizer = weakref.finalize(self, _stop_unreferenced, made.engine)
+        self._finalizer.atexit = False
+
+    # --------------------------------------------------------------------------------------- lifetime
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> LLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Ends the engine's thread and writes what a disk tier is to keep. Idempotent.
+
+        Requests that run end with LLMClosed, and later calls raise it.
+        """
+        self._closed.set()
+        self._finalizer.detach()
+        atexit.unregister(self._engine.stop)
+        self._engine.stop()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Engine]:
+        """Gives the engine for one call. Raises LLMClosed, also where the LLM is closed during the call."""
+        if self._closed.is_set():
+            raise LLMClosed
+        try:
+            yield self._engine
+        except EngineStopped as error:
+            if self._closed.is_set() and not isinstance(error, LLMClosed):
+                raise LLMClosed from error
+            raise
+
+    # -------------------------------------------------------------------------------------- properties
+
+    @property
+    def description(self) -> ModelDescription:
+        return self._description
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        return self._tokenizer.codec
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self._engine.context_limit
+
+    # -------------------------------------------------------------------------------- answers at once
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, cache_salt: str | None = None
+    ) -> list[RequestOutput]:
+        """Generates answers to one or many prompts, batched, and returns them in the prompts' order.
+
+        A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt`.
+        Raises RequestError, EngineError and LLMClosed.
+        """
+        asked = self._prompts(_listed(prompts))
+        return self._collect(asked, _one_for_each(params, len(asked)), cache_salt)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one or many conversations, rendered with the model's chat template, in their order.
+
+        Messages are OpenAI's. With `continue_final_message` the answer goes on with the last message's text.
+        `chat_template_kwargs` are variables that the template reads, such as `enable_thinking`. Raises RequestError,
+        EngineError and LLMClosed.
+        """
+        conversations = _conversations(messages)
+        options = _template_options(chat_template_kwargs, continue_final_message)
+        asked = self._chats(conversations, tools, options, cache_salt)
+        return self._collect(asked, _one_for_each(params, len(asked)), cache_salt)
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, cache_salt: str | None = None
+    ) -> list[RequestOutput]:
+        """Does what `generate` does, for asyncio. Cancelling the task aborts its requests."""
+        listed = _listed(prompts)
+        each = _one_for_each(params, len(listed))
+        return await self._acollect(lambda: self._prompts(listed), each, cache_salt)
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Does what `chat` does, for asyncio. Cancelling the task aborts its requests."""
+        conversations = _conversations(messages)
+        options = _template_options(chat_template_kwargs, continue_final_message)
+        each = _one_for_each(params, len(conversations))
+        return await self._acollect(
+            lambda: self._chats(conversations, tools, options, cache_salt), each, cache_salt
+        )
+
+    # ------------------------------------------------------------------------------- answers in pieces
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Stream:
+        """Submits a prompt at once and returns an iterator over the pieces of its answers."""
+        return self._stream(self._prompt(prompt), params, cache_salt)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        cache_salt: str | None = None,
+    ) -> Stream:
+        """Submits a conversation at once and returns an iterator over the pieces of its answers."""
+        options = _template_options(chat_template_kwargs, continue_final_message)
+        return self._stream(self._chat(messages, tools, options, cache_salt), params, cache_salt)
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Returns a generator of the pieces of the answers to a prompt. The request begins with the first of them.
+
+        Cancelling the task aborts the request. A loop that is left early aborts it when the generator is closed:
+        at once within `contextlib.aclosing`.
+        """
+        return self._astream(lambda: self._prompt(prompt), params, cache_salt)
+
+    def achat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Returns a generator of the pieces of the answers to a conversation, as `astream` does."""
+        options = _template_options(chat_template_kwargs, continue_final_message)
+        return self._astream(lambda: self._chat(messages, tools, options, cache_salt), params, cache_salt)
+
+    # --------------------------------------------------------------------------------------- the cache
+
+    def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
+        """Explains how much of a prompt is cached now, and what stops the hit there (`message`, `cap`)."""
+        return self._explain(self._prompt(prompt), cache_salt)
+
+    def explain_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        cache_salt: str | None = None,
+    ) -> Explanation:
+        """Explains how much of a conversation is cached now, and what stops the hit there."""
+        options = _template_options(chat_template_kwargs, continue_final_message)
+        return self._explain(self._chat(messages, tools, options, cache_salt), cache_salt)
+
+    def _explain(self, asked: _Asked, cache_salt: str | None) -> Explanation:
+        with self._open() as engine:
+            found = engine.explain(asked.tokens, salt_of("", cache_salt))
+        return replace(found, message=explained_in_words(found, asked.tokens, self.tokenizer))
+
+    def stats(self) -> EngineStats:
+        """Counts hits, evictions, steps and the memory in use."""
+        with self._open() as engine:
+            return engine.stats()
+
+    def clear_cache(self, *, cache_salt: str | None = None) -> Cleared:
+        """Drops every cached prefix that no running request uses: of one `cache_salt`, or all."""
+        salt = None if cache_salt is None else salt_of("", cache_salt)
+        with self._open() as engine:
+            self._tokenizer.forget(salt)
+            return engine.clear_cache(salt)
+
+    # ---------------------------------------------------------------------------------------- prompts
+
+    def _prompts(self, prompts: Sequence[Prompt]) -> list[_Asked]:
+        return _each(prompts, self._prompt)
+
+    def _prompt(self, prompt: Prompt) -> _Asked:
+        if self._closed.is_set():
+            raise LLMClosed
+        if isinstance(prompt, str):
+            return _Asked(prompt, text_tokens(self._tokenizer, prompt))
+        return _Asked(None, _ids(prompt))
+
+    def _chats(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Tool] | None,
+        options: Mapping[str, Any],
+        cache_salt: str | None,
+    ) -> list[_Asked]:
+        return _each(conversations, lambda messages: self._chat(messages, tools, options, cache_salt))
+
+    def _chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        options: Mapping[str, Any],
+        cache_salt: str | None,
+    ) -> _Asked:
+        if self._closed.is_set():
+            raise LLMClosed
+        if not messages:
+            raise EmptyPrompt("messages")
+        codec = self.tokenizer
+        refuse_unread_variables(
+            {k: v for k, v in options.items() if k != "continue_final_message"}, codec.template_names
+        )
+        conversation: Conversation = conversation_of(messages, chosen_tools(tools, None), options)
+        refuse_dropped_roles(codec, conversation.messages)
+        conversation = escaped(conversation, self._tokenizer, parse=self._parse_special_tokens)
+        if self._wants_boundaries:
+            return _Asked(None, *chat_with_boundaries(conversation, self._tokenizer))
+        return _Asked(None, chat_tokens(conversation, self._tokenizer, salt_of("", cache_salt)))
+
+    def _requests(self, asked: _Asked, params: SamplingParams, cache_salt: str | None) -> tuple[Request, ...]:
+        requests = requests_for(
+            uuid.uuid4().hex,
+            [asked.tokens],
+            params.n,
+            params.sampling(self._defaults),
+            params.stopping(),
+            salt=salt_of("", cache_salt),
+            prompt_logprobs=params.prompt_logprobs,
+            boundaries=asked.boundaries,
+        )
+        return tuple(request.fitted(self.context_limit) for request in requests)
+
+    # ---------------------------------------------------------------------------------------- running
+
+    def _collect(
+        self, asked: Sequence[_Asked], params: Sequence[SamplingParams], cache_salt: str | None
+    ) -> list[RequestOutput]:
+        batch = _Batch(asked, params, lambda one, how: self._requests(one, how, cache_salt))
+        with (
+            self._open() as engine,
+            contextlib.closing(Events(engine, batch.requests, batch.prompt_of)) as events,
+        ):
+            for indexed in events:
+                batch.take(indexed)
+        return batch.outputs()
+
+    async def _acollect(
+        self,
+        prepare: Callable[[], Sequence[_Asked]],
+        params: Sequence[SamplingParams],
+        cache_salt: str | None,
+    ) -> list[RequestOutput]:
+        def prepared() -> _Batch:
+            return _Batch(prepare(), params, lambda one, how: self._requests(one, how, cache_salt))
+
+        batch = await asyncio.to_thread(prepared)
+        with self._open() as engine:
+            async with contextlib.aclosing(events_of(engine, batch.requests, batch.prompt_of)) as events:
+                async for indexed in events:
+                    batch.take(indexed)
+        return batch.outputs()
+
+    def _stream(self, asked: _Asked, params: SamplingParams | None, cache_salt: str | None) -> Stream:
+        requests = self._requests(asked, params or SamplingParams(), cache_salt)
+        with self._open() as engine:
+            return Stream(Events(engine, requests, [0] * len(requests)), self._open)
+
+    async def _astream(
+        self, prepare: Callable[[], _Asked], params: SamplingParams | None, cache_salt: str | None
+    ) -> AsyncGenerator[TextDelta, None]:
+        asked = await asyncio.to_thread(prepare)
+        requests = self._requests(asked, params or SamplingParams(), cache_salt)
+        with self._open() as engine:
+            async with contextlib.aclosing(events_of(engine, requests, [0] * len(requests))) as events:
+                async for index, event in events:
+                    if isinstance(event, TokenEvent | Finished):
+                        yield delta_of(index, event)
+
+
+class Stream(Iterator[TextDelta]):
+    """Pieces of the answers to one prompt, as they are generated. `close`, also by `with`, aborts the rest."""
+
+    def __init__(
+        self, events: Events, opened: Callable[[], contextlib.AbstractContextManager[Engine]]
+    ) -> None:
+        self._events = events
+        self._opened = opened
+
+    def __next__(self) -> TextDelta:
+        """Waits for the next piece. Raises EngineError, and LLMClosed once the LLM is closed."""
+        with self._opened():
+            for index, event in self._events:
+                if isinstance(event, TokenEvent | Finished):
+                    return delta_of(index, event)
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts the answers that have not ended. Idempotent."""
+        self._events.close()
+
+
+class _Batch:
+    """The requests of a call and their answers: prompt by prompt, the answers to one side by side."""
+
+    def __init__(
+        self,
+        asked: Sequence[_Asked],
+        params: Sequence[SamplingParams],
+        requests_of: Callable[[_Asked, SamplingParams], tuple[Request, ...]],
+    ) -> None:
+        self._asked = asked
+        self._params = params
+        self.requests = [
+            request for one, how in zip(asked, params, strict=True) for request in requests_of(one, how)
+        ]
+        self.prompt_of = [
+            prompt for prompt, how in enumerate(params) for _ in range(how.n)
+        ]  # of each request
+        self._answers = [CollectedAnswer(how.logprobs is not None) for how in params for _ in range(how.n)]
+
+    def take(self, indexed: Indexed) -> None:
+        index, event = indexed
+        self._answers[index].take(event)
+
+    def outputs(self) -> list[RequestOutput]:
+        found, first = [], 0
+        for one, how in zip(self._asked, self._params, strict=True):
+            answers = self._answers[first : first + how.n]
+            found.append(output_of(one.text, self.requests[first], answers))
+            first += how.n
+        return found
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Makes a list of one prompt. A list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise InvalidParameter("prompts", prompts, "text, token ids, or a list of either")
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _ids(prompt: object) -> Tokens:
+    """Copies token ids. The engine refuses those that are not in the vocabulary."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
+    if ids.ndim == 1 and ids.size == 0:
+        raise EmptyPrompt
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < 2**31:
+        raise InvalidParameter("prompt", prompt, "text or a list of token ids")
+    return ids.astype(np.int32)
+
+
+def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
+    """Makes a list of one conversation. A list of messages is one conversation."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidParameter("messages", messages, "a list of messages, or a list of such lists")
+    if len(messages) == 0:
+        raise EmptyPrompt("messages")
+    if isinstance(messages[0], Mapping):
+        return [messages]
+    return messages
+
+
+def _one_for_each(params: Params, prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if len(params) != prompts:
+        raise InvalidParameter("params", params, f"one SamplingParams, or a list of {prompts:,}")
+    return params
+
+
+def _template_options(kwargs: Mapping[str, Any] | None, continue_final_message: bool) -> dict[str, Any]:
+    if continue_final_message:
+        return {**(kwargs or {}), "add_generation_prompt": False, "continue_final_message": True}
+    return {"add_generation_prompt": True, **(kwargs or {})}
+
+
+def _each(prompts: Sequence[S], prepare: Callable[[S], T]) -> list[T]:
+    """Prepares each prompt of a call. Adds a note to an error that tells which prompt it is about."""
+    prepared = []
+    for index, prompt in enumerate(prompts):
+        try:
+            prepared.append(prepare(prompt))
+        except RequestError as error:
+            error.add_note(f"in prompt {index} of this call")
+            raise
+    return prepared
+
+
+def _stop_unreferenced(engine: Engine) -> None:
+    """Stops the engine of an LLM that was collected unclosed. On another thread: collecting can happen on the
+    engine's own, in the middle of a step."""
+    atexit.unregister(engine.stop)
+    with contextlib.suppress(RuntimeError):  # no thread can be started when the interpreter ends
+        threading.Thread(target=engine.stop, name="rootstock-stop", daemon=True).start()

@@ -1,0 +1,129 @@
+"""Options of an `LLM`: the fields of the configuration's classes by their names, or by vLLM's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig, parse_bytes
+from rootstock.errors import InvalidOption
+
+ALIASES = {
+    "max_model_len": "context_limit",
+    "max_num_seqs": "max_batch",
+    "max_num_batched_tokens": "chunk_tokens",
+    "kv_cache_dtype": "kv_dtype",
+    "kv_cache_memory_bytes": "budget_bytes",
+    "enable_prefix_caching": "enabled",
+    "served_model_name": "served_name",
+}
+# Fields whose option of the command line has another name. The configuration's errors name that.
+_COMMAND_LINE = {
+    "kv-budget": "budget_bytes",
+    "disk-budget": "disk_budget_bytes",
+    "host-budget": "host_budget_bytes",
+    "itl-target": "itl_target_s",
+    "speculate": "draft_tokens",
+    "served-model-name": "served_name",
+}
+_SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes")
+
+
+class Options(TypedDict, total=False):
+    """Options of an `LLM`, with the configuration's defaults (`rootstock.config` explains each). Sizes are bytes, or
+    text such as "4GiB"."""
+
+    # ModelConfig
+    device: str
+    dtype: str
+    served_name: str | None
+    trust_remote_code: bool
+    threads: int | None
+    state_dtype: str
+    quantize: str
+    kv_dtype: str
+    cuda_graphs: bool
+    attention: str
+    memory_check: bool
+    # CacheConfig
+    block_size: int
+    budget_bytes: int | str | None
+    enabled: bool
+    # TierConfig
+    disk_dir: str | Path | None
+    disk_budget_bytes: int | str
+    disk_write: str
+    host_budget_bytes: int | str
+    verify_hits: float
+    queue_bytes: int | str
+    # EngineConfig
+    max_batch: int
+    chunk_tokens: int
+    max_queue: int
+    context_limit: int | None
+    seed: int | None
+    itl_target_s: float | None
+    idle_chunk_tokens: int | None
+    draft_tokens: int | None
+    # vLLM's names of some of them
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_dtype: str
+    kv_cache_memory_bytes: int | str | None
+    enable_prefix_caching: bool
+    served_model_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    model: ModelConfig
+    cache: CacheConfig
+    engine: EngineConfig
+    tier: TierConfig
+
+
+def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
+    """Resolves the options of an `LLM`. Raises InvalidOption, which names an option as the caller did."""
+    given: dict[str, Any] = {}
+    spelled: dict[str, str] = {}  # field → as the caller wrote it
+    for name, value in options.items():
+        field = ALIASES.get(name, name)
+        if field not in _FIELDS:
+            near = difflib.get_close_matches(name, [*_FIELDS, *ALIASES], n=1)
+            raise InvalidOption(name, value, f"left out: there is no such option{_did_you_mean(near)}")
+        if field in given:
+            raise InvalidOption(name, value, f"left out where {spelled[field]} is given")
+        spelled[field] = name
+        if field in _SIZES and isinstance(value, str):
+            value = parse_bytes(value, name)
+        if field == "disk_dir" and value is not None:
+            value = Path(value)
+        given[field] = value
+
+    def of(config: type) -> dict[str, Any]:
+        return {field.name: given[field.name] for field in fields(config) if field.name in given}
+
+    try:
+        return Configuration(
+            ModelConfig(model, **of(ModelConfig)),
+            CacheConfig(**of(CacheConfig)),
+            EngineConfig(**of(EngineConfig)),
+            TierConfig(**of(TierConfig)),
+        )
+    except InvalidOption as error:
+        option = error.option.removeprefix("--")
+        field = _COMMAND_LINE.get(option, option.replace("-", "_"))
+        raise InvalidOption(spelled.get(field, field), error.value, error.allowed) from None
+
+
+_FIELDS = frozenset(
+    field.name for config in (ModelConfig, CacheConfig, EngineConfig, TierConfig) for field in fields(config)
+) - {"model"}
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f". Did you mean {near[0]}?" if near else ""
