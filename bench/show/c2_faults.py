@@ -581,10 +581,10 @@ def slow_reads(case: Case) -> None:
     files.begun.clear()
     slow = life.ask(case.prompts[0], ANSWER)
     case.check(files.begun.wait(20.0), "nothing was loaded")
-    before = life.engine.call(lambda: life.engine._counters.steps)
+    before = life.engine.call(lambda: life.engine.steps.counters.steps)
     other = life.ask(case.fresh(), ANSWER).wait()
     case.judge(other)
-    steps = life.engine.call(lambda: life.engine._counters.steps) - before
+    steps = life.engine.call(lambda: life.engine.steps.counters.steps) - before
     case.check(steps >= ANSWER, f"{steps} steps while a read did not return")
     case.check(not slow.answer and slow.events.empty(), "it was answered before it was loaded")
     given_up = bool(case.rng.random() < 0.5)

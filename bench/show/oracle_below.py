@@ -137,7 +137,7 @@ class Life:
             disk,
             lambda: Space(disk.usage().total_bytes, shape.cap_bytes),
         )
-        self.engine = Engine(self.runtime, self.cache, config, clock=self._now, tiering=self.tiering)
+        self.engine = Engine(self.runtime, self.cache, config, clock=self._now, tier_connector=self.tiering)
         self.engine.start()
         self._count = 0
 

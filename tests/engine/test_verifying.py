@@ -32,7 +32,7 @@ class Bench:
         self.tiering = open_below(self.runtime, self.cache, TierConfig(folder, 2**24, "through"), 16)
         assert self.tiering is not None
         config = EngineConfig(chunk_tokens=16)
-        self.engine = Engine(self.runtime, self.cache, config, tiering=self.tiering, verify_hits=1.0)
+        self.engine = Engine(self.runtime, self.cache, config, tier_connector=self.tiering, verify_hits=1.0)
         self.asked = 0
 
     def ask(self, tokens: list[int]) -> tuple[list[int], int]:
@@ -60,8 +60,8 @@ class Bench:
         return given
 
     def idle(self) -> None:
-        while self.engine._verifier.has_work:
-            self.engine._verify()
+        while self.engine.hit_verifier.has_work:
+            self.engine.verify_hits()
         self.cache.check()
 
     def spoil(self) -> None:
@@ -106,7 +106,7 @@ def test_a_hit_that_is_wrong_raises_the_alarm_and_goes_from_memory_and_from_belo
 def test_a_request_that_comes_meanwhile_is_served_first_and_the_check_begins_anew(bench: Bench) -> None:
     bench.ask(PROMPT)
     bench.ask([*PROMPT, 50, 51])
-    bench.engine._verify()
+    bench.engine.verify_hits()
     assert bench.cache.stats().leases == 2
     other = [60, *PROMPT[1:]]
     assert bench.ask(other)[0] == bench.alone(other)
@@ -128,10 +128,10 @@ def test_what_is_computed_anew_is_never_stored(bench: Bench) -> None:
 
 def test_without_a_share_nothing_is_computed_anew(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (FULL,))
-    bench.engine._verifier._share = 0.0
+    bench.engine.hit_verifier._share = 0.0
     bench.ask(PROMPT)
     bench.ask([*PROMPT, 50, 51])
-    assert not bench.engine._verifier.has_work
+    assert not bench.engine.hit_verifier.has_work
     bench.engine.stop()
 
 
@@ -140,7 +140,7 @@ def test_what_was_computed_upon_something_wrong_goes_as_well_wherever_it_branche
     tmp_path: Path, families: tuple[Family, ...]
 ) -> None:
     bench = Bench(tmp_path, families)
-    verifier = bench.engine._verifier
+    verifier = bench.engine.hit_verifier
     verifier._share = 0.0
     bench.ask(PROMPT)
     bench.spoil()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig, read_tenant_keys
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption
 from rootstock.server.access import salt_of
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STATS, CLEAR, EXPLAIN = "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/explain"

@@ -10,12 +10,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rootstock.cache.checkpoints import CheckpointKind
-from rootstock.engine.tokenizer import ByteTokenizer, HFTokenizer, Message
+from rootstock.engine.tokenizer import HFTokenizer, Message
 from rootstock.errors import RootstockError
 from rootstock.server.boundaries import boundaries_of
 from rootstock.server.chat import Conversation, conversation_of, placed_chat
 from rootstock.server.prompt_tokenizer import PromptTokenizer
 from rootstock.server.text_alignment import common_chars, common_tokens, shared
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 
 Json = dict[str, Any]

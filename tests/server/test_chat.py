@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.tokenizer import ByteTokenizer, HFTokenizer
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, PromptTextTooLong, Unsupported
 from rootstock.server.chat import (
     chat_tokens,
@@ -18,6 +18,7 @@ from rootstock.server.chat import (
 )
 from rootstock.server.openai.schema import ChatCompletionRequest
 from rootstock.server.prompt_tokenizer import PromptTokenizer
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
 
 # As real templates do: tools at the front, a call's arguments as an object, the role checked.

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from rootstock.config import EngineConfig, ServerConfig
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import json_body
 from rootstock.server.errors import ClientGone
@@ -22,6 +21,7 @@ from rootstock.server.json_body import check_shape
 from rootstock.server.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.server.preparation_queue import LONG_BODY_BYTES, PreparationQueue
 from rootstock.server.prompt_tokenizer import TokenizedPieces
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"

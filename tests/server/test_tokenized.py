@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import PromptTextTooLong
 from rootstock.server.prompt_tokenizer import PromptTokenizer, TokenizedPieces
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import join
 
 

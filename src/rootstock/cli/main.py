@@ -352,7 +352,7 @@ def serve(
     from rootstock.server.app import create_app
 
     web = create_app(
-        made.engine, made.codec, made.description, server_config, defaults, block_size=block_size
+        made.engine, made.tokenizer, made.description, server_config, defaults, block_size=block_size
     )
     # What is loaded stays: the garbage collector need not look at it again between two tokens.
     gc.collect()

@@ -1,8 +1,7 @@
-"""How long prefilling, loading and whole steps take here, learnt from how long they took.
+"""Cost models of prefills, loads and steps, fitted to the observed times on this machine.
 
-Both are sums of things that can be counted, each at a price of its own. The prices are fitted to the last
-observations: to relative errors, because a short forward must be as right as a long one; with those that do not fit
-weighing less, because machines hiccup; and never below nothing.
+The seconds of each are a sum of counts, each at a price. Prices are fitted to the last observations by relative
+errors, so that short forwards count as much as long ones. Outliers weigh less. No price is negative.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class PrefillSpeed:
     def observe(self, segments: Sequence[tuple[int, int]], seconds: float) -> None:
         """One forward, made mostly of prefill. Each segment is (past, new): positions past … past+new-1."""
         tokens = sum(new for _, new in segments)
-        attended = sum(_positions(past, past + new) for past, new in segments)
+        attended = sum(attended_positions(past, past + new) for past, new in segments)
         if tokens > 0:
             self._fit.observe((1, tokens, attended), seconds, alone=1)
 
@@ -48,7 +47,7 @@ class PrefillSpeed:
         """To prefill positions first … end-1 in chunks; None until something was observed."""
         tokens = max(end - first, 0)
         forwards = -(-tokens // chunk_tokens)
-        return self._fit.predict((forwards, tokens, _positions(first, first + tokens)))
+        return self._fit.predict((forwards, tokens, attended_positions(first, first + tokens)))
 
     def tokens_per_s_at(self, depth: int) -> float | None:
         """In forwards of as many tokens as they had of late, the first of which is at position `depth`."""
@@ -58,19 +57,20 @@ class PrefillSpeed:
         return _rate(tokens, self.seconds(depth, depth + tokens, chunk_tokens=tokens))
 
 
-class Share(NamedTuple):
-    """One sequence's in a step."""
+class StepSize(NamedTuple):
+    """Work of a step: its tokens, and the positions that they attend to."""
 
-    past: int  # positions computed before
-    new: int  # tokens computed in it
-    decodes: bool  # rather than computing its prompt
+    prefill_tokens: int
+    prefill_attended: int
+    decode_tokens: int  # one for each decoding sequence, and their drafts
+    decode_attended: int
 
 
 class StepSpeed:
-    """Seconds of a step = c + a·prefilled + b·attended by these + d·decodes + e·attended by these.
+    """Seconds of a step = c + a·prefill tokens + b·attended by them + d·decode tokens + e·attended by them.
 
-    A token of a prompt and one that is decoded have prices of their own: many rows of one sequence share what they
-    read. Not thread-safe: the engine's thread observes and asks.
+    Tokens of prompts and of decodes have prices of their own, because the rows of one prompt share their reads.
+    Not thread-safe: the engine's thread observes and asks.
     """
 
     def __init__(self) -> None:
@@ -85,29 +85,16 @@ class StepSpeed:
         """Seconds per token of a prompt, and per position that it attends to."""
         return self._fit.price(1), self._fit.price(2)
 
-    def observe(self, step: Sequence[Share], seconds: float) -> None:
-        """One step took so long."""
-        counts = self._counts(step)
-        if counts[1] or counts[3]:
-            self._fit.observe(counts, seconds, alone=1 if counts[1] else 3)
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Learns from one step."""
+        if size.prefill_tokens or size.decode_tokens:
+            self._fit.observe((1, *size), seconds, alone=1 if size.prefill_tokens else 3)
 
-    def seconds(self, step: Sequence[Share]) -> float:
-        """Of a step. Something must have been observed."""
-        seconds = self._fit.predict(self._counts(step))
+    def seconds(self, size: StepSize) -> float:
+        """Predicts a step. Requires at least one observation."""
+        seconds = self._fit.predict((1, *size))
         assert seconds is not None
         return seconds
-
-    @staticmethod
-    def _counts(step: Sequence[Share]) -> tuple[int, int, int, int, int]:
-        prefills = [share for share in step if not share.decodes]
-        decodes = [share for share in step if share.decodes]
-        return (
-            1,
-            sum(share.new for share in prefills),
-            sum(_positions(share.past, share.past + share.new) for share in prefills),
-            sum(share.new for share in decodes),
-            sum(share.past for share in decodes),
-        )
 
 
 class LoadSpeed:
@@ -238,7 +225,7 @@ def _subsets(count: int) -> Iterator[list[int]]:
             yield list(subset)
 
 
-def _positions(first: int, end: int) -> int:
+def attended_positions(first: int, end: int) -> int:
     """The sum of the positions first … end-1."""
     return (first + end - 1) * (end - first) // 2
 

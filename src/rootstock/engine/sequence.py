@@ -12,12 +12,11 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
 from rootstock.cache.prefix_tree import Want
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Logprobs, Request, Sink, Usage
+from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
-from rootstock.engine.speculation.draft_cost import Acceptance
+from rootstock.engine.speculation.draft_cost import AcceptanceRate
 from rootstock.engine.speculation.ngrams import TokenHistory
-from rootstock.engine.tokenizer import Detokenizer
-from rootstock.errors import RootstockError
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class Sequence:
         "admitted_at",
         "arrival",
         "cached_tokens",
+        "detokenizer",
         "draft_tokens",
         "first_token_at",
         "generated",
@@ -97,7 +97,6 @@ class Sequence:
         "sink",
         "state",
         "stop_tokens",
-        "stream",
         "submitted_at",
         "want",
     )
@@ -110,7 +109,7 @@ class Sequence:
         namespace: Namespace,
         max_tokens: int,
         sampler: Sampler,
-        stream: Detokenizer | None,
+        detokenizer: Detokenizer | None,
         stop_tokens: frozenset[int],
         now: float,
     ) -> None:
@@ -120,7 +119,7 @@ class Sequence:
         self.namespace = namespace
         self.max_tokens = max_tokens
         self.sampler = sampler
-        self.stream = stream
+        self.detokenizer = detokenizer
         self.stop_tokens = stop_tokens
         self.state: State = Waiting()
         self.generated: list[int] = []
@@ -131,7 +130,7 @@ class Sequence:
         self.want: Want | None = None
         self.load_choice: LoadChoice | None = None  # what was last decided about loading
         self.may_load = True  # from a tier: not again when that took too long
-        self.acceptance = Acceptance()  # of drafts
+        self.acceptance = AcceptanceRate()  # of drafts
         self.draft_tokens = 0  # verified
         self.accepted_draft_tokens = 0
         self.history: TokenHistory | None = None  # its own tokens, if drafts were looked for
@@ -165,6 +164,10 @@ class Sequence:
             case _:
                 return None
 
+    def rest_of_text(self) -> str:
+        """Returns the text held back so far, now that no token follows. Call it once, at the end."""
+        return "" if self.detokenizer is None else self.detokenizer.finish()
+
     def usage(self, now: float) -> Usage:
         return Usage(
             prompt_tokens=len(self.request.tokens),
@@ -178,22 +181,14 @@ class Sequence:
         )
 
     def emit(self, event: Event) -> None:
-        """A sink that raises loses its events, and nothing else stops: not even what means to end a thread."""
+        """Passes an event to the sink. A sink that raises loses its events and disturbs no other request."""
         try:
             self.sink(event)
         except BaseException:
             log.exception("the sink of request %s raised", self.request.id)
 
-    def finish(self, event: Finished) -> None:
-        self._end(event)
-
-    def fail(self, error: RootstockError) -> None:
-        self._end(Failed(self.request.id, error))
-
-    def abort(self, now: float) -> None:
-        self._end(Aborted(self.request.id, self.usage(now)))
-
-    def _end(self, event: Finished | Failed | Aborted) -> None:
+    def end(self, event: Terminal) -> None:
+        """Emits the terminal event. Called by the request table, once."""
         assert not isinstance(self.state, Ended), "a request ended twice"
         self.state = Ended()
         self.emit(event)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
+from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, SlotId, Tokens
 
 Logits = NDArray[np.float32]  # [rows, vocab]
@@ -42,6 +43,12 @@ class ModelDescription:
     rung_reason: str = ""  # why no better one
     quantize: str = "none"  # "none" | "int8" | "int4": how weights of linear layers are kept
     layout: str = ""  # names how rows lie as bytes, and what made them: a tier must not mix two of these
+
+    def namespace(self) -> Namespace:
+        """Returns the cache namespace of this model, without a salt."""
+        return Namespace.of_model(
+            self.weights_fingerprint, self.layout, self.dtype, self.kv_dtype, self.rope_regime
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def cache_routes(
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()
-            return _explained(explanation, tokens, model.codec)
+            return _explained(explanation, tokens, model.model_tokenizer)
 
         return await queue.run(request, explained)
 
@@ -72,7 +72,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) -> dict[str, Any]:
+def _explained(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> dict[str, Any]:
     """An explanation with the text that its token ids stand for."""
     at = explanation.divergence
     divergence = None
@@ -82,12 +82,14 @@ def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) 
     if at is not None:
 
         def shown(token: int) -> dict[str, Any]:
-            return {"token": token, "text": token_text(codec, token)}
+            return {"token": token, "text": token_text(tokenizer, token)}
 
         asked = shown(int(tokens[at]))
         others = explanation.cached_tokens_there
         cached = None if others is None else [shown(token) for token in others]
-        before = codec.decode(tokens[max(0, at - _CONTEXT_CHARACTERS) : at].tolist())[-_CONTEXT_CHARACTERS:]
+        before = tokenizer.decode(tokens[max(0, at - _CONTEXT_CHARACTERS) : at].tolist())[
+            -_CONTEXT_CHARACTERS:
+        ]
         divergence = {"position": at, "before": before, "asked": asked, "cached": cached}
         message += f" After {before[-40:]!r} it says {asked['text']!r}"
         if cached:

@@ -28,7 +28,7 @@ _HOPE = 0.997  # an estimate that speaks against drafts shrinks by so much a ste
 
 
 @dataclass(slots=True)
-class Acceptance:
+class AcceptanceRate:
     """How often drafts for one sequence were right."""
 
     _right: float = 0.0

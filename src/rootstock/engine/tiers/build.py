@@ -96,8 +96,8 @@ def open_below(
         host = HostTier(tier.host_budget_bytes)
         bottom = TierChain(host, below, TierWriter(below, tier.queue_bytes), gone=events.gone)
     assert bottom is not None
-    mover = TierWriter(bottom, tier.queue_bytes, linger_s=LINGER_S)
-    loader = TierReader(mover.load, load_clock)
+    tier_writer = TierWriter(bottom, tier.queue_bytes, linger_s=LINGER_S)
+    tier_reader = TierReader(tier_writer.load, load_clock)
 
     def space() -> Space:
         if disk is not None:
@@ -107,5 +107,15 @@ def open_below(
         return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
 
     return TierConnector(
-        runtime, cache, bottom, mover, loader, events, chunk_tokens, tier.queue_bytes, clock, disk, space
+        runtime,
+        cache,
+        bottom,
+        tier_writer,
+        tier_reader,
+        events,
+        chunk_tokens,
+        tier.queue_bytes,
+        clock,
+        disk,
+        space,
     )

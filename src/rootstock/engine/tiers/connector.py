@@ -248,12 +248,12 @@ class TierConnector:
     def follow(self) -> None:
         """Takes in what the tier's threads have told, and passes on what memory knows."""
         self._events.apply(self._stored)
-        spill = self._cache.spill
-        if spill is not None:
-            spill.is_open = not isinstance(self._tier.state, Off)
-            if used := spill.take_used():
+        write_back = self._cache.spill
+        if write_back is not None:
+            write_back.is_open = not isinstance(self._tier.state, Off)
+            if used := write_back.take_used():
                 self._writer.touch(used)
-            if wrong := spill.take_wrong():
+            if wrong := write_back.take_wrong():
                 self.quarantine(wrong)
 
     def quarantine(self, keys: Sequence[RecordKey]) -> None:
@@ -278,15 +278,8 @@ class TierConnector:
 
     # -- coming up -------------------------------------------------------------------------------------
 
-    def worth_loading(self, sequence: RequestSequence, match: Match) -> TierHit | None:
-        """What to load for a request rather than to compute it; None if nothing, or if that would take longer."""
-        reach, choice = self.choose(match)
-        sequence.load_choice = choice
-        if choice is None or not choice.load:
-            return None
-        return reach
-
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
+        """Compares loading the deeper prefix that the tier holds with computing it. (None, None): there is none."""
         if self._clear_asked or isinstance(self._tier.state, Off):
             return None, None
         self._events.apply(self._stored)
