@@ -20,15 +20,15 @@ class StreamDelta:
 
 
 class Detokenizer:
-    """The text of one request's output, as it becomes certain.
+    """Text of one request's output, as it becomes certain.
 
-    The deltas and `finish()` together are `decode(context + tokens)` after `decode(context)`, cut before the
-    stop string that is complete first (of two that end at one place, the longer). With the end of the prompt
-    as `context`, a tokenizer that drops the space before the first word drops none here.
+    The deltas and `finish()` together are `decode(context + tokens)` after `decode(context)`, cut before the first
+    complete stop string (the longer of two that end at one place). With the end of the prompt as `context`, a
+    tokenizer that drops the space before the first word drops none here.
 
-    Two things are held back: a character whose bytes are not all there, and what may begin a stop string.
-    Detokenising looks at a window of the last tokens only. (tokenizers' DecodeStream does the same, but gives
-    up the bytes that are still incomplete at the end, and raises where a decoder's text is not append-only.)
+    Holds back a character whose bytes are incomplete, and text that may begin a stop string. Decodes a window of the
+    last tokens only. (DecodeStream of tokenizers does the same, but drops incomplete bytes at the end, and raises if
+    a decoder's text is not append-only.)
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Detokenizer:
         self._stopped = False
 
     def push(self, token: int) -> StreamDelta:
-        """The text that became certain with `token`. Not to be called after a stop string."""
+        """Returns the text that became certain with `token`. Do not call it after a stop string."""
         assert not self._stopped
         if self._tokenizer.is_hidden(token):
             return StreamDelta("", None)
@@ -57,7 +57,7 @@ class Detokenizer:
         return self._until_stop(self._decode_window())
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """Returns the text held back, now that no token follows."""
         if self._stopped:
             return ""
         self._stopped = True
@@ -76,14 +76,17 @@ class Detokenizer:
         return delta
 
     def _given_in(self, text: str) -> int:
-        """How much of the window's text was given out. A prompt may end inside a character, which is then the
-        output's to complete, or with a U+FFFD of its own: that shows once something follows it."""
+        """Counts the characters of the window's text that were given out.
+
+        A prompt may end inside a character, which the output completes, or with a U+FFFD of its own. The next token
+        tells which.
+        """
         if text.startswith(self._context_text):
             return max(self._given_chars, len(self._context_text))
         return self._given_chars
 
     def _shift(self) -> None:
-        """Keeps only the newest tokens as the context of those to come, if they have text."""
+        """Keeps only the newest tokens as the context of later ones, if they have text."""
         newest = self._window[self._given_tokens :]
         text = self._tokenizer.decode(newest)
         if text:
@@ -93,7 +96,7 @@ class Detokenizer:
         self._given_tokens = len(self._window)
 
     def _cut(self, text: str) -> str:
-        """Gives out what is broken for good, so that an output of broken bytes does not grow the window."""
+        """Gives out bytes that stay invalid, so that an output of invalid bytes does not grow the window."""
         for cut in range(len(self._window) - 4, 0, -1):  # a character has at most four bytes
             head, tail = (
                 self._tokenizer.decode(self._window[:cut]),
@@ -130,7 +133,7 @@ class Detokenizer:
 
 
 def _clean_end(tokenizer: ModelTokenizer, context: Sequence[int] | Tokens) -> list[int]:
-    """The fewest tokens at the end of `context` that begin with a whole character."""
+    """Returns the fewest tokens at the end of `context` that begin with a whole character."""
     visible = [int(token) for token in context[-_CONTEXT_TOKENS:] if not tokenizer.is_hidden(int(token))]
     for start in range(len(visible) - 1, -1, -1):
         text = tokenizer.decode(visible[start:])

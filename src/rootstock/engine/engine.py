@@ -153,95 +153,6 @@ class Engine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _run(self) -> None:
-        is_sound = False  # False after an exception: memory may be half written
-        try:
-            while not self._requests.closed:
-                if self.hit_verifier.has_work and not self.scheduler.has_work and self._commands.empty():
-                    self.verify_hits()
-                else:
-                    self.step(self.next_command())
-            is_sound = True
-        finally:
-            # Also after an exception that no handler can recover from: every request gets its terminal event.
-            self._requests.close()
-            try:
-                self.steps.fail_all(EngineStopped())
-                self._drain_commands()
-            finally:
-                self._close_tiers(flush=is_sound)
-
-    def next_command(self) -> Callable[[], None] | None:
-        """Waits for a command if nothing can run before one arrives or a load is overdue."""
-        if not self.scheduler.has_work:
-            return self._commands.get()
-        if not self.steps.is_stalled or self.tier_connector is None:
-            return None
-        try:
-            return self._commands.get(timeout=self.tier_connector.next_overdue_s)
-        except queue.Empty:
-            return None
-
-    def step(self, command: Callable[[], None] | None = None) -> bool:
-        """Runs the queued commands and one step. Returns False if there was nothing to do.
-
-        For the engine's thread, or a test that did not start it.
-        """
-        self._step_began = self._clock()
-        try:
-            if command is not None:
-                command()
-            self._drain_commands()
-            if self._requests.closed or not self.scheduler.has_work:
-                return False
-            self.steps.run()
-        except Exception as error:
-            self.steps.restart(error)
-        finally:
-            self._tell()
-            self._step_began = None
-        return True
-
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. For the engine's thread, while there is nothing else to do."""
-        self._step_began = self._clock()
-        try:
-            self.steps.verify_hits()
-        except Exception as error:
-            self.steps.restart(error)
-        finally:
-            self._step_began = None
-
-    def _drain_commands(self) -> None:
-        """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
-        for _ in range(self._commands.qsize()):
-            self._commands.get_nowait()()  # only this thread takes from the queue
-
-    def _tell(self) -> None:
-        for function in self._after_events:
-            try:
-                function()
-            except Exception:
-                log.exception("a function to be called after events raised")
-
-    def _distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
-        self._cache.forget(tokens, namespace, first)
-        if self.tier_connector is not None:
-            self.tier_connector.follow()
-
-    def _close_tiers(self, flush: bool = True) -> None:
-        """Writes rows that only memory has to the tiers, and ends their threads."""
-        if self.tier_connector is None:
-            return
-        try:
-            self.tier_connector.settle()
-            if flush:
-                self.tier_connector.flush()
-        except Exception:
-            log.exception("the cache could not be written to the tier below")
-        finally:
-            self.tier_connector.close()
-
     # ---------------------------------------------------------------------------------- for any thread
 
     @property
@@ -430,6 +341,97 @@ class Engine:
                     return future.result()
                 if not self._thread.is_alive():
                     raise EngineStopped() from None
+
+    # -------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        is_sound = False  # False after an exception: memory may be half written
+        try:
+            while not self._requests.closed:
+                if self.hit_verifier.has_work and not self.scheduler.has_work and self._commands.empty():
+                    self.verify_hits()
+                else:
+                    self.step(self.next_command())
+            is_sound = True
+        finally:
+            # Also after an exception that no handler can recover from: every request gets its terminal event.
+            self._requests.close()
+            try:
+                self.steps.fail_all(EngineStopped())
+                self._drain_commands()
+            finally:
+                self._close_tiers(flush=is_sound)
+
+    def next_command(self) -> Callable[[], None] | None:
+        """Waits for a command if nothing can run before one arrives or a load is overdue."""
+        if not self.scheduler.has_work:
+            return self._commands.get()
+        if not self.steps.is_stalled or self.tier_connector is None:
+            return None
+        try:
+            return self._commands.get(timeout=self.tier_connector.next_overdue_s)
+        except queue.Empty:
+            return None
+
+    def step(self, command: Callable[[], None] | None = None) -> bool:
+        """Runs the queued commands and one step. Returns False if there was nothing to do.
+
+        For the engine's thread, or a test that did not start it.
+        """
+        self._step_began = self._clock()
+        try:
+            if command is not None:
+                command()
+            self._drain_commands()
+            if self._requests.closed or not self.scheduler.has_work:
+                return False
+            self.steps.run()
+        except Exception as error:
+            self.steps.restart(error)
+        finally:
+            self._tell()
+            self._step_began = None
+        return True
+
+    def verify_hits(self) -> None:
+        """Verifies a piece of a sampled hit. For the engine's thread, while there is nothing else to do."""
+        self._step_began = self._clock()
+        try:
+            self.steps.verify_hits()
+        except Exception as error:
+            self.steps.restart(error)
+        finally:
+            self._step_began = None
+
+    def _drain_commands(self) -> None:
+        """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
+        for _ in range(self._commands.qsize()):
+            self._commands.get_nowait()()  # only this thread takes from the queue
+
+    def _tell(self) -> None:
+        for function in self._after_events:
+            try:
+                function()
+            except Exception:
+                log.exception("a function to be called after events raised")
+
+    def _distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+        self._cache.forget(tokens, namespace, first)
+        if self.tier_connector is not None:
+            self.tier_connector.follow()
+
+    def _close_tiers(self, flush: bool = True) -> None:
+        """Writes rows that only memory has to the tiers, and ends their threads."""
+        if self.tier_connector is None:
+            return
+        try:
+            self.tier_connector.settle()
+            if flush:
+                self.tier_connector.flush()
+        except Exception:
+            log.exception("the cache could not be written to the tier below")
+        finally:
+            self.tier_connector.close()
 
 
 def _limits(

@@ -28,7 +28,7 @@ def auto_budget_bytes(description: ModelDescription, engine: EngineConfig) -> in
     else:
         share = HOST_SHARE * free_host_bytes()
     longest = min(description.context_limit, engine.context_limit or description.context_limit)
-    # A request of n positions leaves a few checkpoints besides what it keeps of every position.
+    # A request leaves a few checkpoints besides the rows of its positions.
     per_request = sum(
         (1 + USEFUL_CHECKPOINTS) * family.bytes_per_state
         if isinstance(family, RecurrentState)

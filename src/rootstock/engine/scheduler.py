@@ -54,7 +54,7 @@ class ScheduledSequence:
 
     @property
     def completes_prompt(self) -> bool:
-        """Whether every known token is computed after this forward, so that the next one can be sampled."""
+        """True if this forward computes the last known token, so that the next one can be sampled."""
         return self.lease.computed + len(self.tokens) >= self.lease.known
 
     @property
@@ -76,7 +76,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: the sequences of the forward, loads to begin before it, and requests that cannot run.
+    """The plan of a step: the sequences of its forward, loads to begin before it, and requests that cannot run.
 
     Every block that the forward writes is reserved.
     """

@@ -1,4 +1,4 @@
-"""A request on its way through the engine: its state, what it has generated, and how its end is told."""
+"""A sequence: a request in the engine, with its state, its generated tokens and its events."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """In the queue, for blocks or for a place in the batch."""
+    """Waits in the queue for blocks or for a place in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForPrefix:
-    """In the queue, until a running request has computed what both have in common."""
+    """Waits in the queue until a running request has computed their common prefix."""
 
     producer: Lease
     until: int  # position
 
     @property
     def is_over(self) -> bool:
-        # Without a tip it publishes nothing more before it ends.
+        # Without a node it publishes no more tokens before it ends.
         return self.producer.ended or self.producer.tip is None or self.producer.published >= self.until
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Its place in the batch and its blocks are reserved; what a tier holds of its prompt is being loaded."""
+    """Has a place in the batch and blocks. A tier loads a part of its prompt into them."""
 
     lease: Lease
-    position: int  # where it goes on when all of it is there
+    position: int  # computing resumes here after the load
     loads: tuple[Load, ...]
 
 
@@ -60,19 +60,19 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Back at the head of the queue; what it has computed is in the cache, as far as that stays."""
+    """Went back to the head of the queue. Its computed tokens stay in the cache until eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It got its terminal event."""
+    """Got its terminal event."""
 
 
 State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
 
 
 class Sequence:
-    """Owned by the engine's thread."""
+    """A request in the engine. Owned by the engine's thread."""
 
     __slots__ = (
         "acceptance",
@@ -115,7 +115,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.sink = sink
-        self.arrival = -1  # order of submission, set when it is accepted: what ties are broken by
+        self.arrival = -1  # order of submission, set when it is accepted: breaks ties
         self.namespace = namespace
         self.max_tokens = max_tokens
         self.sampler = sampler
@@ -125,39 +125,39 @@ class Sequence:
         self.generated: list[int] = []
         self.cached_tokens: int | None = None  # None: not admitted yet
         self.prompt_scores: list[Logprobs] = []  # chunk by chunk
-        self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
+        self.prompt_scored = request.prompt_logprobs is None  # no prompt tokens are left to score
         self.plan: Plan = NOTHING  # to be executed before its next forward
         self.want: Want | None = None
-        self.load_choice: LoadChoice | None = None  # what was last decided about loading
-        self.may_load = True  # from a tier: not again when that took too long
-        self.acceptance = AcceptanceRate()  # of drafts
+        self.load_choice: LoadChoice | None = None  # the last decision about loading
+        self.may_load = True  # from a tier: False after a load that took too long
+        self.acceptance = AcceptanceRate()  # of its drafts
         self.draft_tokens = 0  # verified
         self.accepted_draft_tokens = 0
-        self.history: TokenHistory | None = None  # its own tokens, if drafts were looked for
+        self.history: TokenHistory | None = None  # its own tokens, once a draft was looked up
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
 
     def did_not_load(self) -> None:
-        """It computes, whatever was decided."""
+        """Records that the sequence computes, whatever was decided about loading."""
         if self.load_choice is not None:
             self.load_choice = replace(self.load_choice, load=False)
 
     @property
     def tokens(self) -> Tokens:
-        """[prompt + generated] what must be computed before the next token can be sampled."""
+        """[prompt + generated] all known tokens: those to compute before the next one is sampled."""
         if not self.generated:
             return self.request.tokens
         return np.concatenate((self.request.tokens, np.array(self.generated, np.int32)))
 
     @property
     def tokens_left(self) -> int:
-        """That it may still generate."""
+        """The number of tokens that it may still generate."""
         return self.max_tokens - len(self.generated)
 
     @property
     def lease(self) -> Lease | None:
-        """Of a sequence that takes part in steps. While it is loading, the load owns the lease."""
+        """The lease, while the sequence takes part in steps. A load in flight owns its lease itself."""
         match self.state:
             case Prefilling(lease) | Decoding(lease):
                 return lease

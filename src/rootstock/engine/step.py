@@ -1,4 +1,4 @@
-"""One step of the engine: plan → apply → forward → commit → sample → tell."""
+"""Steps of the engine: plan → apply → forward → commit → sample → tell."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Text: tokens to and from it, one token at a time, until a stop string.
-
-`ModelTokenizer` is all that the engine and the server know of a tokenizer. `Detokenizer` turns one request's tokens
-into the pieces of text that are certain.
-"""
+"""Tokenizers: the interface that the engine and the server use, and the tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -44,12 +40,12 @@ _MAX_DETAIL_CHARS = 300  # of others' messages
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """A text, its tokens, and which character each of them begins at, as far as the tokenizer tells."""
+    """A text, its tokens, and their positions in the text as far as the tokenizer tells them."""
 
     text: str
     tokens: Tokens
     token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
-    char_at: Callable[[int], int | None]  # where in the text the token of an index begins
+    char_at: Callable[[int], int | None]  # the character at which the token of an index begins
 
 
 class KeptTokens(Enum):
@@ -61,7 +57,7 @@ class KeptTokens(Enum):
 
 
 class ModelTokenizer(Protocol):
-    """Every method may be called from any thread."""
+    """Interface of a tokenizer. Any thread may call any method."""
 
     def __hash__(self) -> int: ...
 
@@ -70,12 +66,14 @@ class ModelTokenizer(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """The most characters of a text that one token stands for."""
+        """Length of the longest token in characters."""
         ...
 
     def encode(self, text: str) -> Tokens:
-        """A plain prompt, with the tokens that the model wants before every text. A special token that is spelled out
-        in it is a control token."""
+        """Tokenizes a plain prompt, with the tokens that the model wants before every text.
+
+        A special token spelled out in the text becomes a control token.
+        """
         ...
 
     def escape(self, text: str, kept: KeptTokens) -> str:
@@ -91,7 +89,7 @@ class ModelTokenizer(Protocol):
         ...
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
-        """The text of a conversation, up to where the assistant speaks next unless `options` say otherwise.
+        """Renders a conversation up to the assistant's next turn, unless `options` say otherwise.
 
         Raises ChatTemplateMissing and ChatTemplateFailed.
         """
@@ -103,28 +101,31 @@ class ModelTokenizer(Protocol):
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
-        """A rendered conversation, which holds all of its special tokens already, and may hold escapes."""
+        """Tokenizes a rendered conversation, which has all of its special tokens and may have escapes."""
         ...
 
     def pieces(self, rendered: str) -> list[str]:
-        """The text cut so that `encode_chat` of the pieces, one after another, gives its tokens; the first piece as
-        one that begins a text, the others as such that do not begin one or have the same tokens if they do."""
+        """Cuts a text so that `encode_chat` of the pieces, one after another, gives its tokens.
+
+        The first piece has the tokens of a piece that begins a text. A later piece has the tokens of one that does
+        not begin a text, or of both if they are the same.
+        """
         ...
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        """As `encode_chat`, with the places of the tokens."""
+        """Tokenizes like `encode_chat`, and returns the places of the tokens too."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Returns text without special tokens. Bytes that are no UTF-8 become U+FFFD."""
         ...
 
     def is_hidden(self, token: int) -> bool:
-        """Whether a token never has text of its own: it is special, or not in the vocabulary."""
+        """Returns whether a token never has text: it is special, or not in the vocabulary."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for, special ones included: a leading space or half a character as it is."""
+        """Returns the bytes of one token, also of a special one. Keeps leading spaces and halves of characters."""
         ...
 
 
@@ -184,7 +185,7 @@ class HFTokenizer:
     def load(
         cls, model: str, chat_template: str | None = None, *, trust_remote_code: bool = False
     ) -> HFTokenizer:
-        """From a model's directory or hub name. `chat_template` is used instead of the model's own.
+        """Loads the tokenizer of a model's directory or hub name. `chat_template` replaces the model's own.
 
         Raises TokenizerUnusable or ChatTemplateInvalid.
         """
@@ -355,7 +356,7 @@ class HFTokenizer:
 
 
 def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | None:
-    """None: this tokenizer cannot be made to read special tokens as text."""
+    """Builds the literal twin of a tokenizer. None: this one cannot read special tokens as text."""
     if fast is None:
         return None
     try:
@@ -366,7 +367,7 @@ def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | Non
 
 
 def _normalizes(fast: Any, added: Iterable[Any], names: Collection[str]) -> bool:
-    """Whether special tokens are looked for in the normalized text, where other characters can become their names."""
+    """Returns whether special tokens are matched after normalization, which can turn other text into their names."""
     if fast is None or fast.normalizer is None:
         return False
     return any(token.content in names and token.normalized for token in added)
@@ -417,8 +418,10 @@ def not_told(_: int) -> None:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: Latin-1 where that is printable, else from
-    U+0100 on (GPT-2's `bytes_to_unicode`, Radford et al. 2019)."""
+    """Inverts GPT-2's `bytes_to_unicode` (Radford et al. 2019), by which byte-level BPE writes a byte as a character.
+
+    A printable Latin-1 byte is written as itself, each other byte as a character from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -428,7 +431,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _type_names(decoder: Any) -> set[str]:
-    """The "type" of a serialised decoder and of all that it is made of."""
+    """Returns the "type" of a serialised decoder and of all its parts."""
     if isinstance(decoder, dict):
         own = {decoder["type"]} if isinstance(decoder.get("type"), str) else set()
         return own.union(*(_type_names(value) for value in decoder.values()))
