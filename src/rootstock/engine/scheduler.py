@@ -153,67 +153,7 @@ class Scheduler:
         yield from self._running
         yield from self._waiting
 
-    def add(self, sequence: Sequence) -> None:
-        """Appends a new sequence to the queue."""
-        self._waiting.append(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the queue or the running set. Its computed tokens stay in the cache.
-
-        The lease of a sequence that is loading stays with the load.
-        """
-        lease = sequence.lease
-        if isinstance(sequence.state, Loading):
-            self._running.remove(sequence)
-        elif lease is not None:
-            self._running.remove(sequence)
-            self._cache.abort(lease)
-        else:
-            self._waiting.remove(sequence)
-        self._unprotect_hit(sequence)
-        sequence.state = Waiting()
-
-    def fail(self, sequence: Sequence, lease: Lease) -> None:
-        """Takes out a running sequence whose forward raised. Tokens computed before it stay in the cache."""
-        self._running.remove(sequence)
-        self._cache.fail(lease)
-        sequence.state = Waiting()
-
-    def discard(self, sequence: Sequence, lease: Lease) -> None:
-        """Takes out a running sequence whose results cannot be trusted. None of its computed tokens are kept."""
-        self._running.remove(sequence)
-        self._cache.discard(lease)
-        sequence.state = Waiting()
-
-    def loaded(self, sequence: Sequence, lease: Lease) -> None:
-        """Lets a sequence whose prefix has been loaded take part in the next step."""
-        sequence.state = Prefilling(lease)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = lease.hit_tokens
-
-    def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence whose load failed back into the queue, ahead of later arrivals."""
-        self._running.remove(sequence)
-        self._put_back(sequence)
-        sequence.state = Waiting()
-
-    def complete(self, sequence: Sequence, lease: Lease) -> None:
-        """Takes out a running sequence that has all its tokens."""
-        self._running.remove(sequence)
-        if self._proposer is not None:
-            self._proposer.ended(sequence, lease)
-        self._cache.finish(lease)
-        sequence.state = Waiting()
-
-    def drain(self) -> None:
-        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
-        left = list(self.sequences())
-        self._running.clear()
-        self._waiting.clear()
-        for sequence in left:
-            sequence.state, sequence.want = Waiting(), None
-
-    # ------------------------------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------------------------------------ a step
 
     def schedule(self, now: float, loading: int = 0) -> StepPlan:
         """Plans the next step. `loading` counts the loads in flight, also those of ended requests.
@@ -240,6 +180,18 @@ class Scheduler:
         self._add_drafts(step)
         return StepPlan(step.scheduled, step.to_load, step.given_up)
 
+    def _protect_hits_of_queued(self) -> None:
+        """Protects the entries that the first queued requests would hit. Renews the claim when the cache changed."""
+        for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
+            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
+                self._unprotect_hit(sequence)
+                sequence.want = self._cache.want(self._cache.match(sequence.tokens, sequence.namespace))
+
+    def _unprotect_hit(self, sequence: Sequence) -> None:
+        if sequence.want is not None:
+            self._cache.unwant(sequence.want)
+            sequence.want = None
+
     def _schedule_decodes(self, step: _Step) -> None:
         for sequence in list(self._running):
             # An earlier sequence may have preempted this one.
@@ -260,6 +212,121 @@ class Scheduler:
             if isinstance(sequence.state, Prefilling) and step.budget > 0:
                 self._prefill(step, sequence, sequence.state.lease)
         step.without_preempted()
+
+    def _prefill(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int = 0) -> None:
+        """Schedules the next chunk of a prompt, up to the next checkpoint position, and takes it off the budget.
+
+        Scored prompts have at most `scored_chunk_tokens` in a step, because they keep the logits of every token.
+        Admission reserved the prompt's blocks, but the blocks of a window are reserved chunk by chunk. A chunk that
+        does not fit is halved before another sequence is preempted for it.
+        """
+        new = self._chunk(step, sequence, lease, at_least)
+        if new:
+            tokens = lease.tokens[lease.computed : lease.computed + new]
+            step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
+            step.budget -= new
+        self._end_with_first_token(step)
+
+    def _chunk(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int) -> int:
+        """Reserves blocks for the next chunk of a prompt and returns its tokens."""
+        budget = step.budget
+        if not sequence.prompt_scored:
+            scored = sum(len(item.tokens) for item in step.scheduled if not item.sequence.prompt_scored)
+            budget = min(budget, self._scored_chunk_tokens - scored)
+        paced = max(at_least, self._paced(step, lease.computed, budget))
+        if paced <= 0:
+            return 0
+        end = min(lease.known, lease.computed + paced)
+        if lease.next_cut is not None:
+            end = min(end, lease.next_cut)
+        new = end - lease.computed
+        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
+            new //= 2
+        if new == 1 and not self._reserve(step, sequence, lease, 1):
+            return 0
+        return new
+
+    def _end_with_first_token(self, step: _Step) -> None:
+        """Lowers the budget after a completed prompt, so that its first token does not wait for other prefills.
+
+        A step of several chunks then ends with the chunk in which the prompt is complete.
+        """
+        if step.scheduled and step.scheduled[-1].completes_prompt:
+            computed = sum(len(item.tokens) for item in step.scheduled)
+            step.budget = min(step.budget, -computed % self._chunk_tokens)
+
+    def _paced(self, step: _Step, past: int, budget: int | None = None) -> int:
+        """Returns how much of the budget a prefill at position `past` may use without delaying the decodes."""
+        budget = step.budget if budget is None else budget
+        if self._pace is None:
+            return budget
+        size = size_of(step.scheduled)
+        return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
+
+    def _admit(self, step: _Step) -> None:
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
+                return
+            if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
+                continue
+            match = self._match(sequence)
+            if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
+                continue
+            admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
+            if isinstance(admitted, Deferred):
+                return  # first come, first served: later requests do not overtake
+            self._start(step, sequence, admitted)
+            running = len(self._running)
+            self._prefill(step, sequence, admitted.lease, at_least=1)
+            assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
+            assert len(self._running) == running, "an admission never preempts"
+
+    def _match(self, sequence: Sequence) -> Match:
+        reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
+        return self._cache.match(sequence.tokens, sequence.namespace, reusable)
+
+    def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
+        """Lets a request wait if a running one is computing at least a block more of its prefix."""
+        pending = match.pending
+        if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
+            return False
+        # The producer is running: its blocks are ready no later than this request's own would be.
+        sequence.state = WaitingForPrefix(pending.producer, pending.until)
+        self._cache.ask_for_checkpoint(pending.producer, pending.until)
+        return True
+
+    def _admit_to_load(self, step: _Step, sequence: Sequence, match: Match) -> bool:
+        """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead."""
+        if not sequence.may_load or not sequence.prompt_scored:
+            return False
+        hit, sequence.load_choice = self._choose_load(match)
+        if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
+            return False
+        admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries, hit)
+        if isinstance(admitted, Deferred):
+            sequence.did_not_load()  # computing may need fewer blocks
+            return False
+        self._start(step, sequence, admitted)
+        sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
+        step.to_load.append(sequence)
+        return True
+
+    @property
+    def _watermark(self) -> int:
+        """Blocks that an admission leaves free, so that running decodes are not preempted right after it."""
+        return sum(isinstance(s.state, Decoding) for s in self._running)
+
+    def _start(self, step: _Step, sequence: Sequence, admitted: Admitted) -> None:
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        self._unprotect_hit(sequence)
+        sequence.state = Prefilling(admitted.lease)
+        sequence.plan = admitted.plan
+        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
+        if sequence.admitted_at is None:
+            sequence.admitted_at = step.now
+        if sequence.cached_tokens is None and not admitted.loads:
+            sequence.cached_tokens = admitted.lease.hit_tokens
 
     def _add_drafts(self, step: _Step) -> None:
         """Gives decodes drafts, within the rest of the step's tokens and blocks that no sequence needs."""
@@ -341,132 +408,67 @@ class Scheduler:
         ahead = sum(s.admitted_at is not None and s.arrival < sequence.arrival for s in self._waiting)
         self._waiting.insert(ahead, sequence)
 
-    def _prefill(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int = 0) -> None:
-        """Schedules the next chunk of a prompt, up to the next checkpoint position, and takes it off the budget.
+    # ------------------------------------------------------------------------------------- between two steps
 
-        Scored prompts have at most `scored_chunk_tokens` in a step, because they keep the logits of every token.
-        Admission reserved the prompt's blocks, but the blocks of a window are reserved chunk by chunk. A chunk that
-        does not fit is halved before another sequence is preempted for it.
+    def add(self, sequence: Sequence) -> None:
+        """Appends a new sequence to the queue."""
+        self._waiting.append(sequence)
+
+    def loaded(self, sequence: Sequence, lease: Lease) -> None:
+        """Lets a sequence whose prefix has been loaded take part in the next step."""
+        sequence.state = Prefilling(lease)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = lease.hit_tokens
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Puts a sequence whose load failed back into the queue, ahead of later arrivals."""
+        self._running.remove(sequence)
+        self._put_back(sequence)
+        sequence.state = Waiting()
+
+    def complete(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence that has all its tokens."""
+        self._running.remove(sequence)
+        if self._proposer is not None:
+            self._proposer.ended(sequence, lease)
+        self._cache.finish(lease)
+        sequence.state = Waiting()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue or the running set. Its computed tokens stay in the cache.
+
+        The lease of a sequence that is loading stays with the load.
         """
-        new = self._chunk(step, sequence, lease, at_least)
-        if new:
-            tokens = lease.tokens[lease.computed : lease.computed + new]
-            step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
-            step.budget -= new
-        self._end_with_first_token(step)
-
-    def _chunk(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int) -> int:
-        """Reserves blocks for the next chunk of a prompt and returns its tokens."""
-        budget = step.budget
-        if not sequence.prompt_scored:
-            scored = sum(len(item.tokens) for item in step.scheduled if not item.sequence.prompt_scored)
-            budget = min(budget, self._scored_chunk_tokens - scored)
-        paced = max(at_least, self._paced(step, lease.computed, budget))
-        if paced <= 0:
-            return 0
-        end = min(lease.known, lease.computed + paced)
-        if lease.next_cut is not None:
-            end = min(end, lease.next_cut)
-        new = end - lease.computed
-        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
-            new //= 2
-        if new == 1 and not self._reserve(step, sequence, lease, 1):
-            return 0
-        return new
-
-    def _end_with_first_token(self, step: _Step) -> None:
-        """Lowers the budget after a completed prompt, so that its first token does not wait for other prefills.
-
-        A step of several chunks then ends with the chunk in which the prompt is complete.
-        """
-        if step.scheduled and step.scheduled[-1].completes_prompt:
-            computed = sum(len(item.tokens) for item in step.scheduled)
-            step.budget = min(step.budget, -computed % self._chunk_tokens)
-
-    def _paced(self, step: _Step, past: int, budget: int | None = None) -> int:
-        """Returns how much of the budget a prefill at position `past` may use without delaying the decodes."""
-        budget = step.budget if budget is None else budget
-        if self._pace is None:
-            return budget
-        size = size_of(step.scheduled)
-        return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
-
-    def _admit(self, step: _Step) -> None:
-        for sequence in list(self._waiting):
-            if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
-                return
-            if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
-                continue
-            match = self._match(sequence)
-            if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
-                continue
-            admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
-            if isinstance(admitted, Deferred):
-                return  # first come, first served: later requests do not overtake
-            self._start(step, sequence, admitted)
-            running = len(self._running)
-            self._prefill(step, sequence, admitted.lease, at_least=1)
-            assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
-            assert len(self._running) == running, "an admission never preempts"
-
-    @property
-    def _watermark(self) -> int:
-        """Blocks that an admission leaves free, so that running decodes are not preempted right after it."""
-        return sum(isinstance(s.state, Decoding) for s in self._running)
-
-    def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
-        """Lets a request wait if a running one is computing at least a block more of its prefix."""
-        pending = match.pending
-        if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
-            return False
-        # The producer is running: its blocks are ready no later than this request's own would be.
-        sequence.state = WaitingForPrefix(pending.producer, pending.until)
-        self._cache.ask_for_checkpoint(pending.producer, pending.until)
-        return True
-
-    def _admit_to_load(self, step: _Step, sequence: Sequence, match: Match) -> bool:
-        """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead."""
-        if not sequence.may_load or not sequence.prompt_scored:
-            return False
-        hit, sequence.load_choice = self._choose_load(match)
-        if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
-            return False
-        admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries, hit)
-        if isinstance(admitted, Deferred):
-            sequence.did_not_load()  # computing may need fewer blocks
-            return False
-        self._start(step, sequence, admitted)
-        sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
-        step.to_load.append(sequence)
-        return True
-
-    def _match(self, sequence: Sequence) -> Match:
-        reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
-        return self._cache.match(sequence.tokens, sequence.namespace, reusable)
-
-    def _start(self, step: _Step, sequence: Sequence, admitted: Admitted) -> None:
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
+        lease = sequence.lease
+        if isinstance(sequence.state, Loading):
+            self._running.remove(sequence)
+        elif lease is not None:
+            self._running.remove(sequence)
+            self._cache.abort(lease)
+        else:
+            self._waiting.remove(sequence)
         self._unprotect_hit(sequence)
-        sequence.state = Prefilling(admitted.lease)
-        sequence.plan = admitted.plan
-        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
-        if sequence.admitted_at is None:
-            sequence.admitted_at = step.now
-        if sequence.cached_tokens is None and not admitted.loads:
-            sequence.cached_tokens = admitted.lease.hit_tokens
+        sequence.state = Waiting()
 
-    def _protect_hits_of_queued(self) -> None:
-        """Protects the entries that the first queued requests would hit. Renews the claim when the cache changed."""
-        for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
-            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
-                self._unprotect_hit(sequence)
-                sequence.want = self._cache.want(self._cache.match(sequence.tokens, sequence.namespace))
+    def fail(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence whose forward raised. Tokens computed before it stay in the cache."""
+        self._running.remove(sequence)
+        self._cache.fail(lease)
+        sequence.state = Waiting()
 
-    def _unprotect_hit(self, sequence: Sequence) -> None:
-        if sequence.want is not None:
-            self._cache.unwant(sequence.want)
-            sequence.want = None
+    def discard(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence whose results cannot be trusted. None of its computed tokens are kept."""
+        self._running.remove(sequence)
+        self._cache.discard(lease)
+        sequence.state = Waiting()
+
+    def drain(self) -> None:
+        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
+        left = list(self.sequences())
+        self._running.clear()
+        self._waiting.clear()
+        for sequence in left:
+            sequence.state, sequence.want = Waiting(), None
 
     def check(self) -> None:
         """Asserts the invariants between two steps."""
