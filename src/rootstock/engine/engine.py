@@ -59,7 +59,7 @@ def _idle_chunks(described: ModelDescription) -> int:
 
 
 class Engine:
-    """`with Engine(...) as engine:` starts and stops the thread. Methods may be called from any thread.
+    """The engine of one model. `with` starts and stops its thread; any thread may call its methods.
 
     The engine owns the cache. Without a tokenizer, token events have no text, and stop strings are refused. A test
     may drive an engine that was not started by calling `step`. `scheduler`, `tier_connector`, `proposer`,

@@ -27,7 +27,7 @@ class Pace(Protocol):
 
 
 class Pacing:
-    """Keeps the predicted time of steps with decodes within `target_s`. For one thread."""
+    """Limit of prefills that keeps the predicted time of steps with decodes within `target_s`. For one thread."""
 
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s

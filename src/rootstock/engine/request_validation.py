@@ -1,4 +1,4 @@
-"""Validation of requests: refuses at submission each one that can never work, with the numbers."""
+"""Validation of requests at submission: each one that can never work is refused, with the numbers."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SampledToken:
 
 
 class Sampler:
-    """Samples the tokens of one request, one call of `sample` per token.
+    """Sampler of one request's tokens, one call of `sample` per token.
 
     The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
     earlier sampler of the same request: this one continues exactly after them.

@@ -1,4 +1,7 @@
-"""Plans steps: decodes, chunks of prefills, loads, admissions and preemption. Touches no tensor and no clock."""
+"""The scheduler: plans decodes, chunks of prefills, loads, admissions and preemption of each step.
+
+It touches no tensor and no clock.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ class _Step:
 
 
 class Scheduler:
-    """Owns the waiting queue and the running sequences. `schedule` plans the next step."""
+    """The waiting queue, the running sequences, and the plan of each next step."""
 
     def __init__(
         self,

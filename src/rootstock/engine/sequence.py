@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Waits in the queue for blocks or for a place in the batch."""
+    """State in the queue, until there are blocks and a place in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForPrefix:
-    """Waits in the queue until a running request has computed their common prefix."""
+    """State in the queue, until a running request has computed the common prefix."""
 
     producer: Lease
     until: int  # position
@@ -41,7 +41,7 @@ class WaitingForPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Has a place in the batch and blocks. A tier loads a part of its prompt into them."""
+    """State with a place in the batch and blocks, into which a tier loads a part of the prompt."""
 
     lease: Lease
     position: int  # computing resumes here after the load
@@ -60,12 +60,12 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Went back to the head of the queue. Its computed tokens stay in the cache until eviction."""
+    """State at the head of the queue. The computed tokens stay in the cache until eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Got its terminal event."""
+    """State after the terminal event."""
 
 
 State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PlanExecutor:
-    """Executes the cache's plans: stores by the tier connector, everything else by the runtime."""
+    """Executor of the cache's plans: the tier connector stores, the runtime does everything else."""
 
     def __init__(self, runtime: Runtime, tier_connector: TierConnector | None) -> None:
         self._runtime = runtime
@@ -43,7 +43,7 @@ class PlanExecutor:
 
 
 class StepRunner:
-    """Runs the steps, and takes requests out of them. Owned by the engine's thread.
+    """The inner engine: runs steps, and ends requests. Owned by the engine's thread.
 
     A forward that raises fails the requests of its step only. An exception of our own between forwards fails every
     request and empties the cache, whose state is unknown then.

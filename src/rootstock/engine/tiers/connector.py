@@ -171,7 +171,7 @@ class UnderWay:
 
 
 class TierConnector:
-    """Connects the cache to a tier. Owns the tier and its threads."""
+    """Connection of the cache to a tier. Owns the tier and its threads."""
 
     def __init__(
         self,

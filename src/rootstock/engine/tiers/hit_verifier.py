@@ -43,8 +43,10 @@ class _Check:
 
 
 class HitVerifier:
-    """Recomputes a sample of hits. The engine's thread calls `consider` for each hit, `step` while it is idle, and
-    `pause` when requests arrive."""
+    """Verifier of a sample of hits.
+
+    The engine's thread calls `consider` for each hit, `step` while it is idle, and `pause` when requests arrive.
+    """
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from rootstock.tiers.reader import LoadEnded
 
 
 class PrefixLoads:
-    """Begins loads through the tier connector and hands their sequences back to the scheduler.
+    """Loads of admitted sequences, which go back to the scheduler when their load ends.
 
     Owned by the engine's thread. `run_soon` queues a function for that thread, from any thread.
     """
