@@ -263,7 +263,7 @@ class TierAsker:
         self._engine = engine
         self._vocab_size = vocab_size
         self._requests = 0
-        tiering: Any = engine._tiering
+        tiering: Any = engine.tier_connector
         choose = tiering.choose
 
         def choose_to_load(match: Any) -> Any:
@@ -300,7 +300,7 @@ class TierAsker:
         for seed in range(1, 5):
             for event in self._engine.generate(self._request(seed, prompt_tokens, 1)):
                 assert not hasattr(event, "error"), event
-        tiering: Any = self._engine._tiering
+        tiering: Any = self._engine.tier_connector
         self._engine.call(tiering.flush)
 
     def _request(self, seed: int, prompt_tokens: int, answer_tokens: int) -> Request:
@@ -310,7 +310,7 @@ class TierAsker:
         return Request(RequestId(f"r{self._requests}"), prompt, SamplingParams(temperature=0.0), stop)
 
     def _loaded(self) -> tuple[int, float]:
-        counters = self._engine._tiering.counters  # type: ignore[union-attr]
+        counters = self._engine.tier_connector.counters  # type: ignore[union-attr]
         return counters.loaded_bytes, counters.load_s
 
 

@@ -75,13 +75,11 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
     most = 0
     while engine.step():
         most = max(most, cache.stats().resident_bytes)
-        if engine._scheduler.running == REQUESTS:
+        if engine.scheduler.running == REQUESTS:
             resident = cache.stats().resident_bytes
             if resident >= peak:
                 peak = resident
-                own = [
-                    s.lease.computed - PREFIX for s in engine._scheduler.sequences() if s.lease is not None
-                ]
+                own = [s.lease.computed - PREFIX for s in engine.scheduler.sequences() if s.lease is not None]
                 size = load.block_size
                 ideal_tokens = (PREFIX + sum(own)) * token_bytes
                 ideal_blocks = (PREFIX // size + sum(-(-n // size) for n in own)) * size * token_bytes

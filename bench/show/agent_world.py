@@ -174,13 +174,13 @@ class World:
 
     def prompt_of(self, agent: Agent) -> Tokens:
         conversation = conversation_of(agent.messages, TOOLS)
-        return self.made.codec.encode_chat(conversation.render(self.made.codec))
+        return self.made.tokenizer.encode_chat(conversation.render(self.made.tokenizer))
 
     def ask(self, agent: Agent) -> Callable[[], None]:
         """Notes what could be found now; the call that is returned sends the request and waits for its end."""
         prompt, will_say = self.prompt_of(agent), agent.will_say()
-        end = self.made.codec.eos_token_ids[0]
-        said = np.array([*self.made.codec.encode_chat(will_say).tolist(), end], np.int32)
+        end = self.made.tokenizer.eos_token_ids[0]
+        said = np.array([*self.made.tokenizer.encode_chat(will_say).tolist(), end], np.int32)
         with self._lock:
             best = min(max((shared(known, prompt) for known in self._known), default=0), len(prompt) - 1)
             self._script[prompt.tobytes()] = said.tolist()
@@ -236,7 +236,7 @@ def served(model: Path, budget_bytes: int | None = None, chunk_tokens: int = 512
         CacheConfig(BLOCK_SIZE, budget_bytes),
         EngineConfig(chunk_tokens=chunk_tokens),
     )
-    app = create_app(made.engine, made.codec, made.description, block_size=BLOCK_SIZE)
+    app = create_app(made.engine, made.tokenizer, made.description, block_size=BLOCK_SIZE)
     own, engine_module.Sampler = engine_module.Sampler, Scripted  # type: ignore[misc, attr-defined]
     try:
         with made.engine, running(app, made.engine) as url:

@@ -195,7 +195,7 @@ class Bench:
             TierConfig(disk_dir=disk),
         )
         self.engine: Engine = built.engine
-        self._tiering: Any = built.engine._tiering
+        self._tiering: Any = built.engine.tier_connector
         self._token_bytes = sum(family.bytes_per_token for family in built.description.families)
         if bytes_per_s is not None:
             reader = self._tiering._reader
@@ -289,14 +289,14 @@ class Bench:
         self._requests += 1
         tiering = self._tiering
         load_s, before = tiering.counters.load_s, tiering.counters.loads.copy()
-        worth, seen = tiering.worth_loading, []
+        choose, seen = tiering.choose, []
 
-        def watched(sequence: Any, match: Any) -> Any:
-            reach = worth(sequence, match)
-            seen.append(sequence.load_choice)
-            return reach
+        def watched(match: Any) -> Any:
+            hit, choice = choose(match)
+            seen.append(choice)
+            return hit, choice
 
-        self.engine._scheduler._reach = watched
+        tiering.choose = watched
         request = Request(
             RequestId(str(self._requests)),
             prompt,
@@ -309,6 +309,7 @@ class Bench:
             if isinstance(event, TokenEvent) and not ttft_s:
                 ttft_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
             ended = isinstance(event, Finished)
+        tiering.choose = choose
         assert ended, "the request failed"
         choice = next((choice for choice in seen if choice is not None), None)
         cpu_share = cpu_s / ttft_s / torch.get_num_threads()

@@ -209,7 +209,7 @@ def play_once(built: Assembly, workload: Workload, side: Side) -> None:
 def watched(engine: Engine) -> Iterator[list[float]]:
     """Seconds of each call of the engine's to its tiers."""
     spent_s: list[float] = []
-    tiering: Any = engine._tiering
+    tiering: Any = engine.tier_connector
     if tiering is None:
         yield spent_s
         return
@@ -223,7 +223,7 @@ def watched(engine: Engine) -> Iterator[list[float]]:
 
         return call
 
-    names = ("store", "follow", "worth_loading", "observe")
+    names = ("store", "follow", "choose", "observe")
     for name in names:
         setattr(tiering, name, timed(getattr(tiering, name)))
     yield spent_s

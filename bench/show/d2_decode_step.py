@@ -31,7 +31,7 @@ from neighbours import Neighbours
 from our_side import Ours
 from rounds import ANYHOW, QUIET, Rounds, comparison_options, in_turn, parse_comparison
 
-from rootstock.engine.build import free_host_bytes
+from rootstock.runtime.host_memory import free_host_bytes
 
 SHOW = "D2"
 MODEL = "600m"

@@ -63,7 +63,7 @@ def main() -> None:
         cache = KVCache(runtime.description.families, 2 * 1024**3, config.block_size)
         runtime.allocate(cache.rows, config.block_size)
         codec = HFTokenizer.load(str(path))
-        engine = Engine(runtime, cache, codec=codec)
+        engine = Engine(runtime, cache, tokenizer=codec)
         batches: list[Batch] = []
         forward = runtime.forward
 

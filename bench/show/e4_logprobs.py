@@ -82,7 +82,7 @@ def serve(model: str) -> None:
         CacheConfig(budget_bytes=2 * 1024**3),
         EngineConfig(chunk_tokens=CHUNK_TOKENS),
     )
-    with made.engine, running(create_app(made.engine, made.codec, made.description), made.engine) as url:
+    with made.engine, running(create_app(made.engine, made.tokenizer, made.description), made.engine) as url:
         print(url, flush=True)
         sys.stdin.read()
 

@@ -23,11 +23,11 @@ from rootstock.bench.targets import EngineTarget, Sample
 from rootstock.bench.workloads import SIZES, Sizes, make_workload
 from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import Assembly, assemble
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import unused_port
 
@@ -165,7 +165,7 @@ def test_this_machine_and_source_have_no_names_of_hosts_or_folders() -> None:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     made = engine_of()
-    with made.engine, running(create_app(made.engine, made.codec, made.description), made.engine) as url:
+    with made.engine, running(create_app(made.engine, made.tokenizer, made.description), made.engine) as url:
         yield url
 
 

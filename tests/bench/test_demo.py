@@ -15,10 +15,10 @@ from rootstock.bench.serving import READY, ServerProcess
 from rootstock.cli.main import ready_line
 from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import StartupError
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S, unused_port
 
@@ -67,7 +67,7 @@ def test_agents_keep_their_own_histories_and_share_the_system_prompt() -> None:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 1 << 16)
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=4 << 20), EngineConfig())
     told: list[Progress] = []
-    app = create_app(made.engine, made.codec, made.description)
+    app = create_app(made.engine, made.tokenizer, made.description)
     with made.engine, running(app, made.engine) as url:
         run_agents(AGENTS, url, made.description.name, told.append)
     assert not [each for each in told if isinstance(each, GaveUp)]

@@ -24,7 +24,7 @@ import rootstock.engine.tiers.connector
 import rootstock.server.listen
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
 def build_engine(model, cache, engine, tier, *, chat_template, progress, directory):

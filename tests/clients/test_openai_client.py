@@ -11,9 +11,9 @@ import pytest
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 from waiting import HANG_S
 
@@ -25,7 +25,7 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 def url() -> Iterator[str]:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
-    app = create_app(made.engine, made.codec, made.description, ServerConfig(api_key=KEY))
+    app = create_app(made.engine, made.tokenizer, made.description, ServerConfig(api_key=KEY))
     with made.engine, running(app, made.engine) as url:
         yield f"{url}/v1"
 

@@ -48,13 +48,13 @@ class Bench:
         eos_token_ids: tuple[int, ...] = (),
         reuse: bool = True,
         fault: Callable[[Batch], None] | None = None,
-        codec: ModelTokenizer | None = None,
+        tokenizer: ModelTokenizer | None = None,
         families: Sequence[Family] = (FULL,),
         weights: str = "fake",
         tier: TierConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         load_clock: Callable[[], float] = time.perf_counter,
-        drafter: Proposer | None = None,
+        proposer: Proposer | None = None,
         verify_hits: float = 0.0,
         **config: int,
     ) -> None:
@@ -75,7 +75,7 @@ class Bench:
             fault=record,
         )
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
-        if drafter is not None:
+        if proposer is not None:
             config.setdefault("draft_tokens", 16)
         # One size of chunk for all steps, so that a test knows what a step computes.
         config = {"idle_chunk_tokens": config.get("chunk_tokens", EngineConfig().chunk_tokens), **config}
@@ -91,16 +91,16 @@ class Bench:
             through=tier.disk_write == "through",
         )
         self.runtime.allocate(self.cache.rows, block_size)
-        tiering = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
+        tier_connector = open_below(self.runtime, self.cache, tier, engine.chunk_tokens, clock, load_clock)
         self.engine = Engine(
             self.runtime,
             self.cache,
             engine,
-            codec,
+            tokenizer,
             clock,
-            tiering,
+            tier_connector,
             verify_hits=verify_hits,
-            drafter=drafter,
+            proposer=proposer,
         )
 
     def ask(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
@@ -120,12 +120,12 @@ class Bench:
         done = 0
         while (steps is None or done < steps) and self._step(may_wait=steps is None):
             self.cache.check()
-            self.engine._scheduler.check()
+            self.engine.scheduler.check()
             done += 1
 
     def _step(self, may_wait: bool) -> bool:
-        stalled = may_wait and self.engine._stalled and self.engine._scheduler.has_work
-        return self.engine.step(self.engine._next_command() if stalled else None)
+        stalled = may_wait and self.engine.steps.is_stalled and self.engine.scheduler.has_work
+        return self.engine.step(self.engine.next_command() if stalled else None)
 
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
         return alone(self.runtime, tokens, count)

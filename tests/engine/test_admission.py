@@ -88,7 +88,7 @@ def test_a_preempted_request_keeps_its_computed_prefix_in_the_tree() -> None:
     while bench.cache.stats().preemptions == 0:
         bench.run(steps=1)
     done = [*second.request.tokens.tolist(), *second.tokens]
-    namespace = bench.engine._namespace("")
+    namespace = bench.engine.namespace("")
     found = bench.cache.match(np.array([*done, 0], np.int32), namespace).found
     assert found > 0, "eviction may take its tail, but not all of it at once"
     bench.run()
@@ -264,7 +264,7 @@ def test_preempted_requests_come_back_in_the_order_in_which_they_arrived_whateve
     for start in (0, 20, 40):
         bench.ask(list(range(start, start + 9)), max_tokens=30)
     bench.run(steps=3)
-    scheduler = bench.engine._scheduler
+    scheduler = bench.engine.scheduler
     first, second, third = scheduler._running
     lease = first.lease
     assert lease is not None
@@ -285,8 +285,8 @@ def test_work_on_a_new_request_is_done_before_the_engine_s_lock_is_taken(
     was_free = []
 
     def watched(self: Engine, request: Request, sink: Sink) -> Sequence:
-        was_free.append(engine._lock.acquire(blocking=False))
-        engine._lock.release()
+        was_free.append(engine._requests._lock.acquire(blocking=False))
+        engine._requests._lock.release()
         return own(self, request, sink)
 
     monkeypatch.setattr(Engine, "_sequence", watched)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from rootstock.config import CacheConfig, EngineConfig
-from rootstock.engine import build as module
-from rootstock.engine.build import HOST_SHARE, assemble, auto_budget_bytes, free_host_bytes
+from rootstock.engine import kv_budget as module
+from rootstock.engine.build import assemble
+from rootstock.engine.kv_budget import HOST_SHARE, auto_budget_bytes
 from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import BudgetTooSmall
+from rootstock.runtime.host_memory import free_host_bytes
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
 TOKEN_BYTES = FakeRuntime().description.families[0].bytes_per_token

@@ -43,7 +43,7 @@ def test_clearing_for_one_tenant_leaves_the_others_in_memory_and_on_disk(
         bench.cache.check()
         assert salts_in(bench) == {"b", ""}
         entries = [entry.identity.namespace for entry in bench.disk.entries()]
-        assert bench.engine._namespace("a").digest() not in entries
+        assert bench.engine.namespace("a").digest() not in entries
         assert len(entries) == on_disk * 2 // 3
         assert bench.tier.quarantined_records == 0
         assert cached(bench.answer([*PROMPT, 71], salt="b")) >= len(PROMPT)
@@ -64,7 +64,7 @@ def test_clearing_for_a_tenant_takes_what_is_on_its_way_down(tmp_path: Path) -> 
         bench.engine.clear_cache("a")
         opened.join()
         bench.tiering.follow()
-        a, b = (bench.engine._namespace(salt).digest() for salt in "ab")
+        a, b = (bench.engine.namespace(salt).digest() for salt in "ab")
         assert {entry.identity.namespace for entry in bench.disk.entries()} == {b}
         assert {identity.namespace for identity in bench.cache.stored.some(100)} == {b}  # type: ignore[union-attr]
         assert a != b
@@ -102,8 +102,8 @@ def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -
 
 def test_thousands_of_tenants_leave_behind_what_is_cached_of_them() -> None:
     bench = Bench(blocks=24, draft_tokens=4)
-    drafter = bench.engine._drafter
-    assert isinstance(drafter, NgramProposer)
+    proposer = bench.engine.proposer
+    assert isinstance(proposer, NgramProposer)
     kept: list[int] = []
     for number in range(3_000):
         bench.ask(PROMPT[:8], 2, salt=f"{number:064}")
@@ -117,8 +117,8 @@ def test_thousands_of_tenants_leave_behind_what_is_cached_of_them() -> None:
     stats = bench.cache.stats()
     assert stats.namespaces <= stats.nodes + MAX_EMPTY_ROOTS
     assert stats.nodes <= 24
-    assert len(drafter._shared) <= SHARED_NAMESPACES
-    assert all(map(bench.cache.knows, drafter._shared))
+    assert len(proposer._shared) <= SHARED_NAMESPACES
+    assert all(map(bench.cache.knows, proposer._shared))
     assert kept[1] == kept[0], "namespaces pile up somewhere"
 
 
@@ -140,17 +140,17 @@ def test_what_is_known_of_the_disk_is_what_is_on_it_however_many_tenants_there_w
 
 def test_drafts_of_a_tenant_are_forgotten_with_what_was_cached_of_it() -> None:
     bench = Bench(draft_tokens=4)
-    drafter = bench.engine._drafter
-    assert isinstance(drafter, NgramProposer)
+    proposer = bench.engine.proposer
+    assert isinstance(proposer, NgramProposer)
     for salt in ("a", "b"):
         bench.ask(PROMPT, salt=salt)
         bench.run()
     bench.engine.clear_cache("a")
-    assert {namespace.salt for namespace in drafter._shared} == {"b"}
+    assert {namespace.salt for namespace in proposer._shared} == {"b"}
     bench.cache.clear()
     bench.ask(PROMPT, salt="c")
     bench.run()
-    assert {namespace.salt for namespace in drafter._shared} == {"c"}
+    assert {namespace.salt for namespace in proposer._shared} == {"c"}
 
 
 def test_a_hit_that_is_being_verified_does_not_outlast_a_clear() -> None:
@@ -160,14 +160,14 @@ def test_a_hit_that_is_being_verified_does_not_outlast_a_clear() -> None:
     for _ in range(2):
         bench.ask(PROMPT, salt="a")
         bench.run()
-    engine._verify()
-    assert engine._verifier._check is not None
+    engine.verify_hits()
+    assert engine.hit_verifier._check is not None
     engine.clear_cache("a")
     assert salts_in(bench) == set()
     bench.cache.check()
-    while engine._verifier.has_work:
-        engine._verify()
-    assert engine._verifier.counts == {"given up": 1}
+    while engine.hit_verifier.has_work:
+        engine.verify_hits()
+    assert engine.hit_verifier.counts == {"given up": 1}
 
 
 def test_seeds_of_requests_without_one_say_nothing_of_how_many_others_asked() -> None:

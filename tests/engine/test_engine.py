@@ -24,9 +24,9 @@ from rootstock.engine.request import (
     StopParams,
     TokenEvent,
 )
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
 from rootstock.runtime.base import Batch, Rung
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S, join, wait_for, wait_until
 
 
@@ -181,7 +181,7 @@ def test_end_of_sequence_and_stop_tokens_end_with_stop_and_are_no_part_of_the_an
 
 def test_the_tokenizers_end_of_sequence_ends_an_answer_as_the_models_does() -> None:
     codec = ByteTokenizer()
-    bench = Bench(vocab_size=codec.vocab_size, codec=codec)
+    bench = Bench(vocab_size=codec.vocab_size, tokenizer=codec)
     seed = next(s for s in range(5000) if codec.END in bench.alone(numbers(s, 6), 4))
     client = bench.ask(numbers(seed, 6), max_tokens=4)
     bench.run()
@@ -190,7 +190,7 @@ def test_the_tokenizers_end_of_sequence_ends_an_answer_as_the_models_does() -> N
 
 @pytest.mark.behaviour(49)
 def test_stop_strings_end_the_text_before_themselves() -> None:
-    bench = Bench(vocab_size=256, codec=ByteTokenizer())
+    bench = Bench(vocab_size=256, tokenizer=ByteTokenizer())
     alone = bench.alone(numbers(1, 10), 12)
     text = bytes(alone).decode("utf-8", errors="replace")
     stop = text[5:7]
@@ -459,7 +459,7 @@ def test_when_the_thread_dies_everybody_is_told_and_nobody_is_let_in(monkeypatch
         raise SystemExit
 
     bench.engine.start()
-    monkeypatch.setattr(bench.engine._scheduler, "schedule", dies)
+    monkeypatch.setattr(bench.engine.scheduler, "schedule", dies)
     bench.engine.submit(client.request, client.events.append)
     assert bench.engine._thread is not None
     join(bench.engine._thread)
@@ -518,7 +518,7 @@ def test_stopping_fails_what_runs_and_refuses_what_comes() -> None:
 
     def runs_until_the_stop(batch: Batch) -> None:
         started.set()
-        wait_until(lambda: bench.engine._closed)
+        wait_until(lambda: not bench.engine.health().alive)
 
     bench = Bench(fault=runs_until_the_stop)
     clients = [Client(numbers(seed, 10), 500) for seed in range(3)]

@@ -248,4 +248,4 @@ def ints(*values: int | Sequence[int]) -> object:
 
 
 def namespace(bench: Bench) -> object:
-    return bench.engine._namespace("")
+    return bench.engine.namespace("")

@@ -8,7 +8,7 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.config import EngineConfig, parse_seconds
-from rootstock.engine.cost_model import Share
+from rootstock.engine.cost_model import StepSize
 from rootstock.engine.pacing import LEAST_TOKENS, Pacing
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import Batch
@@ -142,7 +142,7 @@ def test_stats_tell_what_the_last_step_with_decodes_had_room_for() -> None:
 
 
 def test_nothing_is_held_back_before_anything_was_measured() -> None:
-    assert Pacing(0.001).prefill_tokens([Share(10, 1, decodes=True)], 0, 512) == 512
+    assert Pacing(0.001).prefill_tokens(StepSize(0, 0, 1, 10), 0, 512) == 512
 
 
 def test_times_are_read_with_their_unit_and_refused_with_an_example() -> None:

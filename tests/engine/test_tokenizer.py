@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.tokenizer import ByteTokenizer, Detokenizer, HFTokenizer, ModelTokenizer, token_text
+from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer, token_text
 from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing, TokenizerUnusable
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

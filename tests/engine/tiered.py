@@ -107,8 +107,8 @@ class Tiered(Bench):
 
     @property
     def tiering(self) -> TierConnector:
-        assert self.engine._tiering is not None
-        return self.engine._tiering
+        assert self.engine.tier_connector is not None
+        return self.engine.tier_connector
 
     @property
     def mover(self) -> TierWriter:

@@ -14,8 +14,8 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.runtime.base import Batch
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
 # A second or two of a core: every answer depends on the whole context, and has words.

@@ -19,7 +19,6 @@ from rootstock import LLM, SamplingParams, TextDelta
 from rootstock.config import CacheConfig
 from rootstock.engine.build import assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import (
     ChatTemplateFailed,
     EmptyPrompt,
@@ -32,6 +31,7 @@ from rootstock.errors import (
     Unsupported,
 )
 from rootstock.runtime.base import Batch
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from waiting import HANG_S, wait_for, wait_until
 
@@ -444,7 +444,7 @@ from pathlib import Path
 from rootstock import LLM, SamplingParams
 from rootstock.config import CacheConfig, TierConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.tokenizer import ByteTokenizer
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
 codec = ByteTokenizer()

@@ -221,16 +221,16 @@ def _live(
         cache,
         config,
         clock=clock,
-        tiering=tiering,
+        tier_connector=tiering,
         verify_hits=verify_hits,
-        drafter=guesses if seed % 4 < 3 else None,
+        proposer=guesses if seed % 4 < 3 else None,
     )
     guesses.limit = engine.context_limit
     clients: list[Client] = []
     to_come = int(rng.integers(3, 16))
-    while to_come or engine._scheduler.has_work:
+    while to_come or engine.scheduler.has_work:
         action = rng.random()
-        if to_come and (action < 0.4 or not engine._scheduler.has_work):
+        if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
             client = Client(_request(rng, [*before, *clients], engine.context_limit))
             try:
@@ -247,21 +247,21 @@ def _live(
         engine.step()
         if tiering is not None:
             tiering.run()
-            while engine._verifier.has_work and not engine._scheduler.has_work and rng.random() < 0.8:
-                engine._verify()
+            while engine.hit_verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
+                engine.verify_hits()
         outcome.waited_for_prefix += sum(
-            type(s.state).__name__ == "WaitingForPrefix" for s in engine._scheduler.sequences()
+            type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
         assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
         if check_every_step:
             cache.check()
-            engine._scheduler.check()
+            engine.scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
     if tiering is not None:
-        engine._verifier.pause()
-        engine._verifier.forget()
-        assert not engine._verifier.counts["differs"], "a false alarm"
+        engine.hit_verifier.pause()
+        engine.hit_verifier.forget()
+        assert not engine.hit_verifier.counts["differs"], "a false alarm"
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
@@ -291,7 +291,7 @@ def _live(
         outcome.loads_missed += tiering.counters.loads["missed"]
         outcome.loads_cancelled += tiering.counters.loads["cancelled"]
         outcome.declined += tiering.counters.choices["recompute"]
-        outcome.verified += engine._verifier.counts["agrees"]
+        outcome.verified += engine.hit_verifier.counts["agrees"]
         if rng.random() < 0.5:
             engine.stop()  # what memory has goes down; else it is a crash
     cache.clear()

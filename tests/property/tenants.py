@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly, assemble
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from waiting import HANG_S
 
@@ -227,7 +227,7 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     block_bytes = sum(row_bytes(family, 8) for family in families)
     # DiskSpace for everything: what one tenant's requests evict of another's is documented, and is not compared.
     made = assemble(runtime, codec, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
-    app = create_app(made.engine, made.codec, made.description, setting.server, block_size=8)
+    app = create_app(made.engine, made.tokenizer, made.description, setting.server, block_size=8)
     with (
         made.engine,
         running(app, made.engine) as url,

@@ -17,11 +17,12 @@ from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ByteTokenizer, ModelTokenizer
+from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.connection import HttpLimits
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from server.held import Held
 from waiting import HANG_S, wait_until
@@ -67,7 +68,7 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def chat_prompt(self, text: str) -> list[int]:
-        codec = self.assembly.codec
+        codec = self.assembly.tokenizer
         tokens: list[int] = codec.encode_chat(codec.render_chat(user(text), [])).tolist()
         return tokens
 
@@ -127,7 +128,7 @@ def served_by_oracle(
     )
     if isinstance(fault, Held):
         fault.engine = made.engine
-    app = create_app(made.engine, made.codec, made.description, server, defaults, block_size=8)
+    app = create_app(made.engine, made.tokenizer, made.description, server, defaults, block_size=8)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,

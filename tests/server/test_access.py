@@ -10,8 +10,8 @@ import pytest
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig, read_tenant_keys
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STATS, CLEAR, EXPLAIN = "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/explain"

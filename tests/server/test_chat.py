@@ -15,9 +15,10 @@ from rootstock.engine.prompts.chat import (
     template_messages,
 )
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.tokenizer import ByteTokenizer, HFTokenizer
+from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, PromptTextTooLong, Unsupported
 from rootstock.server.openai.schema import ChatCompletionRequest
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
 
 # As real templates do: tools at the front, a call's arguments as an object, the role checked.

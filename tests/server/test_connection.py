@@ -99,7 +99,7 @@ def test_a_stream_has_the_same_bytes_with_and_without_the_shortcut(
         assert bool(written) == ("logprobs" not in body)
         count = len(written)
         made = served.assembly
-        app = create_app(made.engine, made.codec, made.description, block_size=8)
+        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
         by_tasks = asyncio.run(asked_of(app, path, body))
         assert len(written) == count
         assert told(over_a_socket) == told(by_tasks)

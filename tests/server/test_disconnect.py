@@ -99,7 +99,7 @@ def test_a_cancelled_server_task_aborts_too(serve: Any) -> None:
 
     with serve(fault=Held(free_forwards=8)) as served:
         made = served.assembly
-        app = create_app(made.engine, made.codec, made.description)
+        app = create_app(made.engine, made.tokenizer, made.description)
 
         async def call(stream: str) -> None:
             body = (

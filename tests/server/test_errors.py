@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
+from rootstock.engine.engine import Engine
 from rootstock.server.openai.schema import ChatCompletionRequest
 from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
 from server.held import Held
@@ -600,8 +601,8 @@ def test_a_large_agents_request_is_within_the_limits(serve: Any) -> None:
 
 
 def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
-    from rootstock.engine.tokenizer import ByteTokenizer
     from rootstock.errors import ChatTemplateMissing
+    from rootstock.testing.byte_tokenizer import ByteTokenizer
 
     class Bare(ByteTokenizer):
         def render_chat(self, *_messages: Any, **_options: Any) -> str:
@@ -628,6 +629,11 @@ def test_an_api_key_is_asked_for_everywhere_but_at_health(serve: Any) -> None:
 # ---- what goes wrong later
 
 
+def live_requests(engine: Engine) -> int:
+    health = engine.health()
+    return health.running + health.waiting
+
+
 def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
     held = Held()
     with serve(EngineConfig(max_batch=1, max_queue=3), fault=held) as served:
@@ -640,7 +646,7 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
             for _ in range(count):
                 threads.append(threading.Thread(target=ask))
                 threads[-1].start()
-            wait_until(lambda: len(served.assembly.engine._live) == len(threads))
+            wait_until(lambda: live_requests(served.assembly.engine) == len(threads))
 
         threads: list[threading.Thread] = []
         start(2)
@@ -649,7 +655,7 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
             refused = served.chat("three", n=3, stream=stream)
             assert_error(refused, 429, "queue_full", None, "--max-queue")
             assert int(refused.headers["retry-after"]) >= 1
-            wait_until(lambda: len(served.assembly.engine._live) == 2)
+            wait_until(lambda: live_requests(served.assembly.engine) == 2)
         start(2)
         assert served.chat("one too many").status_code == 429
         held.let_go()

@@ -21,9 +21,9 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.bridge import Bridge, Generation, Mailbox
 from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
 ID = RequestId("r")

@@ -16,12 +16,12 @@ from starlette.requests import Request
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.engine.prompts.prompt_tokenizer import TokenizedPieces
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server import json_body
 from rootstock.server.errors import ClientGone
 from rootstock.server.json_body import check_shape
 from rootstock.server.preparation_queue import LONG_BODY_BYTES, PreparationQueue
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"

@@ -210,7 +210,7 @@ def test_hostile_values_in_several_fields_are_answered(
 
 def test_every_field_of_every_route_is_answered_with_hostile_values(served: Any) -> None:
     """All pairs would take minutes: a few of them for each template, always the same."""
-    chosen = random.Random(len(served.assembly.codec.template_names.literals))
+    chosen = random.Random(len(served.assembly.tokenizer.template_names.literals))
     for route, body in (BODIES[1], BODIES[3], BODIES[6]):
         for name in SCHEMAS[route].model_fields:
             for value in chosen.sample(HOSTILE, 3):

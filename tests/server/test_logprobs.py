@@ -160,7 +160,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_aborts_all_choices(
     scoring.may_score.clear()
     with serve(EngineConfig(chunk_tokens=16), fault=scoring) as served:
         made = served.assembly
-        app = create_app(made.engine, made.codec, made.description, block_size=8)
+        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
 
         async def run() -> None:
             body = {"prompt": PROMPT, "n": 4, "stream": stream, **ECHO, "max_tokens": 3000}
@@ -242,7 +242,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
     with serve() as served:
         made = served.assembly
         asker = Piecewise()
-        asyncio.run(asker.ask(create_app(made.engine, made.codec, made.description, block_size=8), body))
+        asyncio.run(asker.ask(create_app(made.engine, made.tokenizer, made.description, block_size=8), body))
     answer = b"".join(asker.pieces)
     assert len(answer) > 10 * CHUNK_CHARACTERS
     assert max(map(len, asker.pieces)) < 2 * CHUNK_CHARACTERS

@@ -11,9 +11,9 @@ import pytest
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
 from waiting import HANG_S
@@ -435,9 +435,9 @@ def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Pa
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096)
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
-    app = create_app(made.engine, made.codec, made.description)
+    app = create_app(made.engine, made.tokenizer, made.description)
     with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
-        tiering = made.engine._tiering
+        tiering = made.engine.tier_connector
         assert tiering is not None
         tiering.counters.loads["loaded"] += 2777
         tiering.counters.choices["load"] += 3

@@ -11,8 +11,8 @@ import pytest
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, TokenizedPieces
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import PromptTextTooLong
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import join
 
 

@@ -31,7 +31,7 @@ Place = tuple[int, int]  # which request's tokens, and a position in them
 
 def useful_places(world: World, agent: Agent) -> list[Place]:
     """Each with the first request that has these tokens."""
-    asked, codec = world.asked, world.made.codec
+    asked, codec = world.asked, world.made.tokenizer
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
     conversation = conversation_of(agent.messages, TOOLS)

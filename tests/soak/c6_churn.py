@@ -260,8 +260,8 @@ class Churn:
             queue_bytes=QUEUE_BYTES,
         )
         made = engine_on(self._model, BUDGET_BYTES, tier, max_batch=AT_ONCE)
-        assert made.engine._tiering is not None
-        disk = made.engine._tiering._disk
+        assert made.engine.tier_connector is not None
+        disk = made.engine.tier_connector._disk
         assert disk is not None, "the directory can't be used"
         with made.engine:
             asker = Asker(made.engine, ANSWER)

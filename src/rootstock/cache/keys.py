@@ -21,6 +21,21 @@ class Namespace:
     salt: str = ""  # of the tenant: an isolation boundary chosen by the caller
     is_private: bool = False  # kept in memory only; no other request can name it
 
+    @classmethod
+    def of_model(
+        cls, weights_fingerprint: str, layout: str, dtype: str, kv_dtype: str, rope_regime: str
+    ) -> Namespace:
+        """Returns the namespace of a loaded model, without a salt.
+
+        The dtype of the computation is a part: float32 rows computed in bfloat16 differ from those computed in
+        float32.
+        """
+        return cls(
+            weights=weights_fingerprint + (f"/{layout}" if layout else ""),
+            kv_dtype=f"{dtype}:{kv_dtype}",
+            rope_regime=rope_regime,
+        )
+
     def digest(self) -> bytes:
         """16 bytes. Fields are length-prefixed, so that no two namespaces hash the same input."""
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]

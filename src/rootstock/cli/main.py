@@ -228,7 +228,9 @@ def run_server(
 
     from rootstock.server.app import create_app
 
-    web = create_app(made.engine, made.codec, made.description, server, defaults, block_size=cache.block_size)
+    web = create_app(
+        made.engine, made.tokenizer, made.description, server, defaults, block_size=cache.block_size
+    )
     # The loaded model stays: the garbage collector need not visit it between two tokens.
     gc.collect()
     gc.freeze()

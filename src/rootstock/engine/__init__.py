@@ -1,1 +1,1 @@
-"""The engine: one thread that owns the runtime, batches requests continuously and tells each one how it ended."""
+"""The engine: one thread that owns the runtime and batches requests continuously."""

@@ -1,4 +1,4 @@
-"""The names that a chat template reads, found in its source rather than by rendering."""
+"""Names that a chat template reads, found in its source rather than by rendering."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TemplateNames:
 
 
 def names_in(source: str) -> TemplateNames:
-    """Empty for a source that is not a template: rendering it tells what is wrong."""
+    """Finds the names in a template's source. Empty for a broken template: rendering reports the error."""
     from jinja2 import Environment, TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        """transformers' own tag: it marks what an assistant wrote, and renders as its inside."""
+        """The `generation` tag of transformers: marks the assistant's text and renders as its content."""
 
         tags = {"generation"}  # noqa: RUF012
 

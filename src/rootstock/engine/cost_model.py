@@ -1,8 +1,7 @@
-"""How long prefilling, loading and whole steps take here, learnt from how long they took.
+"""Cost models of prefills, loads and steps, fitted to the observed times on this machine.
 
-Both are sums of things that can be counted, each at a price of its own. The prices are fitted to the last
-observations: to relative errors, because a short forward must be as right as a long one; with those that do not fit
-weighing less, because machines hiccup; and never below nothing.
+The seconds of each are a sum of counts, each at a price. Prices are fitted to the last observations by relative
+errors, so that short forwards count as much as long ones. Outliers weigh less. No price is negative.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _REMEMBERED = 128  # observations
-_FORGETTING = 0.97  # what one more observation leaves of the weight of those before it
+_FORGETTING = 0.97  # an observation multiplies the weight of the earlier ones by this
 _TOLERANCE = 0.2  # a larger relative error pulls no harder than this one (Huber)
-_ROUNDS = 4  # of weighing by the errors and fitting again, per observation
-_INERTIA = 1e-3  # holds prices where they were in so far as observations do not tell them apart
-_SURPRISE = 1.5  # an observation this many times slower or faster than foreseen …
-_CHANGE = 4  # … is a hiccup, but so many in a row are another machine:
-_AFTER_CHANGE = 0.05  # what is left of the weight of all that was observed before
-_CLOCK_S = 1e-9  # less cannot have been measured
+_ROUNDS = 4  # of weighting by the errors and fitting again, per observation
+_INERTIA = 1e-3  # keeps prices near their last values if the observations do not determine them
+_SURPRISE = 1.5  # an observation this many times slower or faster than predicted …
+_CHANGE = 4  # … is an outlier, but so many in a row are a change of the machine:
+_AFTER_CHANGE = 0.05  # remaining weight of the observations before a change
+_CLOCK_S = 1e-9  # shorter times are errors of the clock
 
 
 class PrefillSpeed:
-    """Seconds of a forward = c + a·tokens + b·attended, where a token attends to as many as its position says.
+    """Seconds of a forward = c + a·tokens + b·attended. A token attends to as many positions as precede it.
 
     Not thread-safe: the engine's thread observes and asks.
     """
@@ -38,39 +37,40 @@ class PrefillSpeed:
         self._fit = _Fit(3)
 
     def observe(self, segments: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One forward, made mostly of prefill. Each segment is (past, new): positions past … past+new-1."""
+        """Learns from one forward of mostly prefill. Each segment is (past, new): positions past … past+new-1."""
         tokens = sum(new for _, new in segments)
-        attended = sum(_positions(past, past + new) for past, new in segments)
+        attended = sum(attended_positions(past, past + new) for past, new in segments)
         if tokens > 0:
             self._fit.observe((1, tokens, attended), seconds, alone=1)
 
     def seconds(self, first: int, end: int, chunk_tokens: int) -> float | None:
-        """To prefill positions first … end-1 in chunks; None until something was observed."""
+        """Predicts a prefill of positions first … end-1 in chunks. None before the first observation."""
         tokens = max(end - first, 0)
         forwards = -(-tokens // chunk_tokens)
-        return self._fit.predict((forwards, tokens, _positions(first, first + tokens)))
+        return self._fit.predict((forwards, tokens, attended_positions(first, first + tokens)))
 
     def tokens_per_s_at(self, depth: int) -> float | None:
-        """In forwards of as many tokens as they had of late, the first of which is at position `depth`."""
+        """Predicts the speed at position `depth`, in forwards of the recent typical size."""
         if not self._fit.observed:
             return None
         tokens = max(1, round(self._fit.typical(1)))
         return _rate(tokens, self.seconds(depth, depth + tokens, chunk_tokens=tokens))
 
 
-class Share(NamedTuple):
-    """One sequence's in a step."""
+class StepSize(NamedTuple):
+    """Work of a step: its tokens, and the positions that they attend to."""
 
-    past: int  # positions computed before
-    new: int  # tokens computed in it
-    decodes: bool  # rather than computing its prompt
+    prefill_tokens: int
+    prefill_attended: int
+    decode_tokens: int  # one for each decoding sequence, and their drafts
+    decode_attended: int
 
 
 class StepSpeed:
-    """Seconds of a step = c + a·prefilled + b·attended by these + d·decodes + e·attended by these.
+    """Seconds of a step = c + a·prefill tokens + b·attended by them + d·decode tokens + e·attended by them.
 
-    A token of a prompt and one that is decoded have prices of their own: many rows of one sequence share what they
-    read. Not thread-safe: the engine's thread observes and asks.
+    Tokens of prompts and of decodes have prices of their own, because the rows of one prompt share their reads.
+    Not thread-safe: the engine's thread observes and asks.
     """
 
     def __init__(self) -> None:
@@ -85,29 +85,16 @@ class StepSpeed:
         """Seconds per token of a prompt, and per position that it attends to."""
         return self._fit.price(1), self._fit.price(2)
 
-    def observe(self, step: Sequence[Share], seconds: float) -> None:
-        """One step took so long."""
-        counts = self._counts(step)
-        if counts[1] or counts[3]:
-            self._fit.observe(counts, seconds, alone=1 if counts[1] else 3)
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Learns from one step."""
+        if size.prefill_tokens or size.decode_tokens:
+            self._fit.observe((1, *size), seconds, alone=1 if size.prefill_tokens else 3)
 
-    def seconds(self, step: Sequence[Share]) -> float:
-        """Of a step. Something must have been observed."""
-        seconds = self._fit.predict(self._counts(step))
+    def seconds(self, size: StepSize) -> float:
+        """Predicts a step. Requires at least one observation."""
+        seconds = self._fit.predict((1, *size))
         assert seconds is not None
         return seconds
-
-    @staticmethod
-    def _counts(step: Sequence[Share]) -> tuple[int, int, int, int, int]:
-        prefills = [share for share in step if not share.decodes]
-        decodes = [share for share in step if share.decodes]
-        return (
-            1,
-            sum(share.new for share in prefills),
-            sum(_positions(share.past, share.past + share.new) for share in prefills),
-            sum(share.new for share in decodes),
-            sum(share.past for share in decodes),
-        )
 
 
 class LoadSpeed:
@@ -124,9 +111,9 @@ class LoadSpeed:
             self._fit.observe((records, payload_bytes), seconds, alone=1 if payload_bytes > 0 else 0)
 
     def seconds(self, records: int, payload_bytes: int, waiting_bytes: int = 0) -> float | None:
-        """To load so much after what is waiting, which is taken to be of records like those loaded of late.
+        """Predicts a load that begins after the waiting bytes, taken to be of records like the recent ones.
 
-        None until something was observed.
+        None before the first observation.
         """
         own = self._fit.predict((records, payload_bytes))
         if own is None or waiting_bytes <= 0:
@@ -136,7 +123,7 @@ class LoadSpeed:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of records like those loaded of late: less than the bandwidth, by what each record costs."""
+        """Speed for records like the recent ones: below the bandwidth, because each record has a cost."""
         if not self._fit.observed:
             return None
         records, payload_bytes = self._fit.typical(0), self._fit.typical(1)
@@ -144,21 +131,21 @@ class LoadSpeed:
 
 
 class _Fit:
-    """seconds = counts · prices, prices ≥ 0, by weighted least squares over the last observations."""
+    """Weighted least squares of seconds = counts · prices, prices ≥ 0, over the last observations."""
 
     def __init__(self, columns: int) -> None:
         self._counts: Floats = np.empty((0, columns))  # [observations, columns], the newest last
         self._seconds: Floats = np.empty(0)  # [observations]
         self._weights: Floats = np.empty(0)  # [observations]
         self._prices: Floats = np.zeros(columns)
-        self._surprises = 0  # in a row until now; negative: faster than foreseen
+        self._surprises = 0  # in a row; negative: faster than predicted
 
     @property
     def observed(self) -> bool:
         return len(self._seconds) > 0
 
     def observe(self, counts: Sequence[float], seconds: float, alone: int) -> None:
-        """While there is no other observation, all of it was for the column `alone`."""
+        """Learns from one observation. The first one is put down to the column `alone`."""
         if not math.isfinite(seconds) or seconds < _CLOCK_S:
             return
         foreseen = self.predict(counts)
@@ -180,7 +167,7 @@ class _Fit:
         return float(self._prices[column])
 
     def typical(self, column: int) -> float:
-        """The mean of late."""
+        """Returns the weighted mean of a column."""
         return float(np.average(self._counts[:, column], weights=self._weights))
 
     def _notice_change(self, foreseen: float, seconds: float) -> None:
@@ -191,7 +178,7 @@ class _Fit:
         else:
             self._surprises = 0
         if abs(self._surprises) == _CHANGE:
-            # Everything takes so many times as long now, until more is known.
+            # Scale all prices until more is known.
             fitted = self._counts[-_CHANGE:] @ self._prices
             factor = float(np.median(self._seconds[-_CHANGE:] / fitted)) if fitted.all() else 1.0
             self._prices = self._prices * factor
@@ -200,10 +187,10 @@ class _Fit:
             self._surprises = 0
 
     def _fitted(self) -> Floats:
-        """One round: weights by the errors of the last prices, then the prices that are best under these weights."""
+        """Fits once: weights by the errors of the last prices, then the best prices under these weights."""
         fitted = self._counts @ self._prices
-        # Relative to what was fitted: relative to what was measured, the fast ones would count for more. Where these
-        # are far apart, neither is relied on.
+        # Errors are relative to the fitted times: relative to measured times, fast outliers would count for more.
+        # Where the two are far apart, the unit stays between them.
         unit = np.clip(fitted, self._seconds / 2, self._seconds * 2)
         error = np.abs(self._seconds - fitted) / unit
         root = np.sqrt(self._weights * _TOLERANCE / np.maximum(error, _TOLERANCE)) / unit
@@ -218,7 +205,7 @@ class _Fit:
 
 
 def _non_negative(normal: Floats, right: Floats) -> Floats:
-    """The x ≥ 0 that minimises x·normal·x - 2·right·x: the best of those where some are 0 and the rest is free."""
+    """Minimizes x·normal·x - 2·right·x over x ≥ 0, by trying each set of free components."""
     best, best_value = np.zeros_like(right), math.inf
     for free in _subsets(len(right)):
         x = np.linalg.solve(normal[np.ix_(free, free)], right[free])
@@ -227,19 +214,19 @@ def _non_negative(normal: Floats, right: Floats) -> Floats:
             best, best_value = np.zeros_like(right), value
             best[free] = x
             if len(free) == len(right):
-                break  # nothing had to be held at 0
+                break  # no component is at 0
     return best
 
 
 def _subsets(count: int) -> Iterator[list[int]]:
-    """The largest first, without the empty one."""
+    """Yields the non-empty subsets, the largest first."""
     for size in range(count, 0, -1):
         for subset in combinations(range(count), size):
             yield list(subset)
 
 
-def _positions(first: int, end: int) -> int:
-    """The sum of the positions first … end-1."""
+def attended_positions(first: int, end: int) -> int:
+    """Sums the positions first … end-1: those that the tokens at them attend to."""
     return (first + end - 1) * (end - first) // 2
 
 

@@ -1,7 +1,7 @@
-"""What a request asks, the events it is answered with, and the states it passes through.
+"""Requests, their parameters, and the events that answer them.
 
-Wire formats turn into `Request`; every request gets token events and then exactly one terminal event:
-`Finished`, `Failed` or `Aborted`.
+Wire formats turn into `Request`. Each request gets token events, then exactly one terminal event: `Finished`,
+`Failed` or `Aborted`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ RequestId = NewType("RequestId", str)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Filters apply in this order: penalties and bias, temperature, top-k,
-    top-p, min-p. `temperature` 0 is greedy."""
+    """Parameters of sampling. Filters apply in this order: penalties and bias, temperature, top-k, top-p, min-p.
+
+    `temperature` 0 is greedy.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,8 +45,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a request ends. A token in `stop_tokens` or of the model's end-of-sequence ends it, and is not
-    part of the text; a stop string ends it and is cut from the text."""
+    """Conditions that end a request.
+
+    A token of `stop_tokens` or an end-of-sequence token ends it and is no part of the text. A stop string ends it and
+    is cut from the text.
+    """
 
     max_tokens: int | None = None  # None: as many as the context limit leaves
     min_tokens: int = 0  # end-of-sequence is not sampled before
@@ -55,8 +60,10 @@ class StopParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `n` choices are n requests: the cache makes them share their prompt. The first of
-    them has `prompt_logprobs` if any are wanted."""
+    """A sequence to generate. `n` choices are n requests, which share their prompt through the cache.
+
+    Of n choices the first has `prompt_logprobs` if they are wanted.
+    """
 
     id: RequestId
     tokens: Tokens  # [prompt] int32, owned by the request
@@ -64,7 +71,9 @@ class Request:
     stop: StopParams = StopParams()
     salt: str = ""  # tenant: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
-    boundaries: tuple[Boundary, ...] = ()  # where later requests may diverge: a checkpoint is left there
+    boundaries: tuple[
+        Boundary, ...
+    ] = ()  # positions at which later requests may diverge: each gets a checkpoint
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -149,10 +158,10 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose KV was found rather than computed, at first admission
+    cached_tokens: int  # prompt tokens found in the cache or loaded, at first admission
     completion_tokens: int
-    draft_tokens: int = 0  # guessed ahead and verified
-    accepted_draft_tokens: int = 0  # of those, forwards that were saved: completion tokens like any other
+    draft_tokens: int = 0  # draft tokens that were verified
+    accepted_draft_tokens: int = 0  # accepted ones: each saved a forward, and is a completion token
     queued_s: float = 0.0  # submission → first admission
     ttft_s: float = 0.0  # submission → first token
     total_s: float = 0.0
@@ -160,7 +169,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Once, before the first token, for requests with `prompt_logprobs`: entry i scores prompt token i + 1."""
+    """The log-probabilities of a prompt, once before the first token. Entry i scores prompt token i + 1."""
 
     id: RequestId
     logprobs: Logprobs  # [prompt - 1]
@@ -170,7 +179,7 @@ class PromptScored:
 class TokenEvent:
     id: RequestId
     token: int
-    text: str  # what became certain with this token; may be empty, may hold several tokens' text
+    text: str  # text that became certain with this token: empty, or of several tokens
     logprob: TokenLogprob | None = None
     cached_tokens: int = 0  # of the request's prompt, as in Usage: known with the first token
 
@@ -180,7 +189,7 @@ class Finished:
     id: RequestId
     reason: Literal["stop", "length"]
     usage: Usage
-    text: str = ""  # what was held back until the end was known, to be appended
+    text: str = ""  # text held back until the end, to be appended
     stopped_by: str | int | None = None  # the stop string or token
 
 

@@ -1,9 +1,8 @@
 """Choosing the next token from a row of logits.
 
-One `Sampler` serves one request. What it chooses depends on the logits, the request's seed and the index of
-the token, and on nothing else: not on batch mates, and not on whether the request was preempted in between.
-Everything is NumPy and works on whole rows; a vocabulary of 150,000 is never sorted, only searched for
-candidates (`best_ids`).
+One `Sampler` serves one request. Its choice depends on the logits, the request's seed and the index of the token, and
+not on the batch or on preemptions. The code is NumPy on whole rows. A vocabulary of 150,000 is never sorted, only
+searched for candidates (`best_ids`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
 Rows = NDArray[np.float32]  # [rows, vocab] logits
 Ids = NDArray[np.intp]
 
-# Dividing by less than this overflows float32; what is left of the distribution is its largest token anyway.
+# Dividing by less than this overflows float32. At this temperature only the largest token has any weight.
 _LEAST_TEMPERATURE = 1e-6
 _BIAS_LIMIT = 100.0  # OpenAI: -100 bans a token, 100 selects among the tokens that have it
 _CHUNK = 1024
@@ -37,11 +36,10 @@ class SampledToken:
 
 
 class Sampler:
-    """Samples the tokens of one request, one call of `sample` per token.
+    """Sampler of one request's tokens, one call of `sample` per token.
 
-    `eos` are the tokens, end of sequence and others, that may not be sampled before `min_tokens` are there.
-    `generated` are tokens that an earlier sampler of the same request sampled: with them this one goes on
-    exactly where that one stopped.
+    The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
+    earlier sampler of the same request: this one continues exactly after them.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Sampler:
         self._draws = None if params.greedy else _draws_from(seed, len(past))
 
     def sample(self, logits: Row) -> SampledToken:
-        """The next token from `logits` [vocab], which are left as they are. Raises SamplingFailed."""
+        """Samples the next token from `logits` [vocab], which stay unchanged. Raises SamplingFailed."""
         assert logits.shape == (self._vocab_size,), logits.shape
         best = int(
             logits.argmax()
@@ -87,7 +85,7 @@ class Sampler:
         return SampledToken(token, None if top is None else _logprob(logits, token, top))
 
     def _edited(self, logits: Row) -> Row:
-        """A changed copy, or `logits` itself if nothing is to be changed."""
+        """Returns an edited copy, or `logits` itself if there is nothing to edit."""
         too_early = self._sampled < self._min_tokens and self._eos.size > 0
         if self._penalties is None and self._bias is None and not too_early:
             return logits
@@ -102,7 +100,7 @@ class Sampler:
 
 
 def leaves_no_token(params: SamplingParams, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
-    """Whether `logit_bias`, and `min_tokens` with the tokens that end an answer, forbid the whole vocabulary."""
+    """Returns whether `logit_bias`, and `min_tokens` with the end tokens, ban the whole vocabulary."""
     forbidden = {token for token in ends if 0 <= token < vocab_size} if min_tokens > 0 else set()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
     forbidden |= {token for token, value in bias.items() if value <= -_BIAS_LIMIT}
@@ -124,10 +122,10 @@ def score_prompt(logits: Rows, next_tokens: Tokens, top: int) -> Logprobs:
 
 
 def best_ids(row: Row, count: int) -> Ids:
-    """Ids of the `count` largest values, best first, ties to the lowest id; fewer if `row` is shorter.
+    """Returns the ids of the `count` largest values, best first, ties to the lowest id; fewer if `row` is shorter.
 
-    The `count`-th largest of the maxima of disjoint groups is a lower bound of the `count`-th largest value,
-    and is found far sooner: only the few values above it are then sorted.
+    The `count`-th largest of the maxima of disjoint groups is a lower bound of the `count`-th largest value and is
+    cheap to find. Only the few values above it are sorted.
     """
     count = min(count, len(row))
     if count == 0:
@@ -186,14 +184,14 @@ def _weights(logits: Row, top: np.float32, temperature: float) -> Row:
 
 
 def _reach(weights: Row, mass: float) -> int:
-    """How many of `weights`, in their order, it takes to reach `mass`; at least one."""
+    """Counts the first `weights` whose sum reaches `mass`; at least one."""
     return int(np.searchsorted(np.cumsum(weights, dtype=np.float64), mass, side="left")) + 1
 
 
 def _nucleus(weights: Row, top_p: float) -> Ids:
-    """Ids, ascending, of the fewest weights that make up `top_p` of them all; ties to the lowest id.
+    """Returns the ids, ascending, of the fewest weights that sum to `top_p` of the total; ties to the lowest id.
 
-    Without sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
+    Avoids sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
     """
     total = float(weights.sum(dtype=np.float64))
     # All that are lighter than this make up less than 1 - top_p together.
@@ -204,7 +202,7 @@ def _nucleus(weights: Row, top_p: float) -> Ids:
     reached = np.cumsum(np.bincount(bins, weights)[::-1])  # from the heaviest bin down
     mass = top_p * total
     passed = int(np.searchsorted(reached, mass, side="left"))
-    if passed == len(reached):  # by rounding
+    if passed == len(reached):  # because of rounding
         return ids
     border = len(reached) - 1 - passed
     kept = bins > border
@@ -216,7 +214,7 @@ def _nucleus(weights: Row, top_p: float) -> Ids:
 
 
 def _pick(weights: Row, uniform: float) -> int:
-    """The index whose share of the cumulated weights holds `uniform`. In chunks: a cumulated sum is slow."""
+    """Finds the index whose share of the cumulated weights holds `uniform`. In chunks: cumulated sums are slow."""
     start = 0
     if len(weights) > 2 * _CHUNK:
         starts = np.arange(0, len(weights), _CHUNK)
@@ -230,7 +228,7 @@ def _pick(weights: Row, uniform: float) -> int:
 
 
 def _invert(weights: Row, target: float) -> tuple[int, float]:
-    """The first index whose cumulated weight exceeds `target`, and how far `target` lies in it."""
+    """Finds the first index whose cumulated weight exceeds `target`, and the offset of `target` in it."""
     reached = np.cumsum(weights, dtype=np.float64)
     index = int(np.searchsorted(reached, target, side="right"))
     if index == len(weights):  # `target` was rounded up to the total: the last one that has any weight
@@ -239,7 +237,7 @@ def _invert(weights: Row, target: float) -> tuple[int, float]:
 
 
 def _draws_from(seed: int, index: int) -> np.random.Philox:
-    """The seed's random numbers from the `index`-th on. Philox counts, so that it can start anywhere."""
+    """Returns the seed's random numbers from the `index`-th on. Philox is counter-based: it can start anywhere."""
     draws = np.random.Philox(key=seed & 0xFFFF_FFFF_FFFF_FFFF)
     draws.advance(index // 4)  # a step of the counter makes four numbers
     for _ in range(index % 4):
@@ -340,7 +338,7 @@ def _logprob(row: Row, token: int, top: int) -> TokenLogprob:
 
 
 def _score(logits: Rows, tokens: Tokens, top: int, scratch: Rows) -> Logprobs:
-    """As `_logprob`, bit for bit, for several rows at once. `scratch` has at least as many rows."""
+    """Computes `_logprob`, bit for bit, for several rows at once. `scratch` has at least as many rows."""
     largest = logits.max(axis=1, keepdims=True)
     weights = np.subtract(logits, largest, out=scratch[: len(logits)])
     np.exp(weights, out=weights)

@@ -1,8 +1,6 @@
-"""What the next forward computes: who decodes, who prefills how much, who is admitted, who must make room.
+"""The scheduler: plans decodes, chunks of prefills, loads, admissions and preemption of each step.
 
-Order of a step: running decodes, one token each; running prefills, first come first served, within the token
-budget; then admissions from the queue; then drafts for the decodes, of what is left. Nothing here touches a tensor or
-a clock.
+It touches no tensor and no clock.
 """
 
 from __future__ import annotations
@@ -10,15 +8,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rootstock.cache import KVCache
+from rootstock.cache.explain import LoadChoice
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING, Tokens
 from rootstock.cache.tier_index import TierHit
-from rootstock.engine.cost_model import Share
+from rootstock.engine.cost_model import StepSize, attended_positions
 from rootstock.engine.pacing import Pace
 from rootstock.engine.sequence import (
     Decoding,
@@ -32,14 +31,20 @@ from rootstock.engine.sequence import (
 )
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.errors import OutOfBlocks, RootstockError
+from rootstock.runtime.base import Segment
 
-WANTING_REQUESTS = 16  # how many of the queue's first requests protect what they would hit
+PROTECTED_REQUESTS = 16  # the first requests of the queue protect the entries that they would hit
+
+# Decides for a match whether to load the deeper prefix that a tier holds. None: there is none.
+LoadChooser = Callable[[Match], tuple[TierHit | None, LoadChoice | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One sequence's share of a step: these tokens, which follow what its lease has computed. The last `drafts` of
-    them are guesses."""
+class ScheduledSequence:
+    """A sequence in a step, and the tokens that it computes: those that follow its computed ones.
+
+    The last `drafts` tokens are draft tokens.
+    """
 
     sequence: Sequence
     lease: Lease
@@ -47,49 +52,93 @@ class Work:
     drafts: int = 0
 
     @property
+    def decodes(self) -> bool:
+        return isinstance(self.sequence.state, Decoding)
+
+    @property
     def completes_prompt(self) -> bool:
-        """After this forward every known token is computed, and the next one can be sampled."""
+        """True if this forward computes the last known token, so that the next one can be sampled."""
         return self.lease.computed + len(self.tokens) >= self.lease.known
 
     @property
-    def share(self) -> Share:
-        return Share(self.lease.computed, len(self.tokens), isinstance(self.sequence.state, Decoding))
+    def logits_to_keep(self) -> int:
+        """Last rows that need logits: all to score a prompt, one and the drafts to sample, else none."""
+        if not self.sequence.prompt_scored:
+            return len(self.tokens)
+        return 1 + self.drafts if self.completes_prompt and self.sequence.max_tokens > 0 else 0
+
+    def segment(self) -> Segment:
+        """Returns the runtime's view of this sequence."""
+        lease = self.lease
+        return Segment(self.tokens, lease.computed, lease.tables, self.logits_to_keep, lease.slot)
+
+    def row(self, index: int) -> ScheduledSequence:
+        """Returns one token of a decode with drafts, as if it had a step of its own."""
+        return ScheduledSequence(self.sequence, self.lease, self.tokens[index : index + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of a step: the sequences of its forward, loads to begin before it, and requests that cannot run.
+
+    Every block that the forward writes is reserved.
+    """
+
+    scheduled: list[ScheduledSequence]
+    to_load: list[Sequence]  # admitted in this step. Execute their plans before their loads begin.
+    given_up: list[tuple[Sequence, RootstockError]]
+
+    def size(self) -> StepSize:
+        """Counts the work of the forward, for the cost model. Call it before the forward."""
+        return size_of(self.scheduled)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being planned."""
+
+    now: float
+    loading: int  # loads in flight, also for requests that have ended
+    budget: int = 0  # tokens that prefills may still add
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    to_load: list[Sequence] = field(default_factory=list)
+    given_up: list[tuple[Sequence, RootstockError]] = field(default_factory=list)
+
+    def without_preempted(self) -> None:
+        """Drops sequences that were preempted after they were scheduled."""
+        self.scheduled = [item for item in self.scheduled if item.sequence.lease is item.lease]
 
 
 class Scheduler:
-    """Owns the queue and the running set. `reach` says what is worth loading for a match from a tier below, `pace`
-    how much prefill a step with decodes may carry; without a `drafter` every decode is one token."""
+    """The waiting queue, the running sequences, and the plan of each next step."""
 
     def __init__(
         self,
         cache: KVCache,
         max_batch: int,
         chunk_tokens: int,
-        reach: Callable[[Sequence, Match], TierHit | None] = lambda sequence, match: None,
+        choose_load: LoadChooser = lambda match: (None, None),
         pace: Pace | None = None,
-        drafter: Proposer | None = None,
+        proposer: Proposer | None = None,
         idle_chunk_tokens: int | None = None,
         scored_chunk_tokens: int | None = None,
     ) -> None:
-        """`chunk_tokens` are computed in one step, or up to `idle_chunk_tokens` while nobody decodes or will. Of
-        prompts that are scored, `scored_chunk_tokens` at most."""
+        """A step computes `chunk_tokens`, or up to `idle_chunk_tokens` if nothing decodes.
+
+        `scored_chunk_tokens` bounds the tokens of prompts whose log-probabilities are wanted. `pace` bounds the
+        prefill of a step with decodes. Without a `proposer` a decode is one token.
+        """
         self._cache = cache
-        self._drafter = drafter
-        self._reach = reach
-        self._to_load: list[Sequence] = []
-        self.loading = (
-            0  # loads under way, also for requests that are gone: set by the engine before each step
-        )
+        self._proposer = proposer
+        self._choose_load = choose_load
         self._max_batch = max_batch
         self._chunk_tokens = chunk_tokens
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
-        self.paced_tokens: int | None = None  # of prompts, that the last step with decodes had room for
+        self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
-        self._given_up: list[tuple[Sequence, RootstockError]] = []
-        self.now = 0.0  # set by the engine before each step
 
     @property
     def waiting(self) -> int:
@@ -107,152 +156,243 @@ class Scheduler:
         yield from self._running
         yield from self._waiting
 
-    def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+    # ------------------------------------------------------------------------------------------------ a step
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; what it has computed stays in the cache. The lease of one that is
-        loading stays with the load."""
-        lease = sequence.lease
-        if isinstance(sequence.state, Loading):
-            self._running.remove(sequence)
-        elif lease is not None:
-            self._running.remove(sequence)
-            self._cache.release(lease, ReleaseReason.ABORTED)
-        else:
-            self._waiting.remove(sequence)
-        self._drop_want(sequence)
-        sequence.state = Waiting()
+    def schedule(self, now: float, loading: int = 0) -> StepPlan:
+        """Plans the next step. `loading` counts the loads in flight, also those of ended requests.
 
-    def fail(self, sequence: Sequence, lease: Lease) -> None:
-        """Takes out a running sequence whose forward raised: what it had computed before stays."""
-        self._running.remove(sequence)
-        self._cache.release(lease, ReleaseReason.FAILED)
-        sequence.state = Waiting()
+        In this order:
 
-    def discard(self, sequence: Sequence, lease: Lease) -> None:
-        """A running sequence whose results are not to be trusted: nothing that it computed is kept."""
-        self._running.remove(sequence)
-        self._cache.discard(lease)
-        sequence.state = Waiting()
+        1. Decodes: one token for each decoding sequence.
+        2. Running prefills, first come first served, each the next chunk within the token budget.
+        3. Admissions from the queue, first come first served, while the batch and the budget have room. A request
+           waits if a running one is computing more of its prefix. It is loaded if a tier holds more of its prefix
+           and loading is faster than computing. Else its first chunk is computed in this step.
+        4. Drafts for the decodes, from the rest of the budget.
 
-    def loaded(self, sequence: Sequence, lease: Lease) -> None:
-        """What it waited for is there: it takes part in the next step."""
-        sequence.state = Prefilling(lease)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = lease.hit_tokens
+        Steps 1 and 2 preempt when a sequence gets no block: the running sequence with the least progress goes back
+        to the head of the queue, until the block is there or the sequence itself was preempted. The last running
+        sequence is given up instead. Admissions and drafts never preempt.
+        """
+        step = _Step(now, loading)
+        self._protect_hits_of_queued()  # before an eviction takes them
+        self._schedule_decodes(step)
+        self._schedule_prefills(step)
+        self._admit(step)
+        step.scheduled = [_up_to_checkpoint(item) for item in step.scheduled]
+        self._add_drafts(step)
+        return StepPlan(step.scheduled, step.to_load, step.given_up)
 
-    def requeue(self, sequence: Sequence) -> None:
-        """What it was to be loaded did not come: it is admitted anew, before those that came after it."""
-        self._running.remove(sequence)
-        self._put_back(sequence)
-        sequence.state = Waiting()
+    def _protect_hits_of_queued(self) -> None:
+        """Protects the entries that the first queued requests would hit. Renews the claim when the cache changed."""
+        for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
+            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
+                self._unprotect_hit(sequence)
+                sequence.want = self._cache.protect(self._cache.match(sequence.tokens, sequence.namespace))
 
-    def take_to_load(self) -> list[Sequence]:
-        """Those that the last step admitted to be loaded. Their plans are to be executed before they are."""
-        to_load, self._to_load = self._to_load, []
-        return to_load
+    def _unprotect_hit(self, sequence: Sequence) -> None:
+        if sequence.want is not None:
+            self._cache.unprotect(sequence.want)
+            sequence.want = None
 
-    def complete(self, sequence: Sequence, lease: Lease) -> None:
-        """A running sequence has all its tokens."""
-        self._running.remove(sequence)
-        if self._drafter is not None:
-            self._drafter.ended(sequence, lease)
-        self._cache.release(lease, ReleaseReason.FINISHED)
-        sequence.state = Waiting()
-
-    def drain(self) -> list[Sequence]:
-        """Everything out, without telling the cache: for when the cache itself is started anew."""
-        left = list(self.sequences())
-        self._running.clear()
-        self._waiting.clear()
-        self._to_load.clear()
-        for sequence in left:
-            sequence.state, sequence.want = Waiting(), None
-        return left
-
-    # ------------------------------------------------------------------------------------------ a step
-
-    def schedule(self) -> tuple[list[Work], list[tuple[Sequence, RootstockError]]]:
-        """The next forward, every block of which is reserved, and whom the scheduler had to give up on."""
-        self._given_up = []
-        self._protect_hits_of_queued()  # before anybody may evict what they would hit
-        work = self._decodes()
-        budget = self._chunk_tokens - len(work) if work else self._idle_chunk_tokens
-        if work and self._pace is not None:
-            self.paced_tokens = self._paced(work, 0, budget)
+    def _schedule_decodes(self, step: _Step) -> None:
         for sequence in list(self._running):
-            # One further up may have preempted this one meanwhile.
-            if isinstance(sequence.state, Prefilling) and budget > 0:
-                budget -= self._prefill(sequence, sequence.state.lease, budget, work)
-                budget = self._until_somebody_is_done(budget, work)
-        work = [w for w in work if w.sequence.lease is w.lease]
-        self._admit(work, budget)
-        return self._with_drafts([_cut(w) for w in work]), self._given_up
+            # An earlier sequence may have preempted this one.
+            if isinstance(sequence.state, Decoding) and self._reserve(
+                step, sequence, sequence.state.lease, 1
+            ):
+                last = np.array(sequence.generated[-1:], np.int32)
+                step.scheduled.append(ScheduledSequence(sequence, sequence.state.lease, last))
+        step.without_preempted()
+        decodes = len(step.scheduled)
+        step.budget = self._chunk_tokens - decodes if decodes else self._idle_chunk_tokens
+        if decodes and self._pace is not None:
+            self.paced_tokens = self._paced(step, 0)
 
-    def _decodes(self) -> list[Work]:
-        work: list[Work] = []
+    def _schedule_prefills(self, step: _Step) -> None:
         for sequence in list(self._running):
-            # A sequence further up may have preempted this one meanwhile.
-            if isinstance(sequence.state, Decoding) and self._reserve(sequence, sequence.state.lease, 1):
-                work.append(Work(sequence, sequence.state.lease, np.array(sequence.generated[-1:], np.int32)))
-        # … or one further down a sequence whose work is planned already.
-        return [w for w in work if w.sequence.lease is w.lease]
+            # An earlier sequence may have preempted this one.
+            if isinstance(sequence.state, Prefilling) and step.budget > 0:
+                self._prefill(step, sequence, sequence.state.lease)
+        step.without_preempted()
 
-    def _with_drafts(self, work: list[Work]) -> list[Work]:
-        """Decodes get drafts of what is left of the step's tokens, and of blocks that nobody misses."""
-        room = self._chunk_tokens - sum(len(w.tokens) for w in work)
-        decodes = [w for w in work if isinstance(w.sequence.state, Decoding)]
-        if self._drafter is None or room <= 0 or not decodes:
-            return work
-        if self._pace is not None and len(decodes) < len(work):
-            return work  # the step is as long as it may be
-        found = self._drafter.drafts([w.sequence for w in decodes], [w.lease for w in decodes], room)
-        drafts = {w.lease.id: draft for w, draft in zip(decodes, found, strict=True) if len(draft)}
-        for i, item in enumerate(work):
+    def _prefill(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int = 0) -> None:
+        """Schedules the next chunk of a prompt, up to the next checkpoint position, and takes it off the budget.
+
+        Scored prompts have at most `scored_chunk_tokens` in a step, because they keep the logits of every token.
+        Admission reserved the prompt's blocks, but the blocks of a window are reserved chunk by chunk. A chunk that
+        does not fit is halved before another sequence is preempted for it.
+        """
+        new = self._chunk(step, sequence, lease, at_least)
+        if new:
+            tokens = lease.tokens[lease.computed : lease.computed + new]
+            step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
+            step.budget -= new
+        self._end_with_first_token(step)
+
+    def _chunk(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int) -> int:
+        """Reserves blocks for the next chunk of a prompt and returns its tokens."""
+        budget = step.budget
+        if not sequence.prompt_scored:
+            scored = sum(len(item.tokens) for item in step.scheduled if not item.sequence.prompt_scored)
+            budget = min(budget, self._scored_chunk_tokens - scored)
+        paced = max(at_least, self._paced(step, lease.computed, budget))
+        if paced <= 0:
+            return 0
+        end = min(lease.known, lease.computed + paced)
+        if lease.next_cut is not None:
+            end = min(end, lease.next_cut)
+        new = end - lease.computed
+        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
+            new //= 2
+        if new == 1 and not self._reserve(step, sequence, lease, 1):
+            return 0
+        return new
+
+    def _end_with_first_token(self, step: _Step) -> None:
+        """Lowers the budget after a completed prompt, so that its first token does not wait for other prefills.
+
+        A step of several chunks then ends with the chunk in which the prompt is complete.
+        """
+        if step.scheduled and step.scheduled[-1].completes_prompt:
+            computed = sum(len(item.tokens) for item in step.scheduled)
+            step.budget = min(step.budget, -computed % self._chunk_tokens)
+
+    def _paced(self, step: _Step, past: int, budget: int | None = None) -> int:
+        """Returns how much of the budget a prefill at position `past` may use without delaying the decodes."""
+        budget = step.budget if budget is None else budget
+        if self._pace is None:
+            return budget
+        size = size_of(step.scheduled)
+        return self._pace.prefill_tokens(size, past, budget) if size.decode_tokens else budget
+
+    def _admit(self, step: _Step) -> None:
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._max_batch or step.budget <= 0 or self._paced(step, 0) <= 0:
+                return
+            if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
+                continue
+            match = self._match(sequence)
+            if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
+                continue
+            admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
+            if isinstance(admitted, Deferred):
+                return  # first come, first served: later requests do not overtake
+            self._start(step, sequence, admitted)
+            running = len(self._running)
+            self._prefill(step, sequence, admitted.lease, at_least=1)
+            assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
+            assert len(self._running) == running, "an admission never preempts"
+
+    def _match(self, sequence: Sequence) -> Match:
+        reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
+        return self._cache.match(sequence.tokens, sequence.namespace, reusable)
+
+    def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
+        """Lets a request wait if a running one is computing at least a block more of its prefix."""
+        pending = match.pending
+        if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
+            return False
+        # The producer is running: its blocks are ready no later than this request's own would be.
+        sequence.state = WaitingForPrefix(pending.producer, pending.until)
+        self._cache.request_checkpoint(pending.producer, pending.until)
+        return True
+
+    def _admit_to_load(self, step: _Step, sequence: Sequence, match: Match) -> bool:
+        """Admits a request whose prefix is worth loading from a tier. Returns False if it should compute instead."""
+        if not sequence.may_load or not sequence.prompt_scored:
+            return False
+        hit, sequence.load_choice = self._choose_load(match)
+        if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
+            return False
+        admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries, hit)
+        if isinstance(admitted, Deferred):
+            sequence.did_not_load()  # computing may need fewer blocks
+            return False
+        self._start(step, sequence, admitted)
+        sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
+        step.to_load.append(sequence)
+        return True
+
+    @property
+    def _watermark(self) -> int:
+        """Blocks that an admission leaves free, so that running decodes are not preempted right after it."""
+        return sum(isinstance(s.state, Decoding) for s in self._running)
+
+    def _start(self, step: _Step, sequence: Sequence, admitted: Admitted) -> None:
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        self._unprotect_hit(sequence)
+        sequence.state = Prefilling(admitted.lease)
+        sequence.plan = admitted.plan
+        sequence.prompt_scores.clear()  # scoring begins anew after a preemption
+        if sequence.admitted_at is None:
+            sequence.admitted_at = step.now
+        if sequence.cached_tokens is None and not admitted.loads:
+            sequence.cached_tokens = admitted.lease.hit_tokens
+
+    def _add_drafts(self, step: _Step) -> None:
+        """Gives decodes drafts, within the rest of the step's tokens and blocks that no sequence needs."""
+        scheduled = step.scheduled
+        room = self._chunk_tokens - sum(len(item.tokens) for item in scheduled)
+        decodes = [item for item in scheduled if item.decodes]
+        if self._proposer is None or room <= 0 or not decodes:
+            return
+        if self._pace is not None and len(decodes) < len(scheduled):
+            return  # prefills fill the step up to its target
+        found = self._proposer.drafts(
+            [item.sequence for item in decodes], [item.lease for item in decodes], room
+        )
+        drafts = {item.lease.id: draft for item, draft in zip(decodes, found, strict=True) if len(draft)}
+        for i, item in enumerate(scheduled):
             if item.lease.id in drafts:
-                work[i] = self._with_draft(item, drafts[item.lease.id][:room])
-                room -= work[i].drafts
-        return work
+                scheduled[i] = self._with_draft(item, drafts[item.lease.id][:room])
+                room -= scheduled[i].drafts
 
-    def _with_draft(self, work: Work, draft: Tokens) -> Work:
-        lease = work.lease
-        most = min(len(draft), work.sequence.tokens_left - 1)  # the last token is not computed
+    def _with_draft(self, item: ScheduledSequence, draft: Tokens) -> ScheduledSequence:
+        lease = item.lease
+        most = min(len(draft), item.sequence.tokens_left - 1)  # the last token is not computed
         if lease.next_cut is not None:
             most = min(most, lease.next_cut - lease.computed - 1)
         most = self._reserve_draft(lease, most)
         if most <= 0:
-            return work
-        return Work(work.sequence, lease, np.concatenate((work.tokens, draft[:most])), most)
+            return item
+        return ScheduledSequence(item.sequence, lease, np.concatenate((item.tokens, draft[:most])), most)
 
     def _reserve_draft(self, lease: Lease, most: int) -> int:
-        """How many tokens of a draft have blocks. New ones are taken only if nobody waits for blocks, and if all that
-        run find theirs for as long as these are ahead of time."""
+        """Reserves blocks for a draft and returns how many of its tokens have blocks.
+
+        Takes new blocks only if no request waits for blocks, and if enough stay free for every running sequence over
+        the positions that a draft is ahead.
+        """
         size = self._cache.block_size
-        headroom = len(self._running) * (most // size + 1)
-        if most > 0 and not self._waiting and not self._deferred(lease, 1 + most, headroom):
+        watermark = len(self._running) * (most // size + 1)
+        if most > 0 and not self._waiting and not self._is_deferred(lease, 1 + most, watermark):
             return most
         most = min(most, lease.table_blocks * size - lease.computed - 1)
-        return 0 if most <= 0 or self._deferred(lease, 1 + most, headroom) else most
+        return 0 if most <= 0 or self._is_deferred(lease, 1 + most, watermark) else most
 
-    def _deferred(self, lease: Lease, tokens: int, headroom: int) -> bool:
-        return isinstance(self._cache.extend(lease, tokens, headroom), Deferred)
+    def _is_deferred(self, lease: Lease, tokens: int, watermark: int) -> bool:
+        return isinstance(self._cache.extend(lease, tokens, watermark), Deferred)
 
-    def _reserve(self, sequence: Sequence, lease: Lease, tokens: int) -> bool:
-        """Blocks for the next tokens; others are preempted if need be, the least-progressed first."""
+    def _reserve(self, step: _Step, sequence: Sequence, lease: Lease, tokens: int) -> bool:
+        """Reserves blocks for the next tokens. Preempts the sequences with the least progress if need be.
+
+        Returns False if `sequence` itself was preempted or given up.
+        """
         while True:
             extended = self._cache.extend(lease, tokens)
             if not isinstance(extended, Deferred):
                 return True
-            # One that loads cannot be stopped, and ends soon: somebody else makes room, or this one waits for that.
-            others = [s for s in self._running if not isinstance(s.state, Loading)]
-            if len(self._running) == 1 and not self.loading:
-                # The last one is never preempted: nobody would make room for it.
+            # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
+            candidates = [s for s in self._running if not isinstance(s.state, Loading)]
+            if len(self._running) == 1 and not step.loading:
+                # Preempting the last sequence would not help: no other one would free blocks for it.
                 self.remove(sequence)
                 error = OutOfBlocks(extended.needed_bytes, self._cache.budget_bytes)
-                self._given_up.append((sequence, error))
+                step.given_up.append((sequence, error))
                 return False
-            victim = min(others, key=_progress)
+            victim = min(candidates, key=_progress)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -267,126 +407,74 @@ class Scheduler:
         self._put_back(victim)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Ahead of what was never admitted, in order of arrival among its like."""
+        """Inserts a sequence into the queue before every new request, in order of arrival."""
         ahead = sum(s.admitted_at is not None and s.arrival < sequence.arrival for s in self._waiting)
         self._waiting.insert(ahead, sequence)
 
-    def _prefill(
-        self, sequence: Sequence, lease: Lease, budget: int, work: list[Work], at_least: int = 0
-    ) -> int:
-        """Adds the next chunk, up to where the prompt is cut for a checkpoint; returns how many tokens it has. Of
-        prompts that are scored a step has `scored_chunk_tokens` at most: logits of every token are a lot of memory.
+    # ------------------------------------------------------------------------------------- between two steps
 
-        The prompt's own blocks were reserved at admission. Those of a window are reserved chunk by chunk, so a chunk
-        that does not fit is made shorter before anybody is preempted for it.
+    def add(self, sequence: Sequence) -> None:
+        """Appends a new sequence to the queue."""
+        self._waiting.append(sequence)
+
+    def loaded(self, sequence: Sequence, lease: Lease) -> None:
+        """Lets a sequence whose prefix has been loaded take part in the next step."""
+        sequence.state = Prefilling(lease)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = lease.hit_tokens
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Puts a sequence whose load failed back into the queue, ahead of later arrivals."""
+        self._running.remove(sequence)
+        self._put_back(sequence)
+        sequence.state = Waiting()
+
+    def complete(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence that has all its tokens."""
+        self._running.remove(sequence)
+        if self._proposer is not None:
+            self._proposer.ended(sequence, lease)
+        self._cache.release(lease, ReleaseReason.FINISHED)
+        sequence.state = Waiting()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue or the running set. Its computed tokens stay in the cache.
+
+        The lease of a sequence that is loading stays with the load.
         """
-        if not sequence.prompt_scored:
-            scored = sum(len(item.tokens) for item in work if not item.sequence.prompt_scored)
-            budget = min(budget, self._scored_chunk_tokens - scored)
-        paced = max(at_least, self._paced(work, lease.computed, budget))
-        if paced <= 0:
-            return 0
-        end = min(lease.known, lease.computed + paced)
-        if lease.next_cut is not None:
-            end = min(end, lease.next_cut)
-        new = end - lease.computed
-        while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
-            new //= 2
-        if new == 1 and not self._reserve(sequence, lease, 1):
-            return 0
-        work.append(Work(sequence, lease, lease.tokens[lease.computed : lease.computed + new]))
-        return new
+        lease = sequence.lease
+        if isinstance(sequence.state, Loading):
+            self._running.remove(sequence)
+        elif lease is not None:
+            self._running.remove(sequence)
+            self._cache.release(lease, ReleaseReason.ABORTED)
+        else:
+            self._waiting.remove(sequence)
+        self._unprotect_hit(sequence)
+        sequence.state = Waiting()
 
-    def _until_somebody_is_done(self, budget: int, work: list[Work]) -> int:
-        """What is left of `budget` after the last of `work`. A step of several chunks ends with the chunk in which it
-        has computed somebody's prompt: whose first token does not wait for what others could be given besides."""
-        if not work or not work[-1].completes_prompt:
-            return budget
-        computed = sum(len(item.tokens) for item in work)
-        return min(budget, -computed % self._chunk_tokens)
+    def fail(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence whose forward raised. Tokens computed before it stay in the cache."""
+        self._running.remove(sequence)
+        self._cache.release(lease, ReleaseReason.FAILED)
+        sequence.state = Waiting()
 
-    def _paced(self, work: list[Work], past: int, budget: int) -> int:
-        """What is left of `budget` for a prompt that is computed up to `past`, so that decodes need not wait long."""
-        if self._pace is None:
-            return budget
-        step = [item.share for item in work]
-        if not any(share.decodes for share in step):
-            return budget
-        return self._pace.prefill_tokens(step, past, budget)
+    def discard(self, sequence: Sequence, lease: Lease) -> None:
+        """Takes out a running sequence whose results cannot be trusted. None of its computed tokens are kept."""
+        self._running.remove(sequence)
+        self._cache.discard(lease)
+        sequence.state = Waiting()
 
-    def _admit(self, work: list[Work], budget: int) -> None:
-        for sequence in list(self._waiting):
-            if len(self._running) >= self._max_batch or budget <= 0 or self._paced(work, 0, budget) <= 0:
-                return
-            if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
-                continue
-            match = self._match(sequence)
-            if (
-                match.pending is not None
-                and match.waiting_gain >= self._cache.block_size
-                and sequence.prompt_scored
-            ):
-                # The producer is running, so its blocks come at least as soon as our own would.
-                sequence.state = WaitingForPrefix(match.pending.producer, match.pending.until)
-                self._cache.request_checkpoint(match.pending.producer, match.pending.until)
-                continue
-            # Those that run must not be preempted at once for the sake of the newcomer.
-            headroom = sum(isinstance(s.state, Decoding) for s in self._running)
-            boundaries = sequence.request.boundaries
-            reach = self._reach(sequence, match) if sequence.may_load and sequence.prompt_scored else None
-            if reach is not None:
-                admitted = self._cache.admit(match, headroom, boundaries, reach)
-                if isinstance(admitted, Admitted):
-                    self._start(sequence, admitted)
-                    sequence.state = Loading(admitted.lease, reach.position, admitted.loads)
-                    self._to_load.append(sequence)
-                    continue
-                sequence.did_not_load()  # there is no room for it: perhaps there is for computing
-            admitted = self._cache.admit(match, headroom, boundaries)
-            if isinstance(admitted, Deferred):
-                return  # first come, first served: nobody overtakes
-            self._start(sequence, admitted)
-            budget -= self._first_chunk(sequence, admitted.lease, budget, work)
-            budget = self._until_somebody_is_done(budget, work)
-
-    def _first_chunk(self, sequence: Sequence, lease: Lease, budget: int, work: list[Work]) -> int:
-        """As `_prefill`, but nobody is preempted for a newcomer: what it needs was there when it was admitted."""
-        before = len(self._running)
-        new = self._prefill(sequence, lease, budget, work, at_least=1)
-        assert new
-        assert len(self._running) == before
-        return new
-
-    def _match(self, sequence: Sequence) -> Match:
-        nothing_to_reuse = None if sequence.prompt_scored else 0  # the logits of every position are wanted
-        return self._cache.match(sequence.tokens, sequence.namespace, nothing_to_reuse)
-
-    def _start(self, sequence: Sequence, admitted: Admitted) -> None:
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
-        self._drop_want(sequence)
-        sequence.state = Prefilling(admitted.lease)
-        sequence.plan = admitted.plan
-        sequence.prompt_scores.clear()  # a prompt that is scored begins anew after a preemption
-        if sequence.admitted_at is None:
-            sequence.admitted_at = self.now
-        if sequence.cached_tokens is None and not admitted.loads:
-            sequence.cached_tokens = admitted.lease.hit_tokens
-
-    def _protect_hits_of_queued(self) -> None:
-        """What they would hit changes with the cache, so a claim is made anew when the cache has changed."""
-        for sequence in itertools.islice(self._waiting, WANTING_REQUESTS):
-            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
-                self._drop_want(sequence)
-                sequence.want = self._cache.protect(self._cache.match(sequence.tokens, sequence.namespace))
-
-    def _drop_want(self, sequence: Sequence) -> None:
-        if sequence.want is not None:
-            self._cache.unprotect(sequence.want)
-            sequence.want = None
+    def drain(self) -> None:
+        """Drops every sequence without telling the cache. Use it when the cache itself starts anew."""
+        left = list(self.sequences())
+        self._running.clear()
+        self._waiting.clear()
+        for sequence in left:
+            sequence.state, sequence.want = Waiting(), None
 
     def check(self) -> None:
-        """Asserts what must hold between steps."""
+        """Asserts the invariants between two steps."""
         for sequence in self._running:
             lease = sequence.state.lease if isinstance(sequence.state, Loading) else sequence.lease
             assert lease is not None
@@ -396,16 +484,30 @@ class Scheduler:
             assert not isinstance(sequence.state, Ended)
 
 
-def _cut(work: Work) -> Work:
-    """Somebody may have asked for a checkpoint inside a chunk since it was planned."""
-    cut = work.lease.next_cut
-    if cut is None or work.lease.computed + len(work.tokens) <= cut:
-        return work
-    return Work(work.sequence, work.lease, work.tokens[: cut - work.lease.computed])
+def size_of(scheduled: list[ScheduledSequence]) -> StepSize:
+    """Counts the tokens of a step and the positions that they attend to."""
+    prefill_tokens = prefill_attended = decode_tokens = decode_attended = 0
+    for item in scheduled:
+        past, new = item.lease.computed, len(item.tokens)
+        if item.decodes:
+            decode_tokens += new
+            decode_attended += past
+        else:
+            prefill_tokens += new
+            prefill_attended += attended_positions(past, past + new)
+    return StepSize(prefill_tokens, prefill_attended, decode_tokens, decode_attended)
+
+
+def _up_to_checkpoint(item: ScheduledSequence) -> ScheduledSequence:
+    """Shortens a chunk to the checkpoint position that a later admission asked for inside it."""
+    cut = item.lease.next_cut
+    if cut is None or item.lease.computed + len(item.tokens) <= cut:
+        return item
+    return ScheduledSequence(item.sequence, item.lease, item.tokens[: cut - item.lease.computed])
 
 
 def _progress(sequence: Sequence) -> tuple[int, int, int]:
-    """Least first; of equals the latest comer."""
+    """Orders victims of preemption: least generated first, then least computed, then the latest arrival."""
     lease = sequence.lease
     assert lease is not None
     return len(sequence.generated), lease.computed - lease.hit_tokens, -sequence.arrival

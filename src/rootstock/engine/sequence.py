@@ -1,4 +1,4 @@
-"""A request on its way through the engine: its state, what it has generated, and how its end is told."""
+"""A sequence: a request in the engine, with its state, its generated tokens and its events."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
 from rootstock.cache.radix_node import HitProtection
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Logprobs, Request, Sink, Usage
+from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
-from rootstock.engine.speculation.draft_cost import Acceptance
+from rootstock.engine.speculation.draft_cost import AcceptanceRate
 from rootstock.engine.speculation.ngrams import TokenHistory
-from rootstock.engine.tokenizer import Detokenizer
-from rootstock.errors import RootstockError
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """In the queue, for blocks or for a place in the batch."""
+    """State in the queue, until there are blocks and a place in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForPrefix:
-    """In the queue, until a running request has computed what both have in common."""
+    """State in the queue, until a running request has computed the common prefix."""
 
     producer: Lease
     until: int  # position
 
     @property
     def is_over(self) -> bool:
-        # Without a tip it publishes nothing more before it ends.
+        # Without a node it publishes no more tokens before it ends.
         return self.producer.ended or self.producer.node is None or self.producer.published >= self.until
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Its place in the batch and its blocks are reserved; what a tier holds of its prompt is being loaded."""
+    """State with a place in the batch and blocks, into which a tier loads a part of the prompt."""
 
     lease: Lease
-    position: int  # where it goes on when all of it is there
+    position: int  # computing resumes here after the load
     loads: tuple[Load, ...]
 
 
@@ -61,19 +60,19 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Back at the head of the queue; what it has computed is in the cache, as far as that stays."""
+    """State at the head of the queue. The computed tokens stay in the cache until eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It got its terminal event."""
+    """State after the terminal event."""
 
 
 State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
 
 
 class Sequence:
-    """Owned by the engine's thread."""
+    """A request in the engine. Owned by the engine's thread."""
 
     __slots__ = (
         "acceptance",
@@ -81,6 +80,7 @@ class Sequence:
         "admitted_at",
         "arrival",
         "cached_tokens",
+        "detokenizer",
         "draft_tokens",
         "first_token_at",
         "generated",
@@ -97,7 +97,6 @@ class Sequence:
         "sink",
         "state",
         "stop_tokens",
-        "stream",
         "submitted_at",
         "want",
     )
@@ -110,60 +109,64 @@ class Sequence:
         namespace: Namespace,
         max_tokens: int,
         sampler: Sampler,
-        stream: Detokenizer | None,
+        detokenizer: Detokenizer | None,
         stop_tokens: frozenset[int],
         now: float,
     ) -> None:
         self.request = request
         self.sink = sink
-        self.arrival = -1  # order of submission, set when it is accepted: what ties are broken by
+        self.arrival = -1  # order of submission, set when it is accepted: breaks ties
         self.namespace = namespace
         self.max_tokens = max_tokens
         self.sampler = sampler
-        self.stream = stream
+        self.detokenizer = detokenizer
         self.stop_tokens = stop_tokens
         self.state: State = Waiting()
         self.generated: list[int] = []
         self.cached_tokens: int | None = None  # None: not admitted yet
         self.prompt_scores: list[Logprobs] = []  # chunk by chunk
-        self.prompt_scored = request.prompt_logprobs is None  # nothing (more) to score
+        self.prompt_scored = request.prompt_logprobs is None  # no prompt tokens are left to score
         self.plan: Plan = NOTHING  # to be executed before its next forward
         self.want: HitProtection | None = None
-        self.load_choice: LoadChoice | None = None  # what was last decided about loading
-        self.may_load = True  # from a tier: not again when that took too long
-        self.acceptance = Acceptance()  # of drafts
+        self.load_choice: LoadChoice | None = None  # the last decision about loading
+        self.may_load = True  # from a tier: False after a load that took too long
+        self.acceptance = AcceptanceRate()  # of its drafts
         self.draft_tokens = 0  # verified
         self.accepted_draft_tokens = 0
-        self.history: TokenHistory | None = None  # its own tokens, if drafts were looked for
+        self.history: TokenHistory | None = None  # its own tokens, once a draft was looked up
         self.submitted_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
 
     def did_not_load(self) -> None:
-        """It computes, whatever was decided."""
+        """Records that the sequence computes, whatever was decided about loading."""
         if self.load_choice is not None:
             self.load_choice = replace(self.load_choice, load=False)
 
     @property
     def tokens(self) -> Tokens:
-        """[prompt + generated] what must be computed before the next token can be sampled."""
+        """[prompt + generated] all known tokens: those to compute before the next one is sampled."""
         if not self.generated:
             return self.request.tokens
         return np.concatenate((self.request.tokens, np.array(self.generated, np.int32)))
 
     @property
     def tokens_left(self) -> int:
-        """That it may still generate."""
+        """The number of tokens that it may still generate."""
         return self.max_tokens - len(self.generated)
 
     @property
     def lease(self) -> Lease | None:
-        """Of a sequence that takes part in steps. While it is loading, the load owns the lease."""
+        """The lease, while the sequence takes part in steps. A load in flight owns its lease itself."""
         match self.state:
             case Prefilling(lease) | Decoding(lease):
                 return lease
             case _:
                 return None
+
+    def rest_of_text(self) -> str:
+        """Returns the text held back so far, now that no token follows. Call it once, at the end."""
+        return "" if self.detokenizer is None else self.detokenizer.finish()
 
     def usage(self, now: float) -> Usage:
         return Usage(
@@ -178,22 +181,14 @@ class Sequence:
         )
 
     def emit(self, event: Event) -> None:
-        """A sink that raises loses its events, and nothing else stops: not even what means to end a thread."""
+        """Passes an event to the sink. A sink that raises loses its events and disturbs no other request."""
         try:
             self.sink(event)
         except BaseException:
             log.exception("the sink of request %s raised", self.request.id)
 
-    def finish(self, event: Finished) -> None:
-        self._end(event)
-
-    def fail(self, error: RootstockError) -> None:
-        self._end(Failed(self.request.id, error))
-
-    def abort(self, now: float) -> None:
-        self._end(Aborted(self.request.id, self.usage(now)))
-
-    def _end(self, event: Finished | Failed | Aborted) -> None:
+    def end(self, event: Terminal) -> None:
+        """Emits the terminal event. Called by the request table, once."""
         assert not isinstance(self.state, Ended), "a request ended twice"
         self.state = Ended()
         self.emit(event)

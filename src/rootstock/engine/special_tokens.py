@@ -27,7 +27,7 @@ _STAND_IN = "\ufdd1"
 _ESCAPE = re.compile(f"{MARK}(-|[0-9]{{0,6}}){MARK}")
 _MARK_ITSELF = f"{MARK}{MARK}"
 _NOTHING = f"{MARK}-{MARK}"
-_WINDOW_CHARS = 65_536  # that are searched at once: `re` holds the interpreter's lock meanwhile
+_WINDOW_CHARS = 65_536  # searched at once: `re` holds the interpreter's lock meanwhile
 
 
 class EscapedNames:
@@ -49,7 +49,7 @@ class EscapedNames:
         return [match[0] for match in self._matches(text)]
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Yields what `finditer` would, by windows."""
+        """Yields the same matches as `finditer`, window by window."""
         if self._found is None:
             return
         at = 0

@@ -1,4 +1,4 @@
-"""What an engine tells of itself."""
+"""Statistics of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Health:
 class Cleared:
     blocks: int
     bytes: int
-    later: bool = False  # the tiers below are cleared when what is being loaded from them has ended
+    later: bool = False  # True: the tiers are cleared when their loads in flight have ended
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class StepCounters:
     sampled_tokens: int = 0
     forward_s: float = 0.0
     failed_steps: int = 0
-    draft_tokens: int = 0  # guessed ahead and verified, also among computed_tokens
-    accepted_draft_tokens: int = 0  # forwards that were saved
+    draft_tokens: int = 0  # verified draft tokens, also among computed_tokens
+    accepted_draft_tokens: int = 0  # each saved a forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class EngineStats:
     running: int
     waiting: int
     counters: StepCounters = field(default_factory=StepCounters)
-    tier: TierStats | None = None  # None: there is nothing below the device's memory
-    verified: dict[str, int] = field(default_factory=dict)  # hits that were computed anew, by what came of it
-    # Of prompts, that the last step with decodes had room for under --itl-target; None: no target, or no such step.
+    tier: TierStats | None = None  # None: there are no tiers
+    verified: dict[str, int] = field(default_factory=dict)  # recomputed hits, by outcome
+    # Prompt tokens that fit into the last step with decodes under --itl-target. None: no target, or no such step.
     paced_tokens: int | None = None

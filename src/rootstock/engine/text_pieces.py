@@ -1,10 +1,9 @@
-"""Where a text can be cut so that its pieces, tokenised one by one, give the tokens of the whole.
+"""Cuts of a text into pieces that give the same tokens one by one as the whole text.
 
-A fast tokenizer first finds the added tokens that are not normalized (nearly all special ones are such), leftmost and
-longest first, and treats what lies between two of them on its own: normalizer, pre-tokenizer and model never see
-across one. So a text may be cut before each of them. Exceptions are told apart here, by the flags of the tokens: one
-that takes the space before it along, or that looks at its neighbours; and by what the tokenizer is made of, if that
-cannot be read.
+A fast tokenizer first finds the added tokens that are not normalized (nearly all special ones), leftmost and longest
+first. It tokenizes the text between two of them separately: normalizer, pre-tokenizer and model never see across one.
+Therefore a text may be cut before each of them. Exceptions: tokens whose flags strip the space before them or look at
+their neighbours, and tokenizers with parts of unknown behaviour.
 """
 
 from __future__ import annotations
@@ -16,25 +15,27 @@ from typing import Any
 
 Cut = Callable[[str], list[str]]
 
-# They tokenise one word at a time and remember nothing of the last one. (BPE with dropout is random.)
+# They tokenize each word on its own. (BPE with dropout is random.)
 _MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
 
 
 def cut_whole(text: str) -> list[str]:
-    """For tokenizers of which nothing is known."""
+    """Leaves a text whole, for tokenizers of unknown behaviour."""
     return [text]
 
 
 def cut_for(tokenizer: Any) -> Cut:
-    """Of a `tokenizers.Tokenizer` without truncation and padding, whose settings are not changed any more. A piece
-    that begins a text may have other tokens than it would have elsewhere."""
+    """Returns the cut for a `tokenizers.Tokenizer` without truncation and padding, whose settings stay the same.
+
+    A piece that begins a text may have other tokens than elsewhere.
+    """
     if not is_known(tokenizer):
         return cut_whole
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
     before = {token.content for token in added if not token.lstrip}
     if not before or any(token.single_word or not token.content for token in added):
         return cut_whole
-    # All of them: where they overlap, one decides what can be another.
+    # All of them: where two overlap, the match of one excludes the other.
     found = any_of(token.content for token in added)
 
     def cut(text: str) -> list[str]:
@@ -77,16 +78,16 @@ def _trie(strings: list[str]) -> str:
 
 
 def is_known(tokenizer: Any) -> bool:
-    """Whether all that it is made of comes with the library: a part that somebody wrote may look anywhere."""
+    """Returns whether all parts come with the library. A custom part may look anywhere in the text."""
     model = tokenizer.model
     if type(model).__name__ not in _MODELS or getattr(model, "dropout", None):
         return False
-    if tokenizer.encode_special_tokens:  # they are to be read as text
+    if tokenizer.encode_special_tokens:  # special tokens are read as text
         return False
     try:
         for part in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor):
             if part is not None:
                 part.__getstate__()
-    except Exception:  # the library raises it for what cannot be written down
+    except Exception:  # raised by the library for parts that cannot be serialized
         return False
     return True

@@ -1,8 +1,4 @@
-"""Text: tokens to and from it, one token at a time, until a stop string.
-
-`ModelTokenizer` is all that the engine and the server know of a tokenizer. `Detokenizer` turns one request's tokens
-into the pieces of text that are certain.
-"""
+"""Tokenizers: the interface that the engine and the server use, and the tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -38,21 +34,18 @@ log = logging.getLogger(__name__)
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates take them
 Tool = Mapping[str, Any]
 
-_UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders answer for bytes that are no UTF-8, or not yet
-_CONTEXT_TOKENS = 16
-_WINDOW_TOKENS = 64
 _SLICE_CHARS = 16_384
 _MAX_DETAIL_CHARS = 300  # of others' messages
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """A text, its tokens, and which character each of them begins at, as far as the tokenizer tells."""
+    """A text, its tokens, and their positions in the text as far as the tokenizer tells them."""
 
     text: str
     tokens: Tokens
     token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
-    char_at: Callable[[int], int | None]  # where in the text the token of an index begins
+    char_at: Callable[[int], int | None]  # the character at which the token of an index begins
 
 
 class KeptTokens(Enum):
@@ -64,7 +57,7 @@ class KeptTokens(Enum):
 
 
 class ModelTokenizer(Protocol):
-    """Every method may be called from any thread."""
+    """Interface of a tokenizer. Any thread may call any method."""
 
     def __hash__(self) -> int: ...
 
@@ -73,12 +66,14 @@ class ModelTokenizer(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """The most characters of a text that one token stands for."""
+        """Length of the longest token in characters."""
         ...
 
     def encode(self, text: str) -> Tokens:
-        """A plain prompt, with the tokens that the model wants before every text. A special token that is spelled out
-        in it is a control token."""
+        """Tokenizes a plain prompt, with the tokens that the model wants before every text.
+
+        A special token spelled out in the text becomes a control token.
+        """
         ...
 
     def escape(self, text: str, kept: KeptTokens) -> str:
@@ -94,7 +89,7 @@ class ModelTokenizer(Protocol):
         ...
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
-        """The text of a conversation, up to where the assistant speaks next unless `options` say otherwise.
+        """Renders a conversation up to the assistant's next turn, unless `options` say otherwise.
 
         Raises ChatTemplateMissing and ChatTemplateFailed.
         """
@@ -106,159 +101,36 @@ class ModelTokenizer(Protocol):
         ...
 
     def encode_chat(self, rendered: str) -> Tokens:
-        """A rendered conversation, which holds all of its special tokens already, and may hold escapes."""
+        """Tokenizes a rendered conversation, which has all of its special tokens and may have escapes."""
         ...
 
     def pieces(self, rendered: str) -> list[str]:
-        """The text cut so that `encode_chat` of the pieces, one after another, gives its tokens; the first piece as
-        one that begins a text, the others as such that do not begin one or have the same tokens if they do."""
+        """Cuts a text so that `encode_chat` of the pieces, one after another, gives its tokens.
+
+        The first piece has the tokens of a piece that begins a text. A later piece has the tokens of one that does
+        not begin a text, or of both if they are the same.
+        """
         ...
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        """As `encode_chat`, with the places of the tokens."""
+        """Tokenizes like `encode_chat`, and returns the places of the tokens too."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Returns text without special tokens. Bytes that are no UTF-8 become U+FFFD."""
         ...
 
     def is_hidden(self, token: int) -> bool:
-        """Whether a token never has text of its own: it is special, or not in the vocabulary."""
+        """Returns whether a token never has text: it is special, or not in the vocabulary."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for, special ones included: a leading space or half a character as it is."""
+        """Returns the bytes of one token, also of a special one. Keeps leading spaces and halves of characters."""
         ...
 
 
-def token_text(codec: ModelTokenizer, token: int) -> str:
-    return codec.token_bytes(token).decode("utf-8", errors="replace")
-
-
-# ---- streams
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDelta:
-    text: str
-    stopped_by: str | None  # the stop string that ended the text before itself
-
-
-class Detokenizer:
-    """The text of one request's output, as it becomes certain.
-
-    The deltas and `finish()` together are `decode(context + tokens)` after `decode(context)`, cut before the
-    stop string that is complete first (of two that end at one place, the longer). With the end of the prompt
-    as `context`, a tokenizer that drops the space before the first word drops none here.
-
-    Two things are held back: a character whose bytes are not all there, and what may begin a stop string.
-    Detokenising looks at a window of the last tokens only. (tokenizers' DecodeStream does the same, but gives
-    up the bytes that are still incomplete at the end, and raises where a decoder's text is not append-only.)
-    """
-
-    def __init__(
-        self, codec: ModelTokenizer, stop_strings: Sequence[str] = (), context: Sequence[int] | Tokens = ()
-    ) -> None:
-        assert all(stop_strings), "an empty stop string"
-        self._codec = codec
-        self._stop_strings = tuple(stop_strings)
-        self._longest_stop = max(map(len, self._stop_strings), default=0)
-        self._window = _clean_end(codec, context)
-        self._given_tokens = len(self._window)  # of the window: their text was given out
-        self._context_text = codec.decode(self._window)
-        self._given_chars = len(self._context_text.rstrip(_UNDECODED))  # of the window's text
-        self._held = ""  # may begin a stop string
-        self._stopped = False
-
-    def push(self, token: int) -> StreamDelta:
-        """The text that became certain with `token`. Not to be called after a stop string."""
-        assert not self._stopped
-        if self._codec.is_hidden(token):
-            return StreamDelta("", None)
-        self._window.append(token)
-        return self._until_stop(self._decode_window())
-
-    def finish(self) -> str:
-        """What was held back, now that no token follows."""
-        if self._stopped:
-            return ""
-        self._stopped = True
-        text = self._codec.decode(self._window)
-        return self._held + text[self._given_in(text) :]
-
-    def _decode_window(self) -> str:
-        text = self._codec.decode(self._window)
-        certain = text.rstrip(_UNDECODED)
-        delta = certain[self._given_in(text) :]
-        self._given_chars = max(self._given_chars, len(certain))
-        if len(certain) == len(text):
-            self._shift()
-        elif len(self._window) % _WINDOW_TOKENS == 0:
-            delta += self._cut(text)
-        return delta
-
-    def _given_in(self, text: str) -> int:
-        """How much of the window's text was given out. A prompt may end inside a character, which is then the
-        output's to complete, or with a U+FFFD of its own: that shows once something follows it."""
-        if text.startswith(self._context_text):
-            return max(self._given_chars, len(self._context_text))
-        return self._given_chars
-
-    def _shift(self) -> None:
-        """Keeps only the newest tokens as the context of those to come, if they have text."""
-        newest = self._window[self._given_tokens :]
-        text = self._codec.decode(newest)
-        if text:
-            self._window = newest
-            self._given_chars = len(text)
-            self._context_text = ""
-        self._given_tokens = len(self._window)
-
-    def _cut(self, text: str) -> str:
-        """Gives out what is broken for good, so that an output of broken bytes does not grow the window."""
-        for cut in range(len(self._window) - 4, 0, -1):  # a character has at most four bytes
-            head, tail = self._codec.decode(self._window[:cut]), self._codec.decode(self._window[cut:])
-            if head + tail == text and len(head) >= self._given_in(text):
-                delta = head[self._given_in(text) :]
-                self._window = self._window[cut:]
-                self._context_text = ""
-                self._given_tokens = self._given_chars = 0
-                return delta
-        return ""
-
-    def _until_stop(self, delta: str) -> StreamDelta:
-        if not self._stop_strings:
-            return StreamDelta(delta, None)
-        text = self._held + delta
-        found = [(at + len(stop), at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, stop = min(found)
-            self._held = ""
-            self._stopped = True
-            return StreamDelta(text[:at], stop)
-        certain = self._first_that_may_begin_a_stop(text)
-        self._held = text[certain:]
-        return StreamDelta(text[:certain], None)
-
-    def _first_that_may_begin_a_stop(self, text: str) -> int:
-        for at in range(max(0, len(text) - self._longest_stop + 1), len(text)):
-            rest = text[at:]
-            if any(stop.startswith(rest) for stop in self._stop_strings):
-                return at
-        return len(text)
-
-
-def _clean_end(codec: ModelTokenizer, context: Sequence[int] | Tokens) -> list[int]:
-    """The fewest tokens at the end of `context` that begin with a whole character."""
-    visible = [int(token) for token in context[-_CONTEXT_TOKENS:] if not codec.is_hidden(int(token))]
-    for start in range(len(visible) - 1, -1, -1):
-        text = codec.decode(visible[start:])
-        if text and not text.startswith(_UNDECODED):
-            return visible[start:]
-    return visible if len(context) <= _CONTEXT_TOKENS else []
-
-
-# ---- codecs
+def token_text(tokenizer: ModelTokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
 
 class HFTokenizer:
@@ -313,7 +185,7 @@ class HFTokenizer:
     def load(
         cls, model: str, chat_template: str | None = None, *, trust_remote_code: bool = False
     ) -> HFTokenizer:
-        """From a model's directory or hub name. `chat_template` is used instead of the model's own.
+        """Loads the tokenizer of a model's directory or hub name. `chat_template` replaces the model's own.
 
         Raises TokenizerUnusable or ChatTemplateInvalid.
         """
@@ -409,7 +281,7 @@ class HFTokenizer:
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         if self._fast is None or MARK in rendered:
-            return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
+            return PlacedTokens(rendered, self.encode_chat(rendered), not_told, not_told)
         encoding = self._fast.encode_batch([rendered], add_special_tokens=False)[0]
 
         def char_at(token: int) -> int | None:
@@ -484,7 +356,7 @@ class HFTokenizer:
 
 
 def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | None:
-    """None: this tokenizer cannot be made to read special tokens as text."""
+    """Builds the literal twin of a tokenizer. None: this one cannot read special tokens as text."""
     if fast is None:
         return None
     try:
@@ -495,7 +367,7 @@ def _literal_tokenizer(fast: Any, names: EscapedNames) -> LiteralTokenizer | Non
 
 
 def _normalizes(fast: Any, added: Iterable[Any], names: Collection[str]) -> bool:
-    """Whether special tokens are looked for in the normalized text, where other characters can become their names."""
+    """Returns whether special tokens are matched after normalization, which can turn other text into their names."""
     if fast is None or fast.normalizer is None:
         return False
     return any(token.content in names and token.normalized for token in added)
@@ -541,80 +413,15 @@ def _refuse_broken_template(template: Any, source: str) -> None:
             raise ChatTemplateInvalid(source, "it is nested too deeply") from error
 
 
-class ByteTokenizer:
-    """A token for each byte, and a few special ones for a chat: for tests, with the fake runtime."""
-
-    SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-    END = 256 + SPECIAL.index("<|end|>")
-    vocab_size = 256 + len(SPECIAL)
-    longest_token_chars = max(map(len, SPECIAL))
-    _NAMES = EscapedNames(SPECIAL)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return (self.END,)
-
-    def encode(self, text: str) -> Tokens:
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-
-    def encode_chat(self, rendered: str) -> Tokens:
-        parts = re.split("(" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
-        special = {name: np.array([256 + index], dtype=np.int32) for index, name in enumerate(self.SPECIAL)}
-        return np.concatenate(
-            [special[part] if part in special else self.encode(self._NAMES.unescape(part)) for part in parts]
-        )
-
-    def escape(self, text: str, kept: KeptTokens) -> str:
-        return self._NAMES.escape(text, self._NAMES.names if kept is KeptTokens.ALL else ())
-
-    def escaped_positions(self, escaped: str, chars: Sequence[int]) -> list[int]:
-        return self._NAMES.positions(escaped, chars)
-
-    def pieces(self, rendered: str) -> list[str]:
-        return [
-            piece
-            for piece in re.split("(?=" + "|".join(map(re.escape, self.SPECIAL)) + ")", rendered)
-            if piece
-        ]
-
-    def place_chat(self, rendered: str) -> PlacedTokens:
-        return PlacedTokens(rendered, self.encode_chat(rendered), _not_told, _not_told)
-
-    @property
-    def template_names(self) -> TemplateNames:
-        return TemplateNames(frozenset({"add_generation_prompt"}))
-
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:
-        lines = ["<|begin|>"]
-        if tools:
-            lines.append(f"<|system|>{json.dumps([dict(tool) for tool in tools])}<|end|>")
-        for message in messages:
-            if f"<|{message['role']}|>" not in self.SPECIAL:
-                raise ChatTemplateFailed(f"there is no role {message['role']!r}")
-            lines.append(f"<|{message['role']}|>{message.get('content') or ''}<|end|>")
-        if options.get("add_generation_prompt", True):
-            lines.append("<|assistant|>")
-        return "".join(lines)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
-
-    def is_hidden(self, token: int) -> bool:
-        return token >= 256
-
-    def token_bytes(self, token: int) -> bytes:
-        if token < 256:
-            return bytes([token])
-        return self.SPECIAL[token - 256].encode() if token < self.vocab_size else b""
-
-
-def _not_told(_: int) -> None:
+def not_told(_: int) -> None:
     return None
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: Latin-1 where that is printable, else from
-    U+0100 on (GPT-2's `bytes_to_unicode`, Radford et al. 2019)."""
+    """Inverts GPT-2's `bytes_to_unicode` (Radford et al. 2019), by which byte-level BPE writes a byte as a character.
+
+    A printable Latin-1 byte is written as itself, each other byte as a character from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -624,7 +431,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _type_names(decoder: Any) -> set[str]:
-    """The "type" of a serialised decoder and of all that it is made of."""
+    """Returns the "type" of a serialised decoder and of all its parts."""
     if isinstance(decoder, dict):
         own = {decoder["type"]} if isinstance(decoder.get("type"), str) else set()
         return own.union(*(_type_names(value) for value in decoder.values()))

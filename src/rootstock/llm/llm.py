@@ -128,7 +128,7 @@ class LLM:
         self._description = made.description
         self._defaults = defaults
         self._parse_special_tokens = parse_special_tokens
-        self._tokenizer = PromptTokenizer(made.codec, made.engine.context_limit)
+        self._tokenizer = PromptTokenizer(made.tokenizer, made.engine.context_limit)
         families = made.description.families
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
@@ -182,7 +182,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> ModelTokenizer:
-        return self._tokenizer.codec
+        return self._tokenizer.model_tokenizer
 
     @property
     def context_limit(self) -> int:

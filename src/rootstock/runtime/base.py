@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
+from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, SlotId, Tokens
 
 Logits = NDArray[np.float32]  # [rows, vocab]
@@ -42,9 +43,14 @@ class ModelDescription:
     rung: Rung = "packed"  # the execution mode
     rung_reason: str = ""  # reason why no better mode is used
     quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
-    layout: str = (
-        ""  # identifies the byte layout of rows and the code that makes them; a tier must not mix two
-    )
+    # Identifies the byte layout of rows and the code that makes them; a tier must not mix two.
+    layout: str = ""
+
+    def namespace(self) -> Namespace:
+        """Return the cache namespace of this model, without a salt."""
+        return Namespace.of_model(
+            self.weights_fingerprint, self.layout, self.dtype, self.kv_dtype, self.rope_regime
+        )
 
 
 @dataclass(frozen=True, slots=True)

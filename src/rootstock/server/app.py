@@ -39,7 +39,7 @@ from rootstock.server.preparation_queue import PreparationQueue
 
 def create_app(
     engine: Engine,
-    codec: ModelTokenizer,
+    tokenizer: ModelTokenizer,
     description: ModelDescription,
     config: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
@@ -50,7 +50,7 @@ def create_app(
     model = ServedModel(
         description.name,
         description.vocab_size,
-        PromptTokenizer(codec, engine.context_limit),
+        PromptTokenizer(tokenizer, engine.context_limit),
         defaults or SamplingDefaults(),
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,

@@ -47,7 +47,7 @@ def cache_routes(
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()
-            return _explained(explanation, tokens, model.codec)
+            return _explained(explanation, tokens, model.model_tokenizer)
 
         return await queue.run(request, explained)
 
@@ -72,19 +72,19 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) -> dict[str, Any]:
+def _explained(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> dict[str, Any]:
     """An explanation with the text that its token ids stand for."""
     at = explanation.divergence
     divergence = None
     if at is not None:
 
         def shown(token: int) -> dict[str, Any]:
-            return {"token": token, "text": token_text(codec, token)}
+            return {"token": token, "text": token_text(tokenizer, token)}
 
         others = explanation.cached_tokens_there
         divergence = {
             "position": at,
-            "before": text_before(tokens, at, codec),
+            "before": text_before(tokens, at, tokenizer),
             "asked": shown(int(tokens[at])),
             "cached": None if others is None else [shown(token) for token in others],
         }
@@ -94,7 +94,7 @@ def _explained(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) 
         "found_tokens": explanation.found_tokens,
         "cap": explanation.cap,
         "capped_by": explanation.capped_by,
-        "message": explained_in_words(explanation, tokens, codec),
+        "message": explained_in_words(explanation, tokens, tokenizer),
         "divergence": divergence,
         "evicted_tokens": explanation.evicted_tokens,
         "pending_tokens": explanation.pending_tokens,

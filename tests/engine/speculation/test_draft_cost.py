@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from rootstock.engine.speculation.draft_cost import Acceptance, DraftCost, Floats, could_pay, worth_verifying
+from rootstock.engine.speculation.draft_cost import (
+    AcceptanceRate,
+    DraftCost,
+    Floats,
+    could_pay,
+    worth_verifying,
+)
 
 
 def chances(probability: float, length: int = 8) -> Floats:
@@ -21,7 +27,7 @@ def learnt(cost_of_a_row: float, sequences: int = 1, drafts: int = 4) -> DraftCo
 
 
 def test_a_sequence_whose_drafts_are_right_is_believed_and_one_whose_are_wrong_is_not() -> None:
-    right, wrong = Acceptance(), Acceptance()
+    right, wrong = AcceptanceRate(), AcceptanceRate()
     for _ in range(10):
         right.verified(4, 4)
         wrong.verified(4, 0)
@@ -30,22 +36,22 @@ def test_a_sequence_whose_drafts_are_right_is_believed_and_one_whose_are_wrong_i
 
 
 def test_after_misses_in_a_row_drafts_are_left_out_ever_longer_and_tried_again() -> None:
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     tries = 0
     for _ in range(300):
-        if not acceptance.pauses:
+        if not acceptance.skip():
             tries += 1
             acceptance.verified(3, 0)
     assert 5 <= tries <= 12
-    while acceptance.pauses:
+    while acceptance.skip():
         pass
     acceptance.verified(3, 1)  # one that is right ends it
     acceptance.verified(3, 0)
-    assert not acceptance.pauses
+    assert not acceptance.skip()
 
 
 def test_a_draft_that_the_end_of_the_answer_cut_short_was_not_wrong() -> None:
-    cut, wrong = Acceptance(), Acceptance()
+    cut, wrong = AcceptanceRate(), AcceptanceRate()
     cut.verified(8, 3, cut_short=True)
     wrong.verified(8, 3)
     assert cut.probability(0.5) > wrong.probability(0.5)

@@ -19,8 +19,8 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, why_not
-from rootstock.engine.tokenizer import ByteTokenizer
 from rootstock.errors import InvalidOption
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
 Draft = Callable[[list[int]], Sequence[int]]  # from what was generated
@@ -63,8 +63,8 @@ def steps(bench: Bench) -> int:
 def test_right_drafts_save_forwards_and_wrong_ones_change_nothing() -> None:
     prompt = numbers(1, 20)
     alone = Bench().alone(prompt, 24)
-    right = Bench(drafter=rightly(alone))
-    wrong = Bench(drafter=Scripted(lambda generated: [(alone[len(generated)] + 1) % 97] * 5))
+    right = Bench(proposer=rightly(alone))
+    wrong = Bench(proposer=Scripted(lambda generated: [(alone[len(generated)] + 1) % 97] * 5))
     for bench in (right, wrong):
         client = bench.ask(prompt, max_tokens=24)
         bench.run()
@@ -112,7 +112,7 @@ def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
             draft[int(rng.integers(len(draft)))] = int(rng.integers(97))
         return draft
 
-    bench = Bench(families=families, drafter=Scripted(partly_right))
+    bench = Bench(families=families, proposer=Scripted(partly_right))
     client = bench.ask(prompt, sampling=sampling, stop=stop)
     bench.run()
     given = [event for event in client.events if isinstance(event, TokenEvent)]
@@ -129,13 +129,13 @@ def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
 @pytest.mark.behaviour(49)
 def test_a_stop_string_within_an_accepted_run_ends_it_there() -> None:
     prompt = numbers(1, 10, 256)
-    bench = Bench(vocab_size=256, codec=ByteTokenizer())
+    bench = Bench(vocab_size=256, tokenizer=ByteTokenizer())
     alone = bench.alone(prompt, 12)
     text = bytes(alone).decode("utf-8", errors="replace")
     stop = StopParams(max_tokens=12, stop_strings=(text[5:7],))
     plain = bench.ask(prompt, stop=stop)
     bench.run()
-    drafted = Bench(vocab_size=256, codec=ByteTokenizer(), drafter=rightly(alone, 11))
+    drafted = Bench(vocab_size=256, tokenizer=ByteTokenizer(), proposer=rightly(alone, 11))
     client = drafted.ask(prompt, stop=stop)
     drafted.run()
     assert steps(drafted) == 2
@@ -149,7 +149,7 @@ def test_a_stop_string_within_an_accepted_run_ends_it_there() -> None:
 def test_a_stop_token_within_an_accepted_run_ends_it_there() -> None:
     prompt = numbers(3, 10)
     alone = Bench().alone(prompt, 12)
-    bench = Bench(drafter=rightly(alone, 11))
+    bench = Bench(proposer=rightly(alone, 11))
     client = bench.ask(prompt, stop=StopParams(max_tokens=12, stop_tokens=(alone[6],)))
     bench.run()
     first = alone.index(alone[6])
@@ -164,7 +164,7 @@ def test_a_stop_token_within_an_accepted_run_ends_it_there() -> None:
 def test_a_draft_never_reaches_beyond_the_last_token() -> None:
     prompt = numbers(4, 10)
     alone = Bench().alone(prompt, 30)
-    bench = Bench(drafter=rightly(alone, 16))
+    bench = Bench(proposer=rightly(alone, 16))
     client = bench.ask(prompt, max_tokens=5)
     bench.run()
     assert client.tokens == alone[:5]
@@ -173,8 +173,8 @@ def test_a_draft_never_reaches_beyond_the_last_token() -> None:
 
 
 def test_drafts_take_what_the_steps_tokens_leave() -> None:
-    drafter = Scripted(lambda generated: [1] * 8)
-    bench = Bench(chunk_tokens=6, drafter=drafter)
+    proposer = Scripted(lambda generated: [1] * 8)
+    bench = Bench(chunk_tokens=6, proposer=proposer)
     bench.ask(numbers(5, 3), max_tokens=20)
     bench.run(1)
     bench.ask(numbers(6, 40), max_tokens=2)
@@ -187,8 +187,8 @@ def test_drafts_take_what_the_steps_tokens_leave() -> None:
 
 
 def test_drafts_take_no_block_that_anybody_may_miss() -> None:
-    def preemptions(drafter: Scripted | None) -> tuple[int, list[list[int]]]:
-        bench = Bench(blocks=24, block_size=4, drafter=drafter)
+    def preemptions(proposer: Scripted | None) -> tuple[int, list[list[int]]]:
+        bench = Bench(blocks=24, block_size=4, proposer=proposer)
         clients = [bench.ask(numbers(seed, 9), max_tokens=14) for seed in range(4)]
         bench.run()
         return bench.cache.counters.preemptions, [client.tokens for client in clients]
@@ -199,7 +199,7 @@ def test_drafts_take_no_block_that_anybody_may_miss() -> None:
 
 
 def test_no_new_blocks_go_to_drafts_while_a_request_waits_for_blocks() -> None:
-    bench = Bench(blocks=8, block_size=4, max_batch=2, drafter=Scripted(lambda generated: [1] * 12))
+    bench = Bench(blocks=8, block_size=4, max_batch=2, proposer=Scripted(lambda generated: [1] * 12))
     bench.ask(numbers(1, 4), max_tokens=12)
     bench.run(1)
     bench.ask(numbers(2, 26), max_tokens=2)  # not before the first one has ended
@@ -213,7 +213,7 @@ def test_rejected_positions_are_void_for_everybody() -> None:
     """Another request goes on right behind what was accepted, inside the block in which a draft was rejected."""
     prompt = numbers(7, 9)
     alone = Bench().alone(prompt, 6)
-    bench = Bench(block_size=16, drafter=Scripted(lambda generated: [*alone[len(generated) :][:2], 1, 1, 1]))
+    bench = Bench(block_size=16, proposer=Scripted(lambda generated: [*alone[len(generated) :][:2], 1, 1, 1]))
     first = bench.ask(prompt, max_tokens=6)
     bench.run(2)
     bench.engine.abort(first.request.id)
@@ -264,7 +264,7 @@ def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
     prompt = numbers(9, 20)
     for last in (2, 3, 2):
         asked(bench, [*prompt, 1, last], max_tokens=1)
-        match = bench.cache.match(np.array(prompt, np.int32), bench.engine._namespace(""))
+        match = bench.cache.match(np.array(prompt, np.int32), bench.engine.namespace(""))
         admitted = bench.cache.admit(match)
         assert isinstance(admitted, Admitted)
         assert bench.cache.following(admitted.lease, 1, 8).tolist() == [last]
@@ -284,15 +284,15 @@ def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
 def test_what_recent_requests_of_the_namespace_computed_is_drafted_elsewhere() -> None:
     bench = lookup()
     phrase = numbers(2, 40)
-    drafter = bench.engine._drafter
-    assert isinstance(drafter, NgramProposer)
+    proposer = bench.engine.proposer
+    assert isinstance(proposer, NgramProposer)
     asked(bench, [*numbers(3, 10), *phrase], max_tokens=1)
     client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
     bench.run(1)
-    (running,) = bench.engine._scheduler.sequences()
+    (running,) = bench.engine.scheduler.sequences()
     running.generated[-1:] = phrase[10:11]
     assert running.lease is not None
-    found, agreement = drafter._look_up(running, running.lease, 6)
+    found, agreement = proposer._look_up(running, running.lease, 6)
     assert found.tolist() == phrase[11:17]
     assert agreement >= 11
     bench.engine.abort(client.request.id)
@@ -324,7 +324,7 @@ def test_a_model_with_a_state_or_one_that_runs_one_sequence_per_forward_has_no_d
     assert "one sequence" in str(why_not(alone, None))
     assert why_not(FakeRuntime().description, None) is None
     assert why_not(FakeRuntime().description, 0) == "not asked for"
-    bench = Bench(families=(FULL, STATE), drafter=Scripted(lambda generated: [1] * 8))
+    bench = Bench(families=(FULL, STATE), proposer=Scripted(lambda generated: [1] * 8))
     assert asked(bench, numbers(1, 10)).tokens == bench.alone(numbers(1, 10), 24)
     assert bench.engine.stats().counters.draft_tokens == 0
     assert isinstance(bench.engine, Engine)

@@ -29,13 +29,13 @@ SAMPLINGS = {
 }
 
 
-def answers(runtime: TorchRuntime, sampling: SamplingParams, drafter: Proposer | None) -> list[list[int]]:
+def answers(runtime: TorchRuntime, sampling: SamplingParams, proposer: Proposer | None) -> list[list[int]]:
     """Of two requests that decode together; time stands still."""
     families = runtime.description.families
     cache = KVCache(families, 60 * sum(row_bytes(family, 8) for family in families), 8)
     runtime.allocate(cache.rows, 8)
-    config = EngineConfig(draft_tokens=0 if drafter is None else None)
-    engine = Engine(runtime, cache, config, clock=Clock(), drafter=drafter)
+    config = EngineConfig(draft_tokens=0 if proposer is None else None)
+    engine = Engine(runtime, cache, config, clock=Clock(), proposer=proposer)
     clients = [
         Client(prompt, sampling=sampling, stop=StopParams(max_tokens=24, ignore_eos=True))
         for prompt in PROMPTS

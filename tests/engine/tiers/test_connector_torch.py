@@ -50,7 +50,7 @@ class Served:
         runtime.allocate(self.cache.rows, BLOCK_SIZE)
         clock = Clock()
         tiering = open_below(runtime, self.cache, tier, 512, clock)
-        self.engine = Engine(runtime, self.cache, EngineConfig(), clock=clock, tiering=tiering)
+        self.engine = Engine(runtime, self.cache, EngineConfig(), clock=clock, tier_connector=tiering)
 
     def __enter__(self) -> Served:
         return self
@@ -62,8 +62,8 @@ class Served:
         client = Client(tokens, max_tokens, sampling=LOGPROBS)
         self.engine.submit(client.request, client.events.append)
         while not client.terminals:
-            waits = self.engine._stalled and self.engine._scheduler.has_work
-            self.engine.step(self.engine._next_command() if waits else None)
+            waits = self.engine.steps.is_stalled and self.engine.scheduler.has_work
+            self.engine.step(self.engine.next_command() if waits else None)
         assert client.finished.reason == "length"
         return client
 
@@ -75,9 +75,9 @@ class Served:
 
     @property
     def disk(self) -> DiskTier:
-        assert self.engine._tiering is not None
-        assert self.engine._tiering._disk is not None
-        return self.engine._tiering._disk
+        assert self.engine.tier_connector is not None
+        assert self.engine.tier_connector._disk is not None
+        return self.engine.tier_connector._disk
 
 
 def logprobs(client: Client) -> np.ndarray:

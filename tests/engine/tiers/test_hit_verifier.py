@@ -33,8 +33,8 @@ class Verified(Tiered):
         return client.tokens, cached(client)
 
     def idle(self) -> None:
-        while self.engine._verifier.has_work:
-            self.engine._verify()
+        while self.engine.hit_verifier.has_work:
+            self.engine.verify_hits()
         self.cache.check()
 
     def spoil(self) -> None:
@@ -77,7 +77,7 @@ def test_a_hit_that_is_wrong_raises_the_alarm_and_goes_from_memory_and_from_belo
 def test_a_request_that_comes_meanwhile_is_served_first_and_the_check_begins_anew(bench: Verified) -> None:
     bench.told(PROMPT)
     bench.told([*PROMPT, 50, 51])
-    bench.engine._verify()
+    bench.engine.verify_hits()
     assert bench.cache.stats().leases == 2
     other = [60, *PROMPT[1:]]
     assert bench.told(other)[0] == bench.alone(other, 3)
@@ -98,10 +98,10 @@ def test_what_is_computed_anew_is_never_stored(bench: Verified) -> None:
 
 def test_without_a_share_nothing_is_computed_anew(tmp_path: Path) -> None:
     bench = Verified(tmp_path, (FULL,))
-    bench.engine._verifier._share = 0.0
+    bench.engine.hit_verifier._share = 0.0
     bench.told(PROMPT)
     bench.told([*PROMPT, 50, 51])
-    assert not bench.engine._verifier.has_work
+    assert not bench.engine.hit_verifier.has_work
     bench.engine.stop()
 
 
@@ -110,7 +110,7 @@ def test_what_was_computed_upon_something_wrong_goes_as_well_wherever_it_branche
     tmp_path: Path, families: tuple[Family, ...]
 ) -> None:
     bench = Verified(tmp_path, families)
-    verifier = bench.engine._verifier
+    verifier = bench.engine.hit_verifier
     verifier._share = 0.0
     bench.told(PROMPT)
     bench.spoil()

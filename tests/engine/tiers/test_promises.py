@@ -26,6 +26,7 @@ from rootstock.cache.pools import Rows
 from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Aborted, Failed
+from rootstock.engine.step import PlanExecutor
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
 from rootstock.runtime.base import Batch, Logits
@@ -464,11 +465,11 @@ def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
 ) -> None:
     client = stored.begin_load([*PROMPT, 70])
 
-    def bug() -> None:
+    def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug between forwards")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored.engine._scheduler, "schedule", bug)
+        patch.setattr(stored.engine.scheduler, "schedule", bug)
         stepping = threading.Thread(target=stored.engine.step)
         waits = first_wait_on(stored.tiering._reader._changed)
         stepping.start()
@@ -626,7 +627,7 @@ def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_befor
         opened_by(bench.loads, bench.tiering._reader, "drain")
         if end == "fault":
             with monkeypatch.context() as patch:
-                patch.setattr(bench.engine._scheduler, "schedule", lambda: 1 / 0)
+                patch.setattr(bench.engine.scheduler, "schedule", lambda *_: 1 / 0)
                 bench.engine.step()
             assert isinstance(client.events[-1], Failed)
             assert cached(bench.answer([*PROMPT, 70])) == 0
@@ -668,7 +669,7 @@ def test_a_block_that_is_evicted_in_part_is_stored_whole(
         while bench.cache.stats().cached_tokens:
             rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
             bench.cache.tree._evict(rows, None)
-            bench.engine._apply(bench.cache.make_way())
+            PlanExecutor(bench.runtime, bench.tiering).apply(bench.cache.make_way())
         assert cached(bench.answer([*prompt, 90, 91], 2)) == 80
 
 

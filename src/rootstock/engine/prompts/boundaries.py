@@ -34,10 +34,10 @@ _CALL_ID = "call00000"  # nine characters, which is what the strictest templates
 
 
 def boundaries_of(
-    codec: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
+    tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
 ) -> tuple[Boundary, ...]:
     """In order of their positions, each of which is there once. `placed` is the conversation's prompt."""
-    finder = _Finder(codec, conversation, placed)
+    finder = _Finder(tokenizer, conversation, placed)
     found: dict[int, CheckpointKind] = {}
     system = finder.system()
     for position in finder.marks(system):
@@ -53,7 +53,7 @@ def chat_with_boundaries(
 ) -> tuple[Tokens, tuple[Boundary, ...]]:
     """Renders and tokenizes like `chat_tokens`, and finds the boundaries: for models that cannot resume anywhere."""
     placed = placed_chat(conversation, tokenizer)
-    return placed.tokens, boundaries_of(tokenizer.codec, conversation, placed)
+    return placed.tokens, boundaries_of(tokenizer.model_tokenizer, conversation, placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class _Abridged:
 
 
 class _Finder:
-    def __init__(self, codec: ModelTokenizer, conversation: Conversation, placed: PlacedTokens) -> None:
-        self._codec = codec
+    def __init__(self, tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens) -> None:
+        self._tokenizer = tokenizer
         self._conversation = conversation
         self._placed = placed
         options = dict(conversation.options)
@@ -88,7 +88,7 @@ class _Finder:
             rendered = self._render([*lead, other], self._conversation.tools)
         except ChatTemplateFailed:
             return 0
-        return common_tokens(self._codec, self._placed, rendered)
+        return common_tokens(self._tokenizer, self._placed, rendered)
 
     def turns(self) -> Iterator[tuple[int, CheckpointKind]]:
         """Where the next turn and the next step of this one leave the prompt, or its end if they do not."""
@@ -118,7 +118,7 @@ class _Finder:
             end = len(content[:chars].rstrip())  # templates trim
             messages[index]["content"] = content[:end] + _SENTINEL + content[end:]
         try:
-            rendered = self._codec.render_chat(
+            rendered = self._tokenizer.render_chat(
                 messages, self._conversation.tools, **self._conversation.options
             )
         except ChatTemplateFailed:
@@ -129,7 +129,7 @@ class _Finder:
         chars = 0
         for piece in pieces[:-1]:
             chars += len(piece)
-            yield common_tokens(self._codec, self._placed, text[:chars] + " Q")
+            yield common_tokens(self._tokenizer, self._placed, text[:chars] + " Q")
 
     # ------------------------------------------------------------------------------------------ renderings
 
@@ -175,7 +175,7 @@ class _Finder:
             return None
         following = rendered[chars : chars + 2 * _CONTEXT_CHARS]
         if (place, following) not in self._positions:
-            position = common_tokens(self._codec, self._placed, text[:place] + following)
+            position = common_tokens(self._tokenizer, self._placed, text[:place] + following)
             self._positions[place, following] = position
         return self._positions[place, following]
 
@@ -185,13 +185,13 @@ class _Finder:
         if len(messages) == len(whole.messages) and len(tools) == len(whole.tools):
             return _Abridged(messages, tools, self._placed.text)
         try:
-            rendered = self._codec.render_chat(messages, tools, **whole.options)
+            rendered = self._tokenizer.render_chat(messages, tools, **whole.options)
         except ChatTemplateFailed:
             return _Abridged(whole.messages, whole.tools, self._placed.text)
         return _Abridged(messages, tools, rendered)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._codec.render_chat(messages, tools, **self._options)
+        return self._tokenizer.render_chat(messages, tools, **self._options)
 
 
 def _abridged_messages(messages: Sequence[Message]) -> Sequence[Message]:

@@ -51,9 +51,9 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
 
-    def render(self, codec: ModelTokenizer) -> str:
+    def render(self, model_tokenizer: ModelTokenizer) -> str:
         """Raises ChatTemplateMissing and ChatTemplateFailed."""
-        return codec.render_chat(self.messages, self.tools, **self.options)
+        return model_tokenizer.render_chat(self.messages, self.tools, **self.options)
 
 
 def conversation_of(
@@ -78,15 +78,15 @@ def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bo
     SpecialTokenInText.
     """
     tokenizer.refuse_more_chars(_chars_in([conversation.messages, conversation.tools]))
-    codec = tokenizer.codec
+    model_tokenizer = tokenizer.model_tokenizer
     of_clients = KeptTokens.ALL if parse else KeptTokens.NONE
     of_answers = KeptTokens.ALL if parse else KeptTokens.OF_ANSWERS
 
     def escape(text: str) -> str:
-        return codec.escape(text, of_clients)
+        return model_tokenizer.escape(text, of_clients)
 
     def escape_answer(text: str) -> str:
-        return codec.escape(text, of_answers)
+        return model_tokenizer.escape(text, of_answers)
 
     messages = [
         _escaped(message, escape_answer if message["role"] == "assistant" else escape)
@@ -96,7 +96,9 @@ def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bo
     for index in dict.fromkeys(mark.message for mark in conversation.marks):
         if index is not None:
             chars = sorted(mark.chars for mark in conversation.marks if mark.message == index)
-            marks += [Mark(index, at) for at in codec.escaped_positions(messages[index]["content"], chars)]
+            marks += [
+                Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
+            ]
     tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
     return Conversation(messages, tools, options, tuple(marks))
 
@@ -131,13 +133,13 @@ def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: st
 
     Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
     """
-    rendered = _checked(conversation.render(tokenizer.codec))
+    rendered = _checked(conversation.render(tokenizer.model_tokenizer))
     return _some(tokenizer.encode_chat(rendered, salt))
 
 
 def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
     """As `chat_tokens`, with the places of the tokens."""
-    placed = tokenizer.place_chat(_checked(conversation.render(tokenizer.codec)))
+    placed = tokenizer.place_chat(_checked(conversation.render(tokenizer.model_tokenizer)))
     _some(placed.tokens)
     return placed
 

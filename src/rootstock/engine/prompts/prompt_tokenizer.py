@@ -29,14 +29,14 @@ _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
 class PromptTokenizer:
     """Tokenizes prompts and refuses those that cannot fit, before the work is done. For any thread."""
 
-    def __init__(self, codec: ModelTokenizer, limit_tokens: int) -> None:
-        self.codec = codec
+    def __init__(self, tokenizer: ModelTokenizer, limit_tokens: int) -> None:
+        self.model_tokenizer = tokenizer
         self._limit_tokens = limit_tokens
-        self._pieces = TokenizedPieces(codec)
+        self._pieces = TokenizedPieces(tokenizer)
 
     def refuse_more_chars(self, chars: int) -> None:
         """Refuses texts that have, together, too many characters for any tokens. Raises PromptTextTooLong."""
-        if chars > self._limit_tokens * self.codec.longest_token_chars:
+        if chars > self._limit_tokens * self.model_tokenizer.longest_token_chars:
             raise PromptTextTooLong(chars, self._limit_tokens)
 
     def forget(self, salt: str | None) -> None:
@@ -46,7 +46,7 @@ class PromptTokenizer:
     def encode(self, text: str) -> Tokens:
         """Tokenizes a plain prompt. Raises PromptTextTooLong."""
         self._refuse_too_long(text)
-        return self.codec.encode(text)
+        return self.model_tokenizer.encode(text)
 
     def encode_chat(self, rendered: str, salt: str) -> Tokens:
         """Tokenizes a rendered conversation, the caller's own array. Raises PromptTextTooLong."""
@@ -56,7 +56,7 @@ class PromptTokenizer:
     def place_chat(self, rendered: str) -> PlacedTokens:
         """Tokenizes like `encode_chat`, with the places of the tokens. Raises PromptTextTooLong."""
         self._refuse_too_long(rendered)
-        return self.codec.place_chat(rendered)
+        return self.model_tokenizer.place_chat(rendered)
 
     def _refuse_too_long(self, text: str) -> None:
         """Refuses a text that has too many characters for any tokens, and one whose slices have twice the tokens.
@@ -69,7 +69,7 @@ class PromptTokenizer:
         self.refuse_more_chars(len(text))
         count = 0
         for start in range(0, len(text), _SLICE_CHARS):
-            count += len(self.codec.encode_chat(text[start : start + _SLICE_CHARS]))
+            count += len(self.model_tokenizer.encode_chat(text[start : start + _SLICE_CHARS]))
             if count > 2 * self._limit_tokens:
                 raise PromptTextTooLong(len(text), self._limit_tokens)
 
@@ -77,8 +77,8 @@ class PromptTokenizer:
 class TokenizedPieces:
     """Keeps the pieces that were used last, up to `cap_bytes`. For any thread."""
 
-    def __init__(self, codec: ModelTokenizer, cap_bytes: int = CAP_BYTES) -> None:
-        self._codec = codec
+    def __init__(self, tokenizer: ModelTokenizer, cap_bytes: int = CAP_BYTES) -> None:
+        self._tokenizer = tokenizer
         self._cap_bytes = cap_bytes
         self._tokens: OrderedDict[_Key, Tokens] = OrderedDict()  # the last used last
         self._bytes = 0
@@ -89,10 +89,10 @@ class TokenizedPieces:
         return self._bytes
 
     def encode_chat(self, rendered: str, salt: str) -> Tokens:
-        """As the codec's: the caller's own array."""
-        pieces = self._codec.pieces(rendered)
+        """As the tokenizer's: the caller's own array."""
+        pieces = self._tokenizer.pieces(rendered)
         if len(pieces) < 2:  # nothing that could be shared by a longer text
-            return self._codec.encode_chat(rendered)
+            return self._tokenizer.encode_chat(rendered)
         found = [self._piece((salt, at == 0, piece)) for at, piece in enumerate(pieces)]
         return np.concatenate(found)
 
@@ -108,7 +108,7 @@ class TokenizedPieces:
             if tokens is not None:
                 self._tokens.move_to_end(key)
                 return tokens
-        tokens = self._codec.encode_chat(key[2])
+        tokens = self._tokenizer.encode_chat(key[2])
         with self._lock:
             if key not in self._tokens:  # else another thread was as quick
                 self._tokens[key] = tokens

@@ -15,14 +15,14 @@ _WORD = "Kestrel7391"  # letters and digits: no template trims or escapes it
 _TOOL_NAME = "look_up"
 
 
-def refuse_dropped_roles(codec: ModelTokenizer, messages: Sequence[Message]) -> None:
+def refuse_dropped_roles(tokenizer: ModelTokenizer, messages: Sequence[Message]) -> None:
     """`messages` as templates take them. Raises InvalidParameter and ChatTemplateMissing."""
     for i, message in enumerate(messages):
         role, path = message["role"], f"messages[{i}].role"
-        if role not in ROLES and not _is_named(codec, role):
+        if role not in ROLES and not _is_named(tokenizer, role):
             raise InvalidParameter(path, role, f"one of {', '.join(ROLES)}")
         # Templates cut the reasoning out of what the assistant said, on purpose.
-        if role != "assistant" and message["content"] and not _is_rendered(codec, role, i == 0):
+        if role != "assistant" and message["content"] and not _is_rendered(tokenizer, role, i == 0):
             where = "first" if i == 0 else "after another message"
             raise InvalidParameter(
                 path,
@@ -31,14 +31,14 @@ def refuse_dropped_roles(codec: ModelTokenizer, messages: Sequence[Message]) -> 
             )
 
 
-def _is_named(codec: ModelTokenizer, role: str) -> bool:
+def _is_named(tokenizer: ModelTokenizer, role: str) -> bool:
     """Whether the template has a word for it, as Llama's has for `ipython`."""
     plain = len(role) <= MAX_NAME_CHARS and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", role) is not None
-    return plain and role in codec.template_names.literals
+    return plain and role in tokenizer.template_names.literals
 
 
 @functools.lru_cache(maxsize=256)
-def _is_rendered(codec: ModelTokenizer, role: str, is_first: bool) -> bool:
+def _is_rendered(tokenizer: ModelTokenizer, role: str, is_first: bool) -> bool:
     """Renders short conversations with one message of the role. A refusal by the template counts as rendered: it
     refuses the request as well, with its own words."""
     probes = _probes(role, is_first)
@@ -46,7 +46,7 @@ def _is_rendered(codec: ModelTokenizer, role: str, is_first: bool) -> bool:
     for messages in probes:
         tool = {"type": "function", "function": {"name": _TOOL_NAME, "parameters": {"type": "object"}}}
         try:
-            if _WORD in codec.render_chat(messages, [tool] if role == "tool" else []):
+            if _WORD in tokenizer.render_chat(messages, [tool] if role == "tool" else []):
                 return True
         except ChatTemplateFailed:
             refused += 1

@@ -19,16 +19,18 @@ _CERTAIN_TOKENS = 16  # that must agree before the place
 _STEP_CHARS = 4096
 
 
-def common_tokens(codec: ModelTokenizer, placed: PlacedTokens, other: str) -> int:
+def common_tokens(tokenizer: ModelTokenizer, placed: PlacedTokens, other: str) -> int:
     """How many of the first tokens of `placed` are also the first tokens of `other`."""
     chars = common_chars(placed.text, other)
     if chars == len(placed.text) == len(other):
         return len(placed.tokens)
-    near = _common_tokens_near(codec, placed, other, chars)
-    return shared(placed.tokens, codec.encode_chat(other)) if near is None else near
+    near = _common_tokens_near(tokenizer, placed, other, chars)
+    return shared(placed.tokens, tokenizer.encode_chat(other)) if near is None else near
 
 
-def _common_tokens_near(codec: ModelTokenizer, placed: PlacedTokens, other: str, chars: int) -> int | None:
+def _common_tokens_near(
+    tokenizer: ModelTokenizer, placed: PlacedTokens, other: str, chars: int
+) -> int | None:
     at = placed.token_at(min(chars, len(placed.text) - 1))
     if at is None:
         return None
@@ -36,8 +38,8 @@ def _common_tokens_near(codec: ModelTokenizer, placed: PlacedTokens, other: str,
     start = placed.char_at(first)
     if start is None:
         return None
-    own = codec.encode_chat(placed.text[start : chars + _WINDOW_CHARS])
-    count = shared(own, codec.encode_chat(other[start : chars + _WINDOW_CHARS]))
+    own = tokenizer.encode_chat(placed.text[start : chars + _WINDOW_CHARS])
+    count = shared(own, tokenizer.encode_chat(other[start : chars + _WINDOW_CHARS]))
     certain = count if first == 0 else min(count, _CERTAIN_TOKENS)
     if certain == 0 and first > 0:
         return None

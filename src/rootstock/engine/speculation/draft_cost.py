@@ -1,4 +1,4 @@
-"""Whether a draft pays: how likely it is accepted, and how much longer a step takes that verifies it."""
+"""Costs and gains of drafts: the rate of acceptance, and the extra time of a step that verifies drafts."""
 
 from __future__ import annotations
 
@@ -10,46 +10,43 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LEAST_GAIN = (
-    1.02  # expected tokens a second, relative to a step without drafts, from which on drafts are verified
-)
+LEAST_GAIN = 1.02  # least expected speed-up at which drafts are verified
 
-_FORGETTING = 0.95  # what one more draft leaves of the weight of those before it
-_BELIEF = 2.0  # how many tokens' worth of evidence the first guess is
+_FORGETTING = 0.95  # a draft multiplies the weight of the earlier ones by this
+_BELIEF = 2.0  # weight of the first guess, in tokens of evidence
 _LONGEST_PAUSE = 64  # steps
 
 _BUCKETS = 8  # 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, and more
 _LEARNING = 0.3  # weight of one more observation
-_LEARNING_WORSE = 0.7  # of one that says that drafts cost more than thought
-_STALE_STEPS = 64  # a step without drafts is made to compare with, so often at least
-_SAME_CONTEXT = 0.25  # relative difference up to which two steps attend to as much
+_LEARNING_WORSE = 0.7  # of one above the estimate
+_STALE_STEPS = 64  # longest run of steps with drafts before one without is made for comparison
+_SAME_CONTEXT = 0.25  # relative difference of context up to which two steps are compared
 _SAME_CONTEXT_TOKENS = 256
-_HOPE = 0.997  # an estimate that speaks against drafts shrinks by so much a step, until it is tried again
+_HOPE = 0.997  # a cost that rules out drafts shrinks by this factor a step, until drafts are tried again
 
 
 @dataclass(slots=True)
-class Acceptance:
-    """How often drafts for one sequence were right."""
+class AcceptanceRate:
+    """Rate at which one sequence's draft tokens are accepted."""
 
     _right: float = 0.0
     _wrong: float = 0.0
-    _misses: int = 0  # drafts in a row of which nothing was accepted
-    _pause: int = 0  # drafts to be left out
+    _misses: int = 0  # drafts in a row without an accepted token
+    _pause: int = 0  # drafts to skip
 
     def probability(self, guess: float) -> float:
-        """Of one more token's being right, if those before it were. `guess` is what is thought without evidence."""
+        """Estimates the chance that a draft token is accepted if those before it are. `guess` is the prior."""
         return (self._right + _BELIEF * guess) / (self._right + self._wrong + _BELIEF)
 
-    @property
-    def pauses(self) -> bool:
-        """Whether this draft is to be left out; asked once for each."""
+    def skip(self) -> bool:
+        """Returns whether to skip this draft, and counts it. Call it once for each draft."""
         if self._pause:
             self._pause -= 1
             return True
         return False
 
     def verified(self, drafted: int, accepted: int, *, cut_short: bool = False) -> None:
-        """`cut_short`: the sequence ended, so nothing is known of what came after the accepted ones."""
+        """Learns from one draft. `cut_short`: the sequence ended, so tokens after the accepted ones are unknown."""
         self._right = self._right * _FORGETTING + accepted
         self._wrong = self._wrong * _FORGETTING + (accepted < drafted and not cut_short)
         if accepted:
@@ -62,7 +59,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Plain:
-    """Steps of so many sequences without drafts."""
+    """Steps without drafts, of a number of sequences."""
 
     seconds: float
     context: int  # positions that they attended to
@@ -70,10 +67,10 @@ class _Plain:
 
 
 class DraftCost:
-    """How much longer steps take that verify drafts, learnt from how long steps took.
+    """Extra time of steps that verify drafts, learnt from the times of steps.
 
-    Nothing is assumed about the machine: extra rows are nearly free where a step is bound by reading weights, and
-    cost as much as a step where it is not. More drafts are tried when fewer are known to pay.
+    Makes no assumption about the machine: extra rows are nearly free if a step is bound by reading weights, and cost
+    as much as a step if it is not. Tries more drafts once fewer are known to pay.
     """
 
     def __init__(self) -> None:
@@ -84,7 +81,7 @@ class DraftCost:
         self._tried = np.zeros((_BUCKETS, _BUCKETS), np.int64)
 
     def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        """One step of decodes alone."""
+        """Learns from one step of decodes alone."""
         self._steps += 1
         plain = self._plain.get(sequences)
         alike = plain is not None and _alike(plain.context, context)
@@ -92,7 +89,7 @@ class DraftCost:
             if plain is None or not alike:
                 self._plain[sequences] = _Plain(seconds, context, self._steps)
                 return
-            seconds = min(seconds, 2 * plain.seconds)  # machines hiccup
+            seconds = min(seconds, 2 * plain.seconds)  # bounds an outlier
             plain.seconds += _LEARNING * (seconds - plain.seconds)
             plain.context, plain.step = context, self._steps
             return
@@ -101,7 +98,7 @@ class DraftCost:
         at = _bucket(sequences), _bucket(drafts)
         self._tried[at] += 1
         if self._tried[at] == 1:
-            return  # of a new shape: kernels are chosen, buffers grow
+            return  # first of its shape: kernels are chosen and buffers grow
         longer = max(0.0, seconds / plain.seconds - 1.0)
         known = float(self._longer[at])
         if np.isnan(known):
@@ -111,15 +108,17 @@ class DraftCost:
         self._longer[at] = known + (_LEARNING_WORSE if longer > known else _LEARNING) * (longer - known)
 
     def longer(self, sequences: int, context: int, most: int) -> Floats | None:
-        """[at most `most`] how much longer a step takes with 1, 2, … drafts, as far as that is known and a step
-        further; None: make one without, to compare with."""
+        """Returns the relative extra time of 1, 2, … drafts [≤ `most`], as far as it is known and a step further.
+
+        None: make a step without drafts to compare with.
+        """
         plain = self._plain.get(sequences)
         if plain is None or not _alike(plain.context, context) or self._steps - plain.step > _STALE_STEPS:
             return None
         filled: list[float] = []
         for known in self._longer[_bucket(sequences)].tolist():
             if math.isnan(known):
-                # The first step into the unknown is a short one: twice the drafts are taken to cost twice as much.
+                # One step beyond the known counts: twice the drafts are taken to cost twice as much.
                 filled.append(2 * filled[-1] if filled else 0.0)
                 break
             filled.append(known)
@@ -127,15 +126,15 @@ class DraftCost:
         return np.asarray(np.array(filled)[_BUCKET_OF[:most]])
 
     def hope(self, sequences: int) -> None:
-        """Drafts were left out because of what they cost when they were last tried: they will be tried again."""
+        """Lowers an estimate that ruled out drafts, so that they are tried again some time."""
         self._longer[_bucket(sequences)] *= _HOPE
 
 
 def worth_verifying(sequences: int, chances: list[Floats], longer: Floats) -> list[int]:
-    """How many tokens of each draft to verify, so that the step yields the most tokens a second.
+    """Chooses how many tokens of each draft to verify, so that the step yields the most tokens a second.
 
-    chances[i][j]: of the j-th token of draft i being accepted, falling. longer[d-1]: how much longer a step takes
-    with d drafted tokens.
+    chances[i][j] is the chance that token j of draft i is accepted, falling in j. longer[d-1] is the relative extra
+    time of a step with d draft tokens.
     """
     owner = np.repeat(np.arange(len(chances)), [len(of_draft) for of_draft in chances])
     all_chances = np.concatenate(chances) if chances else np.empty(0)
@@ -151,7 +150,7 @@ def worth_verifying(sequences: int, chances: list[Floats], longer: Floats) -> li
 
 
 def could_pay(sequences: int, longer: Floats) -> bool:
-    """Whether drafts would pay if all of them were accepted."""
+    """Returns whether drafts would pay if all of them were accepted."""
     tokens = sequences + np.arange(1, len(longer) + 1)
     return bool((tokens >= LEAST_GAIN * sequences * (1.0 + longer)).any())
 

@@ -1,8 +1,7 @@
-"""Where tokens were seen before: a run of tokens, and an index of what followed each n-gram of it last.
+"""Token histories with an index from each n-gram to its last occurrence.
 
-One table of fixed width for its run, direct-mapped: two n-grams that share a slot make the older one forgotten, and
-whatever is found is compared, so that a lookup costs the same however long the run is, and memory is 12 to 24 bytes
-a token.
+The index is one direct-mapped table. Of two n-grams that share a slot the older one is forgotten, and each hit is
+compared with the tokens. A lookup has a constant cost, and a token takes 12 to 24 bytes.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from rootstock.cache.plan import Tokens
 from rootstock.cache.radix_node import common_prefix
 
 NGRAM = 3  # shorter ones repeat by chance, longer ones are found later
-LONGEST_AGREEMENT = 16  # tokens that are compared backwards, to tell how alike two places are
+LONGEST_AGREEMENT = 16  # most tokens compared backwards, to tell how similar two places are
 
-_BULK = 8  # tokens from which on arrays are quicker than numbers
+_BULK = 8  # tokens from which on arrays are faster than numbers
 _LEAST_CAPACITY = 256
-# Odd, of no pattern: multiply and take the highest bits (Dietzfelbinger et al. 1997), summed over the n-gram.
+# Odd random factors: multiply and take the highest bits (Dietzfelbinger et al. 1997), summed over the n-gram.
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD1342543DE82EF95)
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something like the end of the given tokens stood before."""
+    """Place of an earlier occurrence of the given tokens' last n-gram."""
 
-    next: int  # position of what followed
-    agreement: int  # tokens before it that are the same
+    next: int  # position of the token that followed
+    agreement: int  # equal tokens before it
 
 
 class TokenHistory:
-    """Grows at its end. With `most`, the older half is forgotten when there would be more tokens than that."""
+    """Tokens that grow at the end. With `most`, the older half is dropped when there would be more than that."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -77,7 +76,7 @@ class TokenHistory:
         self._shift = 64 - (2 * capacity).bit_length() + 1
 
     def _index(self, first: int, end: int) -> None:
-        """Positions first … end-1 follow the n-grams right before them."""
+        """Indexes positions first … end-1 by the n-grams right before them."""
         if end - first <= _BULK:
             around: list[int] = self._tokens[first - NGRAM : end].tolist()
             for i in range(end - first):
@@ -87,7 +86,7 @@ class TokenHistory:
         hashes = np.zeros(end - first, np.uint64)
         for i, factor in enumerate(_FACTORS):
             hashes += before[i : i + len(hashes)] * np.uint64(factor)
-        # Of equal slots the last one counts, which is the latest.
+        # Of equal slots the last write stays: the latest occurrence.
         self._next[hashes >> np.uint64(self._shift)] = np.arange(first, end, dtype=np.int32)
 
     def _slot(self, a: int, b: int, c: int) -> int:
@@ -95,7 +94,7 @@ class TokenHistory:
         return hashed >> self._shift
 
     def find(self, tokens: Tokens) -> Place | None:
-        """Where the last n-gram of `tokens` stood last and was followed by something. `tokens` may be its own."""
+        """Finds the last occurrence of the last n-gram of `tokens`, if a token follows it."""
         if len(tokens) < NGRAM or not self.length:
             return None
         position = int(self._next[self._slot(*tokens[-NGRAM:].tolist())])
@@ -106,9 +105,9 @@ class TokenHistory:
         return Place(position, agreement) if agreement >= NGRAM else None
 
     def following(self, place: Place, most: int) -> Tokens:
-        """At most `most` tokens that followed."""
+        """Returns at most `most` tokens that followed."""
         return self.tokens[place.next : place.next + most]
 
     def repeating(self, place: Place, most: int) -> Tokens:
-        """[most] how these tokens themselves would go on, if they went on repeating from `place` on."""
+        """Returns a continuation [most] of these tokens, if they repeated from `place` on."""
         return np.resize(self.following(place, most), most)

@@ -1,9 +1,8 @@
-"""Speculative decoding by prompt lookup: guessing what comes next from what was seen before.
+"""Speculative decoding by n-gram lookup: drafts from tokens that were seen before.
 
-A draft is verified by the forward that computes the next token anyway: each of its positions is sampled as ever, with
-the request's own sampler, and counts for as long as what was sampled is what was drafted. So drafts change how many
-forwards an answer takes, and nothing about the answer (Leviathan et al. 2023, for a draft that is certain of itself;
-Saxena 2023 for prompts as the source).
+The forward that computes the next token verifies a draft too. Each position is sampled with the request's own sampler
+and counts while the sampled tokens equal the draft. Drafts change the number of forwards and never the answer
+(Leviathan et al. 2023, for a deterministic draft; Saxena 2023 for prompts as the source).
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenH
 from rootstock.runtime.base import ModelDescription
 
 MOST_DRAFT_TOKENS = 16  # for one sequence at once, unless asked otherwise
-MOST_SEQUENCES = 32  # more of them keep the machine busy without drafts
-SHARED_TOKENS = 1 << 17  # of one namespace's last requests, 3 MiB with their index
-SHARED_NAMESPACES = 8  # that are remembered, those used last
+MOST_SEQUENCES = 32  # a larger batch uses the machine without drafts
+SHARED_TOKENS = 1 << 17  # kept of one namespace's last requests: 3 MiB with their index
+SHARED_NAMESPACES = 8  # kept, those used last
 
 
 class Proposer(Protocol):
-    """What a scheduler asks for drafts. Any draft is right: it costs time at most."""
+    """Source of drafts for the scheduler. A wrong draft costs time and never changes an answer."""
 
     def drafts(self, sequences: Listed[Sequence], leases: Listed[Lease], room: int) -> list[Tokens]:
-        """What may follow each of these sequences, which are decoding; `room` tokens together at most."""
+        """Proposes a draft for each of these decoding sequences, at most `room` tokens together."""
         ...
 
     def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:
-        """A forward of decodes alone, and how long it took."""
+        """Learns from a forward of decodes alone."""
         ...
 
     def ended(self, sequence: Sequence, lease: Lease) -> None:
-        """A sequence is complete; the lease has all its tokens."""
+        """Learns from a complete sequence, whose lease has all its tokens."""
         ...
 
     def forget(self, namespace: Namespace | None = None) -> None:
-        """Nothing is remembered of sequences that have ended, of all namespaces unless one is given."""
+        """Forgets ended sequences, of one namespace or of all."""
         ...
 
 
 class NgramProposer:
-    """Drafts from three places, the surest first: what the tree has behind the very same prefix, what followed the
-    last tokens earlier in the sequence itself, and what followed them in the last requests of its namespace.
+    """Drafts from three sources: the tree behind the same prefix, else a repetition of the last tokens.
 
-    How long they are is decided by how often the sequence's drafts were right and by what verifying them costs.
+    A repetition is looked up in the sequence itself and in the last requests of its namespace. The length of a draft
+    depends on the sequence's rate of acceptance and on the cost of verifying.
     """
 
     def __init__(self, cache: KVCache, most: int | None = None) -> None:
@@ -87,7 +86,7 @@ class NgramProposer:
         self._cost.observe(sequences, drafts, context, seconds)
 
     def ended(self, sequence: Sequence, lease: Lease) -> None:
-        """Others will know what it computed, which is what nobody had computed before it."""
+        """Adds the tokens that the sequence computed, and that were not cached, to its namespace's history."""
         if not self._cache.reuse:
             return
         shared = self._shared.pop(sequence.namespace, None) or TokenHistory(SHARED_TOKENS)
@@ -105,19 +104,19 @@ class NgramProposer:
             self._shared.pop(namespace, None)
 
     def _guess(self, sequence: Sequence, lease: Lease) -> tuple[Tokens, float]:
-        """What may come next, and the chance that one more token of it is right."""
+        """Returns a draft, and the chance that one more token of it is accepted."""
         most = min(self._most, sequence.tokens_left - 1)
         if most <= 0:
             return NO_TOKENS, 0.0
         tokens, agreement = self._look_up(sequence, lease, most)
         if len(tokens):
             tokens = _before_end(tokens, sequence.stop_tokens)
-        if not len(tokens) or sequence.acceptance.pauses:
+        if not len(tokens) or sequence.acceptance.skip():
             return NO_TOKENS, 0.0
         return tokens, sequence.acceptance.probability(_first_guess(agreement))
 
     def _look_up(self, sequence: Sequence, lease: Lease, most: int) -> tuple[Tokens, int]:
-        """What was found, and how many tokens before it agreed."""
+        """Returns the tokens found, and how many tokens before them agreed."""
         behind = self._cache.following(lease, sequence.generated[-1], most)
         if len(behind):
             return behind, LONGEST_AGREEMENT
@@ -133,7 +132,7 @@ class NgramProposer:
 
 
 def why_not(described: ModelDescription, most: int | None) -> str | None:
-    """Why no drafts are verified for a model, if up to `most` are asked for; None: they are."""
+    """Returns the reason why speculative decoding is off, if up to `most` drafts are asked for. None: it is on."""
     if most == 0:
         return "not asked for"
     if any(isinstance(family, RecurrentState) for family in described.families):
@@ -144,7 +143,7 @@ def why_not(described: ModelDescription, most: int | None) -> str | None:
 
 
 def _history(sequence: Sequence) -> TokenHistory:
-    """Of the sequence's own tokens, up to the last."""
+    """Returns the history of the sequence's own tokens, up to the last."""
     history = sequence.history
     if history is None:
         history = sequence.history = TokenHistory()
@@ -156,7 +155,7 @@ def _history(sequence: Sequence) -> TokenHistory:
 
 
 def _before_end(tokens: Tokens, stop_tokens: frozenset[int]) -> Tokens:
-    """A token that ends the sequence is not worth a row: nothing is computed behind it."""
+    """Cuts a draft before a stop token: no token is computed after it."""
     for i, token in enumerate(tokens.tolist()):
         if token in stop_tokens:
             return tokens[:i]
@@ -164,5 +163,5 @@ def _before_end(tokens: Tokens, stop_tokens: frozenset[int]) -> Tokens:
 
 
 def _first_guess(agreement: int) -> float:
-    """The more tokens agreed before it, the likelier one more does: 0.43 at 3, 0.9 from 11 on."""
+    """Guesses the chance of acceptance from the agreement: 0.43 at 3 tokens, 0.9 from 11 on."""
     return min(0.9, 0.25 + 0.06 * agreement)

@@ -1,4 +1,4 @@
-"""What lies below the device's memory, put together from the configuration."""
+"""Builds the tiers (host RAM, disk) and their connector from TierConfig."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rootstock.tiers.writer import TierWriter
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 0.05  # later than it could be, a store is durable: one sync then serves what several steps stored
+LINGER_S = 0.05  # delay of a sync, so that one sync serves the stores of several steps
 
 
 def stored_index(runtime: Runtime, tier: TierConfig, block_size: int) -> StoredIndex | None:
-    """For the cache; None if there is nothing below. Raises InvalidOption for what this device or model can't do."""
+    """Returns the cache's index of stored records, or None without tiers. Raises InvalidOption."""
     described = runtime.description
     refuse_host_tier(tier.host_budget_bytes, described.device)
     if tier.disk_dir is None and not tier.host_budget_bytes:
@@ -56,7 +56,7 @@ def open_below(
     clock: Callable[[], float] = time.monotonic,
     load_clock: Callable[[], float] = time.perf_counter,
 ) -> TierConnector | None:
-    """Opens the tiers and reads what they hold. A directory that can't be used is one warning, and no tier.
+    """Opens the tiers and reads their entries. An unusable directory gives one warning and no tier.
 
     `load_clock` times each load of a record; `clock` times all else.
     """
@@ -73,21 +73,31 @@ def open_below(
         else:
             bottom = disk = opened
     if tier.host_budget_bytes:
-        # What the host gives up goes on to the disk, in the host's own time.
+        # The host tier evicts to the disk, through a writer of its own.
         below = bottom or UnavailableTier(Off("there is no disk tier: --disk-dir is not given"))
         host = HostTier(tier.host_budget_bytes)
         bottom = TierChain(host, below, TierWriter(below, tier.queue_bytes), gone=events.gone)
     assert bottom is not None
-    mover = TierWriter(bottom, tier.queue_bytes, linger_s=LINGER_S)
-    loader = TierReader(mover.load, load_clock)
+    tier_writer = TierWriter(bottom, tier.queue_bytes, linger_s=LINGER_S)
+    tier_reader = TierReader(tier_writer.load, load_clock)
 
     def space() -> Space:
         if disk is not None:
-            with suppress(Exception):  # a directory that can't be measured now is no reason for anything
+            with suppress(Exception):  # an unreadable directory only lacks its statistics
                 usage = disk.usage()
                 return Space(usage.total_bytes, tier.disk_budget_bytes, usage.foreign_bytes)
         return Space(0, tier.disk_budget_bytes if tier.disk_dir is not None else 0)
 
     return TierConnector(
-        runtime, cache, bottom, mover, loader, events, chunk_tokens, tier.queue_bytes, clock, disk, space
+        runtime,
+        cache,
+        bottom,
+        tier_writer,
+        tier_reader,
+        events,
+        chunk_tokens,
+        tier.queue_bytes,
+        clock,
+        disk,
+        space,
     )

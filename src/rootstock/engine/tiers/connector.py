@@ -1,7 +1,7 @@
-"""The engine's way to the tiers below: what goes down, what comes up, and whether it is worth it.
+"""The tier connector: stores evicted rows in tiers, loads prefixes from them, and decides which loads are worth it.
 
-Everything here is called by the engine's thread. What the tier's threads have to tell comes through a queue, and
-takes effect when the engine asks for it.
+The engine's thread calls every method. Events of the tier's threads come through a queue and take effect when the
+engine's thread reads it.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from rootstock.units import MIB
 log = logging.getLogger(__name__)
 
 TIER_STATES = ("ready", "loads only", "off")
-MOSTLY_PREFILL = 0.9  # share of a forward's tokens from which on it tells the speed of prefills
+MOSTLY_PREFILL = 0.9  # least share of prefill tokens in a forward that is observed
 PROBE_BYTES = 8 * MIB  # read to learn how fast a tier is
 PROBE_RECORDS = 16
-STALE_S = 30.0  # an estimate that speaks against loading is checked again after so long
-# A load that takes longer than both by this factor is given up: its request computes instead.
+STALE_S = 30.0  # an estimate against loading is checked again after this time
+# A load that takes this many times the predicted time is given up: its request computes instead.
 OVERDUE_FACTOR, OVERDUE_LEAST_S = 4.0, 2.0
 
 
 class Events:
-    """What tiers tell from their threads: given to a tier when it is opened, read by the engine."""
+    """Events of the tiers' threads, read by the engine's thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[StoredIndex], None]] = queue.SimpleQueue()
@@ -72,13 +72,13 @@ class Events:
 
     def stored(self, identity: Identity, outcome: StoreOutcome) -> None:
         if isinstance(outcome, Stored | AlreadyStored):
-            # It may have been evicted and stored again meanwhile.
+            # An eviction and a second store may have come in between.
             self._queue.put(lambda stored: stored.add(identity))
         else:
             self._queue.put(lambda stored: stored.remove(identity.key))
 
-    def tell(self, what: Callable[[StoredIndex], None]) -> None:
-        self._queue.put(what)
+    def tell(self, event: Callable[[StoredIndex], None]) -> None:
+        self._queue.put(event)
 
     def apply(self, stored: StoredIndex) -> None:
         for _ in range(self._queue.qsize()):
@@ -87,10 +87,8 @@ class Events:
 
 @dataclass(slots=True)
 class TierCounters:
-    choices: Counter[str] = field(
-        default_factory=Counter
-    )  # of requests for which there was something to load
-    loads: Counter[str] = field(default_factory=Counter)  # by how they ended
+    choices: Counter[str] = field(default_factory=Counter)  # of requests that a tier had a deeper prefix for
+    loads: Counter[str] = field(default_factory=Counter)  # by outcome
     stores_refused: Counter[str] = field(default_factory=Counter)  # before they were queued
     stored_rows: int = 0  # copied for the tier
     load_s: float = 0.0
@@ -99,13 +97,11 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Of a tier's directory, as measured."""
+    """Measured use of a tier's directory."""
 
     used_bytes: int
     cap_bytes: int
-    foreign_bytes: int = (
-        0  # of those used: other formats, and what is nobody's; first to go when room is short
-    )
+    foreign_bytes: int = 0  # included in used_bytes: other formats and unknown files, evicted first
 
 
 UNMEASURED = Space(0, 0)
@@ -113,7 +109,7 @@ UNMEASURED = Space(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Of the tiers below; counters since the start."""
+    """Statistics of the tiers; counters since the start."""
 
     state: str  # "ready", "loads only" or "off"
     reason: str
@@ -139,19 +135,19 @@ class TierStats:
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """A load: its lease is pinned until it has ended, whatever becomes of the request."""
+    """A load in flight. It owns its lease until it ends, also if the request ends before."""
 
     lease: Lease
     position: int
     loads: tuple[Load, ...]
     buffers: list[list[HostBytes]]
-    sequence: RequestSequence | None  # None: it is not waited for any more
+    sequence: RequestSequence | None  # None: the request no longer waits
     overdue_at: float
     job: LoadJob | None = None
 
 
 class TierConnector:
-    """Owns the tier and its threads from here on."""
+    """Connection of the cache to a tier. Owns the tier and its threads."""
 
     def __init__(
         self,
@@ -167,8 +163,8 @@ class TierConnector:
         disk: DiskTier | None = None,
         space: Callable[[], Space] = lambda: UNMEASURED,
     ) -> None:
-        """`disk` and `space` are where the statistics come from, if there is a disk."""
-        assert cache.stored is not None, "a cache that stores has an index of what is stored"
+        """`disk` and `space` give the statistics of the disk, if there is one."""
+        assert cache.stored is not None, "a cache with tiers has an index of stored records"
         self._runtime = runtime
         self._cache = cache
         self._stored = cache.stored
@@ -185,7 +181,7 @@ class TierConnector:
         self._measured_at = -STALE_S
         self._probing = False
         self._clear_asked = False
-        self._slow_until = -STALE_S  # a load took far too long: nothing is loaded before that
+        self._slow_until = -STALE_S  # after an overdue load: no load begins before this time
         self.counters = TierCounters()
         self.prefill_speed = PrefillSpeed()
         self.load_speed = LoadSpeed()
@@ -200,12 +196,12 @@ class TierConnector:
     # -- going down ------------------------------------------------------------------------------------
 
     def store(self, stores: Sequence[Store]) -> None:
-        """Copies rows and queues them to be written. What does not fit is lost to the tier, and nothing else."""
+        """Copies rows and queues them to be written. Rows that do not fit into the queue are not stored."""
         for store in stores:
             if isinstance(self._tier.state, Off):
                 return
             size = self._stored.payload_bytes(store.identity)
-            if self._writer.waiting_bytes + size > self._queue_bytes:  # known before the copy is made
+            if self._writer.waiting_bytes + size > self._queue_bytes:  # checked before the copy
                 self.counters.stores_refused[Refusal.QUEUE_FULL] += 1
                 continue
             self._put(store)
@@ -218,30 +214,29 @@ class TierConnector:
             self.counters.stores_refused[put.why] += 1
         else:
             self.counters.stored_rows += 1
-            self._stored.add(identity)  # readable from the queue already
+            self._stored.add(identity)  # loads can read it from the queue
         return put
 
     def follow(self) -> None:
-        """Takes in what the tier's threads have told, and passes on what memory knows."""
+        """Applies the events of the tier's threads, and passes the cache's uses and distrusted keys to the tier."""
         self._events.apply(self._stored)
-        spill = self._cache.write_back
-        if spill is not None:
-            spill.is_open = not isinstance(self._tier.state, Off)
-            if used := spill.take_used():
+        write_back = self._cache.write_back
+        if write_back is not None:
+            write_back.is_open = not isinstance(self._tier.state, Off)
+            if used := write_back.take_used():
                 self._tier.touch(used)
-            if wrong := spill.take_wrong():
+            if wrong := write_back.take_wrong():
                 self.quarantine(wrong)
 
     def quarantine(self, keys: Sequence[RecordKey]) -> None:
-        """Also of what is still on its way down."""
+        """Removes records for good, also those still in the writer's queue."""
         self._writer.drain()
         self._tier.quarantine(keys)
         for key in keys:
             self._stored.remove(key)
 
     def flush(self) -> None:
-        """Memory is about to go: writes down what only memory has, what was used last at the end. Takes as long as
-        the tier takes."""
+        """Writes every row that only memory has, the last used ones at the end. Waits for the tier."""
         stores = self._cache.take_all_stores()
         for store in stores:
             if isinstance(self._tier.state, Off):
@@ -254,15 +249,11 @@ class TierConnector:
 
     # -- coming up -------------------------------------------------------------------------------------
 
-    def worth_loading(self, sequence: RequestSequence, match: Match) -> TierHit | None:
-        """What to load for a request rather than to compute it; None if nothing, or if that would take longer."""
-        reach, choice = self.choose(match)
-        sequence.load_choice = choice
-        if choice is None or not choice.load:
-            return None
-        return reach
-
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
+        """Compares loading the deeper prefix that the tier holds with computing it. (None, None): there is none.
+
+        Applies the tier's events first. May start a probe of the tier's speed.
+        """
         if self._clear_asked or isinstance(self._tier.state, Off):
             return None, None
         self._events.apply(self._stored)
@@ -285,7 +276,7 @@ class TierConnector:
         loads: tuple[Load, ...],
         ended: Callable[[UnderWay, LoadEnded], None],
     ) -> None:
-        """Starts a load; the lease's first plan is executed. `ended` is called by the reader's thread."""
+        """Starts a load after the lease's first plan was executed. The reader's thread calls `ended`."""
         choice = sequence.load_choice
         slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
         under_way = UnderWay(
@@ -310,16 +301,16 @@ class TierConnector:
         under_way.job = self._reader.submit(tasks, lambda end: ended(under_way, end))
 
     def give_up(self, sequence: RequestSequence) -> None:
-        """The request is not to be loaded any more: what is under way ends, without it."""
+        """Lets the load of a request end without the request."""
         for under_way in self._under_way.values():
             if under_way.sequence is sequence:
                 under_way.sequence = None
-                self._cache.detach(under_way.lease)  # nor does anybody else wait for it
+                self._cache.detach(under_way.lease)  # other requests stop waiting for it too
                 if under_way.job is not None:
                     under_way.job.cancel()
 
     def overdue(self) -> list[RequestSequence]:
-        """Requests whose loads take much longer than was foreseen."""
+        """Returns requests whose loads take much longer than predicted, and pauses loading for a while."""
         now = self._clock()
         found = [
             under_way.sequence
@@ -335,12 +326,12 @@ class TierConnector:
 
     @property
     def next_overdue_s(self) -> float | None:
-        """From now; None: nothing is waited for."""
+        """Seconds until the first load is overdue. None: no request waits for a load."""
         due = [u.overdue_at for u in self._under_way.values() if u.sequence is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
     def end(self, under_way: UnderWay, ended: LoadEnded) -> bool:
-        """Takes in what was loaded; whether that was everything. Then the lease can go on, else it must go."""
+        """Places the loaded rows. Returns whether all were loaded: else the lease must be released."""
         del self._under_way[under_way.lease]
         self._learn(ended)
         for load, buffers in zip(under_way.loads[: ended.loaded], under_way.buffers, strict=False):
@@ -361,12 +352,12 @@ class TierConnector:
         return complete
 
     def count(self, choice: LoadChoice | None) -> None:
-        """What was decided for a request that got its first token."""
+        """Counts the decision for a request that got its first token."""
         if choice is not None:
             self.counters.choices["load" if choice.load else "recompute"] += 1
 
     def settle(self) -> None:
-        """Returns when nothing is being loaded any more: rows are nobody's but the cache's."""
+        """Cancels loads in flight and waits until no reader thread can write to pool rows."""
         for under_way in self._under_way.values():
             if under_way.job is not None:
                 under_way.job.cancel()
@@ -379,7 +370,7 @@ class TierConnector:
         return load.lease in self._under_way
 
     def observe(self, segments: Sequence[Segment], seconds: float) -> None:
-        """A forward took so long."""
+        """Learns the speed of prefills from a forward."""
         new = [len(segment.tokens) for segment in segments]
         prefilled = sum(n for n in new if n > 1)
         if prefilled >= MOSTLY_PREFILL * sum(new):
@@ -393,7 +384,7 @@ class TierConnector:
             self.load_speed.observe(ended.loaded, ended.payload_bytes, ended.seconds)
 
     def _probe(self, reach: TierHit | None = None) -> None:
-        """Reads a few records for their time alone."""
+        """Reads a few records to measure the tier's speed."""
         if self._probing:
             return
         identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
@@ -423,8 +414,10 @@ class TierConnector:
     # -- the whole ---------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Removes every record, now or, while something is being loaded, when that has ended. Until then nothing more
-        is loaded. False: later."""
+        """Removes every record. With loads in flight returns False, and removes them when these have ended.
+
+        No load begins before that.
+        """
         self._stored.clear()
         if self._under_way:
             self._clear_asked = True
@@ -433,13 +426,15 @@ class TierConnector:
         return True
 
     def forget(self, namespace: Namespace) -> None:
-        """Nothing of the namespace is loaded any more, as far as is known here. O(its records)."""
+        """Drops the namespace's records from the index, so that no load of them begins. O(its records)."""
         self._events.apply(self._stored)
         self._stored.clear_namespace(namespace)
 
     def clear_below(self, namespace: Namespace) -> None:
-        """Removes every record of the namespace, those on their way down included. Waits for the tier: for any
-        thread but the engine's. Loads that have begun end well, or miss."""
+        """Removes every record of the namespace, queued stores included. Loads in flight complete or miss.
+
+        Waits for the tier: for any thread but the engine's.
+        """
         self._writer.drain()
         self._tier.clear(namespace.digest())
 
@@ -456,7 +451,7 @@ class TierConnector:
         self._tier.close()
 
     def measure(self) -> Space:
-        """Walks the tier's directory, and may wait for a commit: not for the engine's thread."""
+        """Measures the tier's directory. May wait for a commit: not for the engine's thread."""
         return self._space()
 
     def stats(self, space: Space = UNMEASURED) -> TierStats:
@@ -486,7 +481,7 @@ class TierConnector:
 
 
 def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
-    """At once: the tier's threads count on."""
+    """Copies counters that the tier's threads keep changing."""
     return {str(kind): count for kind, count in dict(counts).items()}
 
 

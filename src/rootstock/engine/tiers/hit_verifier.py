@@ -1,6 +1,6 @@
-"""A sample of hits, computed anew in idle time and compared with what the cache gave: the watch over everything else.
+"""Verification of hits: a sample is recomputed in idle time and compared with the cached rows.
 
-Nothing here is needed for right answers. It is how an operator learns of a disk, a memory or a bug that lies.
+Right answers do not depend on it. It reports a faulty disk, faulty memory or a bug to the operator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rootstock.runtime.base import Batch, Runtime, Segment
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 16  # hits; the oldest are forgotten
-# How far what is kept may be from what is computed anew, relative and RMS over a row. Another way of cutting a
-# prefill into chunks changes the last bits; another prefix changes everything.
+# Largest relative RMS difference between a cached and a recomputed row. Another division of a prefill into chunks
+# changes the last bits; another prefix changes the whole row.
 _TOLERANCE = {"float32": 0.01, "float64": 0.01}
 _LOW_PRECISION_TOLERANCE = 0.3
 
@@ -31,20 +31,22 @@ _LOW_PRECISION_TOLERANCE = 0.3
 @dataclass(frozen=True, slots=True)
 class Hit:
     tokens: Tokens  # [hit + 1 at least]
-    length: int  # positions that were not computed
+    length: int  # cached positions
     namespace: Namespace
 
 
 @dataclass(slots=True)
 class _Check:
     hit: Hit
-    found: Lease  # what a request would be given
-    anew: Lease  # computed from nothing, under a namespace that nobody else can name
+    found: Lease  # the rows that a request would use
+    anew: Lease  # recomputed, under a namespace that no request can name
 
 
 class HitVerifier:
-    """Called by the engine's thread: `consider` for each hit, `step` when there is nothing else to do, `pause` when
-    there is again."""
+    """Verifier of a sample of hits.
+
+    The engine's thread calls `consider` for each hit, `step` while it is idle, and `pause` when requests arrive.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class HitVerifier:
         distrust: Callable[[Tokens, Namespace, int], None],
         seed: int | None = 0,
     ) -> None:
-        """`distrust` is told of tokens of which what is kept, from a position on, is wrong."""
+        """`distrust` gets tokens whose cached rows are wrong from a position on."""
         self._runtime = runtime
         self._cache = cache
         self._share = share
@@ -66,7 +68,7 @@ class HitVerifier:
         self._random = np.random.default_rng(seed)
         self._waiting: deque[Hit] = deque(maxlen=MOST_WAITING)
         self._check: _Check | None = None
-        self.counts: Counter[str] = Counter()  # "agrees", "differs": the alarm; "given up"
+        self.counts: Counter[str] = Counter()  # by outcome: "agrees", "differs" (the alarm), "given up"
 
     @property
     def has_work(self) -> bool:
@@ -77,18 +79,18 @@ class HitVerifier:
             self._waiting.append(Hit(tokens, length, namespace))
 
     def pause(self) -> None:
-        """What is under way is begun anew another time: its rows are wanted."""
+        """Releases the rows of the check in progress, which begins anew later."""
         if self._check is not None:
             self._waiting.appendleft(self._check.hit)
             self._end(self._check)
 
     def forget(self) -> None:
-        """The cache is started anew."""
+        """Drops every check, because the cache starts anew."""
         self._check = None
         self._waiting.clear()
 
     def step(self) -> None:
-        """A chunk of a prefill, or the comparison."""
+        """Computes a chunk of the prefill, or compares."""
         check = self._check or self._begin()
         if check is None:
             return
@@ -106,8 +108,9 @@ class HitVerifier:
             return
         self.counts["differs"] += 1
         log.error(
-            "What is cached of a prompt of %d tokens differs from what the model computes, at position %d. It is "
-            "thrown away, in memory and below. The disk, the memory or Rootstock is faulty: please look into it.",
+            "The cached rows of a prompt of %d tokens differ from the rows that the model computes, at position %d. "
+            "They are dropped, in memory and in the tiers. The disk, the memory or Rootstock is faulty: please look "
+            "into it.",
             check.hit.length,
             wrong,
         )
@@ -169,18 +172,18 @@ class HitVerifier:
         self._cache.release(check.found, ReleaseReason.UNUSED)
 
     def _first_difference(self, check: _Check) -> int | None:
-        """The first position of the first row that differs; the end for a state."""
+        """Returns the first position of the first row that differs; the last position for a state."""
         length, size = check.hit.length, self._cache.block_size
         for index, family, found, anew in self._tables(check):
             start = family.tail_start(length)
-            if start >= length:  # nothing is needed, and there may be no row
+            if start >= length:  # no row is needed, and there may be none
                 continue
             for block in range(start // size, -(-length // size)):
                 ours, theirs = int(found[block]), int(anew[block])
                 if NO_BLOCK in (ours, theirs):
                     continue
                 kept = min(size, length - block * size)
-                first = max(0, start - block * size)  # what lies before it in the row is not needed
+                first = max(0, start - block * size)  # earlier positions of the row are not needed
                 if self._rows_differ(RowPart(index, ours, kept), RowPart(index, theirs, kept), first):
                     return block * size
         states = self._cache.pools.states
@@ -191,11 +194,11 @@ class HitVerifier:
         return None
 
     def _rows_differ(self, ours: RowPart, theirs: RowPart, first: int = 0) -> bool:
-        """From the row's position `first` on."""
+        """Compares two rows from their position `first` on."""
         a, b = self._runtime.read(ours), self._runtime.read(theirs)
         dtypes = self._runtime.buffer_dtypes(ours.family) or [""] * len(a)
         positions = max(1, ours.tokens)
-        # Scales of what is rounded are as coarse as the numbers that they were made of, which may be bfloat16.
+        # Scales of rounded rows are as coarse as their source, which may be bfloat16.
         coarse = "int8" in dtypes
         return any(
             _differs(x, y, dtype, first, positions, coarse=coarse)
@@ -210,14 +213,14 @@ class HitVerifier:
 
 
 def _differs(a: HostBytes, b: HostBytes, dtype: str, first: int, positions: int, *, coarse: bool) -> bool:
-    """Without a dtype, in any bit."""
+    """Returns whether two buffers differ: in any bit without a dtype, else beyond the tolerance."""
     skipped = len(a) // positions * first
     a, b = a[skipped:], b[skipped:]
     if not dtype:
         return not np.array_equal(a, b)
     x, y = _numbers(a, dtype), _numbers(b, dtype)
     error, scale = float(np.square(x - y).mean()), float(np.square(y).mean())
-    # Not finite, where the model computes a number, is a difference as well.
+    # A value that is not finite counts as a difference.
     tolerance = _LOW_PRECISION_TOLERANCE if coarse else _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
     return not (error <= tolerance**2 * scale) and not np.array_equal(a, b)
 

@@ -91,8 +91,8 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def codec(self) -> ModelTokenizer:
-        return self.tokenizer.codec
+    def model_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer.model_tokenizer
 
     def refuse_other(self, asked: str | None) -> None:
         if asked is not None and asked != self.name:
@@ -111,7 +111,7 @@ class ServedModel:
         id = f"chatcmpl-{uuid.uuid4().hex}"
         return self._call(
             body,
-            ChatFormat(self._head(id, "chat.completion"), self.codec),
+            ChatFormat(self._head(id, "chat.completion"), self.model_tokenizer),
             requests_for(
                 id,
                 [tokens],
@@ -140,7 +140,7 @@ class ServedModel:
         echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
         return self._call(
             body,
-            CompletionFormat(self._head(id, "text_completion"), self.codec, echo),
+            CompletionFormat(self._head(id, "text_completion"), self.model_tokenizer, echo),
             requests_for(
                 id,
                 [prompt.tokens for prompt in prompts],
@@ -167,7 +167,7 @@ class ServedModel:
         return prompts[0].tokens
 
     def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
-        conversation = body.conversation(messages, self.codec)
+        conversation = body.conversation(messages, self.model_tokenizer)
         return escaped(conversation, self.tokenizer, parse=self.parse_special_tokens)
 
     def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:

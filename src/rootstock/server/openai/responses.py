@@ -97,9 +97,9 @@ class WireFormat(Protocol):
 
 
 class ChatFormat:
-    def __init__(self, head: Json, codec: ModelTokenizer) -> None:
+    def __init__(self, head: Json, tokenizer: ModelTokenizer) -> None:
         self.head = head
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._started: set[int] = set()
 
     chunk_object = "chat.completion.chunk"
@@ -152,9 +152,9 @@ class ChatFormat:
 
     def _scored(self, token: int, logprob: float) -> Json:
         return {
-            "token": token_text(self._codec, token),
+            "token": token_text(self._tokenizer, token),
             "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(self._codec.token_bytes(token)),
+            "bytes": list(self._tokenizer.token_bytes(token)),
         }
 
 
@@ -168,9 +168,9 @@ class Echo:
 
 
 class CompletionFormat:
-    def __init__(self, head: Json, codec: ModelTokenizer, echo: Echo | None) -> None:
+    def __init__(self, head: Json, tokenizer: ModelTokenizer, echo: Echo | None) -> None:
         self.head = head
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._echo = echo
         self._started: set[int] = set()
         self._held: dict[int, list[TokenEvent | Finished]] = {}  # of choices whose prompt is not scored yet
@@ -220,7 +220,7 @@ class CompletionFormat:
         assert end is not None
         text = history.text
         parts: list[Mapping[str, Iterable[str]]] = []
-        offsets: Callable[[], _Offsets] = partial(_Offsets, self._codec)
+        offsets: Callable[[], _Offsets] = partial(_Offsets, self._tokenizer)
         if echo is not None:
             text = self._prompt_text(index, echo) + text
             if history.prompt_logprobs is not None:
@@ -242,7 +242,7 @@ class CompletionFormat:
         if prompt.text is not None:
             return prompt.text
         if at not in self._decoded:
-            self._decoded[at] = self._codec.decode(prompt.tokens.tolist())
+            self._decoded[at] = self._tokenizer.decode(prompt.tokens.tolist())
         return self._decoded[at]
 
     @staticmethod
@@ -250,7 +250,7 @@ class CompletionFormat:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _logprobs(self, index: int, one: TokenLogprob) -> Json:
-        offsets = self._offsets.setdefault(index, _Offsets(self._codec))
+        offsets = self._offsets.setdefault(index, _Offsets(self._tokenizer))
         return {
             "tokens": [self._token_text(one.token)],
             "token_logprobs": [max(one.logprob, _LEAST_LOGPROB)],
@@ -260,7 +260,7 @@ class CompletionFormat:
 
     def _scored_prompt(self, index: int, echo: Echo, logprobs: Logprobs) -> _ScoredPrompt:
         prompt = echo.prompts[index // echo.choices_per_prompt]
-        first, offsets = int(prompt.tokens[0]), _Offsets(self._codec)
+        first, offsets = int(prompt.tokens[0]), _Offsets(self._tokenizer)
         # No token comes before the first one: it has no log-probability.
         begin = {"tokens": self._token_text(first), "text_offset": offsets.next(first)}
         columns = {
@@ -297,7 +297,7 @@ class CompletionFormat:
     def _token_text(self, token: int) -> str:
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = token_text(self._codec, token)
+            text = self._texts[token] = token_text(self._tokenizer, token)
         return text
 
 
@@ -327,19 +327,19 @@ def _slices(scored: Logprobs) -> Iterator[Logprobs]:
 class _Offsets:
     """At which character of a request's text each of its tokens begins."""
 
-    def __init__(self, codec: ModelTokenizer) -> None:
-        self._codec = codec
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
     def next(self, token: int) -> int:
         offset = self._characters
-        if not self._codec.is_hidden(token):
-            self._characters += len(self._decoder.decode(self._codec.token_bytes(token)))
+        if not self._tokenizer.is_hidden(token):
+            self._characters += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
         return offset
 
     def copy(self) -> _Offsets:
-        other = _Offsets(self._codec)
+        other = _Offsets(self._tokenizer)
         other._characters = self._characters
         other._decoder.setstate(self._decoder.getstate())
         return other

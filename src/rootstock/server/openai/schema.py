@@ -91,10 +91,12 @@ class TemplateFields(Wire):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def conversation(self, messages: Sequence[Json], codec: ModelTokenizer) -> Conversation:
+    def conversation(self, messages: Sequence[Json], tokenizer: ModelTokenizer) -> Conversation:
         """Raises InvalidParameter, MissingParameter, Unsupported and ChatTemplateMissing."""
-        conversation = conversation_of(messages, self._chosen_tools(), self._options(codec.template_names))
-        refuse_dropped_roles(codec, conversation.messages)
+        conversation = conversation_of(
+            messages, self._chosen_tools(), self._options(tokenizer.template_names)
+        )
+        refuse_dropped_roles(tokenizer, conversation.messages)
         return conversation
 
     def _chosen_tools(self) -> Sequence[Tool]:

@@ -1,0 +1,80 @@
+"""The live requests: accepted and not ended. Bounds their number and gives each exactly one terminal event."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rootstock.engine.request import Failed, Request, RequestId, Terminal
+from rootstock.engine.sequence import Sequence
+from rootstock.errors import EngineStopped, InvalidParameter, QueueFull, RootstockError
+
+
+class RequestTable:
+    """Table of the live requests. Any thread adds and looks up, the engine's thread ends."""
+
+    def __init__(self, max_batch: int, max_queue: int) -> None:
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._live: dict[RequestId, Sequence] = {}
+        self._lock = threading.Lock()  # of _live, _arrivals and _closed
+        self._arrivals = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._live
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def get(self, request: RequestId) -> Sequence | None:
+        return self._live.get(request)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence was accepted and has not ended."""
+        return self._live.get(sequence.request.id) is sequence
+
+    def check(self, request: Request) -> None:
+        """Raises EngineStopped, QueueFull or InvalidParameter for a request that cannot be accepted now."""
+        if self._closed:
+            raise EngineStopped()
+        if len(self._live) >= self._max_batch + self._max_queue:
+            raise QueueFull(self._max_batch, self._max_queue)
+        if request.id in self._live:
+            raise InvalidParameter("request_id", request.id, "different from that of every open request")
+
+    def add(self, sequence: Sequence, announce: Callable[[], None]) -> None:
+        """Accepts a sequence, or raises as `check` does.
+
+        Calls `announce` under the lock: commands about the request that other threads queue come after it.
+        """
+        with self._lock:
+            self.check(sequence.request)
+            sequence.arrival = self._arrivals
+            self._arrivals += 1
+            self._live[sequence.request.id] = sequence
+            announce()
+
+    def end(self, sequence: Sequence, event: Terminal) -> None:
+        """Removes a sequence and emits its terminal event."""
+        with self._lock:
+            self._live.pop(sequence.request.id, None)
+        sequence.end(event)
+
+    def fail(self, sequence: Sequence, error: RootstockError) -> None:
+        self.end(sequence, Failed(sequence.request.id, error))
+
+    def fail_all(self, error: RootstockError) -> None:
+        with self._lock:
+            left, self._live = list(self._live.values()), {}
+        for sequence in left:
+            sequence.end(Failed(sequence.request.id, error))
+
+    def close(self) -> None:
+        """Accepts no more requests."""
+        with self._lock:
+            self._closed = True

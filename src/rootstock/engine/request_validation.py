@@ -1,0 +1,59 @@
+"""Validation of requests at submission: each one that can never work is refused, with the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rootstock.engine.request import Request
+from rootstock.engine.sampling import leaves_no_token
+from rootstock.errors import CompletionTooLong, EmptyPrompt, InvalidParameter, PromptTooLong
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Properties of the engine that bound a request."""
+
+    context_limit: int  # tokens of a prompt and its answer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    makes_text: bool  # False: there is no tokenizer, and no stop string can be found
+
+    def end_tokens(self, request: Request) -> tuple[int, ...]:
+        """Returns the tokens that end the answer."""
+        return (*(() if request.stop.ignore_eos else self.eos_token_ids), *request.stop.stop_tokens)
+
+    def max_tokens(self, request: Request) -> int:
+        """Returns how many tokens the answer may have."""
+        left = self.context_limit - len(request.tokens)
+        return left if request.stop.max_tokens is None else request.stop.max_tokens
+
+    def refuse_impossible(self, request: Request) -> None:
+        """Raises EmptyPrompt, PromptTooLong, CompletionTooLong or InvalidParameter."""
+        prompt, stop = len(request.tokens), request.stop
+        if prompt == 0:
+            raise EmptyPrompt()
+        lowest, highest = int(request.tokens.min()), int(request.tokens.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidParameter("prompt", wrong, f"token ids from 0 to {self.vocab_size - 1}")
+        if prompt + (stop.max_tokens != 0) > self.context_limit:
+            raise PromptTooLong(prompt, self.context_limit)
+        if stop.max_tokens is not None:
+            if stop.max_tokens < 0:
+                raise InvalidParameter("max_tokens", stop.max_tokens, "0 or more")
+            if prompt + stop.max_tokens > self.context_limit:
+                raise CompletionTooLong(prompt, stop.max_tokens, self.context_limit)
+        max_tokens = self.max_tokens(request)
+        if stop.min_tokens > max_tokens:
+            allowed = f"at most {max_tokens:,}, the most tokens that this answer can have"
+            raise InvalidParameter("min_tokens", stop.min_tokens, allowed)
+        if max_tokens > 0 and leaves_no_token(
+            request.sampling, self.vocab_size, self.end_tokens(request), stop.min_tokens
+        ):
+            raise InvalidParameter(
+                "logit_bias" if request.sampling.logit_bias else "min_tokens",
+                dict(request.sampling.logit_bias) or stop.min_tokens,
+                "such that some token may be chosen: bans, and end tokens before 'min_tokens', leave none",
+            )
+        if stop.stop_strings and not self.makes_text:
+            raise InvalidParameter("stop", stop.stop_strings, "empty: this engine has no tokenizer")

@@ -1,0 +1,284 @@
+"""Steps of the engine: plan → apply → forward → commit → sample → tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from rootstock.cache import KVCache
+from rootstock.cache.lease import Lease
+from rootstock.cache.plan import NOTHING, Plan, together
+from rootstock.engine.pacing import Pacing
+from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
+from rootstock.engine.request_table import RequestTable
+from rootstock.engine.sampling import SampledToken, score_prompt
+from rootstock.engine.scheduler import ScheduledSequence, Scheduler
+from rootstock.engine.sequence import Decoding, Loading, Sequence
+from rootstock.engine.speculation.acceptance import accepted_rows
+from rootstock.engine.speculation.proposer import Proposer
+from rootstock.engine.stats import StepCounters
+from rootstock.engine.tiers.connector import TierConnector
+from rootstock.engine.tiers.hit_verifier import HitVerifier
+from rootstock.engine.tiers.loads import PrefixLoads
+from rootstock.errors import EngineFault, RootstockError, StepFailed
+from rootstock.runtime.base import Batch, Logits, Runtime
+
+log = logging.getLogger(__name__)
+
+
+class PlanExecutor:
+    """Executor of the cache's plans: the tier connector stores, the runtime does everything else."""
+
+    def __init__(self, runtime: Runtime, tier_connector: TierConnector | None) -> None:
+        self._runtime = runtime
+        self._tier_connector = tier_connector
+
+    def apply(self, plan: Plan) -> None:
+        """Executes the stores first: the rest of the plan may overwrite their rows."""
+        if plan.stores and self._tier_connector is not None:
+            self._tier_connector.store(plan.stores)
+        if plan:
+            self._runtime.apply(plan)
+
+
+class StepRunner:
+    """The inner engine: runs steps, and ends requests. Owned by the engine's thread.
+
+    A forward that raises fails the requests of its step only. An exception of our own between forwards fails every
+    request and empties the cache, whose state is unknown then.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        cache: KVCache,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        executor: PlanExecutor,
+        hit_verifier: HitVerifier,
+        tier_connector: TierConnector | None,
+        proposer: Proposer | None,
+        pacing: Pacing | None,
+        clock: Callable[[], float],
+        run_soon: Callable[[Callable[[], None]], None],
+        tell: Callable[[], None],
+    ) -> None:
+        """`run_soon` queues a function for the engine's thread. `tell` follows each group of events."""
+        self._runtime = runtime
+        self._cache = cache
+        self._scheduler = scheduler
+        self._requests = requests
+        self._apply = executor.apply
+        self._hit_verifier = hit_verifier
+        self._tier_connector = tier_connector
+        self._loads: PrefixLoads | None = None
+        if tier_connector is not None:
+            self._loads = PrefixLoads(tier_connector, cache, scheduler, executor.apply, run_soon)
+        self._proposer = proposer
+        self._pacing = pacing
+        self._clock = clock
+        self._tell = tell
+        self.counters = StepCounters()
+        self.is_stalled = False  # nothing can run before a load has ended
+
+    # --------------------------------------------------------------------------------------- a request
+
+    def add(self, sequence: Sequence) -> None:
+        if self._requests.holds(sequence):  # else it was failed before it was queued
+            self._scheduler.add(sequence)
+
+    def abort(self, request: RequestId) -> None:
+        sequence = self._requests.get(request)
+        if sequence is not None:
+            self._take_out(sequence)
+            self._requests.end(sequence, Aborted(request, sequence.usage(self._clock())))
+
+    def fail_all(self, error: RootstockError) -> None:
+        for sequence in list(self._scheduler.sequences()):
+            self._take_out(sequence)
+        self._requests.fail_all(error)
+        self._tell()
+
+    def _take_out(self, sequence: Sequence) -> None:
+        if self._loads is not None and isinstance(sequence.state, Loading):
+            self._loads.give_up(sequence)
+        self._scheduler.remove(sequence)
+
+    def _discard(self, sequence: Sequence, lease: Lease, error: RootstockError) -> None:
+        self._scheduler.discard(sequence, lease)
+        self._requests.fail(sequence, error)
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def run(self) -> None:
+        """Runs one step. The scheduler has work."""
+        began = self._clock()
+        self._hit_verifier.pause()
+        if self._tier_connector is not None and self._loads is not None:
+            self._tier_connector.follow()
+            self._loads.requeue_overdue()
+        plan = self._scheduler.schedule(began, self._loads_in_flight)
+        for sequence in plan.to_load:
+            assert self._loads is not None
+            self._loads.begin(sequence)
+        for sequence, error in plan.given_up:
+            self._requests.fail(sequence, error)
+        if not plan.scheduled:
+            self.is_stalled = bool(self._loads_in_flight)
+            assert plan.given_up or self.is_stalled or not self._scheduler.has_work, (
+                "requests wait and nothing runs"
+            )
+            self._apply(self._cache.make_way())
+            return
+        self.is_stalled = False
+        self._tell()  # of requests that ended before this forward
+        size = None if self._pacing is None else plan.size()
+        try:
+            self._apply(together([self._cache.make_way(), *(item.sequence.plan for item in plan.scheduled)]))
+            batch = Batch([item.segment() for item in plan.scheduled])
+            logits = self._forward(plan.scheduled, batch)
+        except Exception as error:
+            log.exception("a forward failed; its %d requests fail, others go on", len(plan.scheduled))
+            self.counters.failed_steps += 1
+            for item in plan.scheduled:
+                self._scheduler.fail(item.sequence, item.lease)
+                self._requests.fail(item.sequence, StepFailed(error))
+            return
+        row = 0
+        for item, segment in zip(plan.scheduled, batch.segments, strict=True):
+            rows = logits[row : row + segment.logits_to_keep]
+            if item.drafts:
+                self._take_verified(item, rows)
+            else:
+                self._take(item, rows)
+            row += segment.logits_to_keep
+        self._apply(self._cache.make_way())
+        if self._tier_connector is not None:
+            self._tier_connector.follow()
+        if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
+            self._pacing.observe(size, self._clock() - began)
+
+    @property
+    def _loads_in_flight(self) -> int:
+        return 0 if self._loads is None else self._loads.in_flight
+
+    def _forward(self, scheduled: list[ScheduledSequence], batch: Batch) -> Logits:
+        for item in scheduled:
+            item.sequence.plan = NOTHING  # executed
+        began = self._clock()
+        logits = self._runtime.forward(batch)
+        seconds = self._clock() - began
+        self.counters.forward_s += seconds
+        if all(item.decodes for item in scheduled):
+            if self._proposer is not None:
+                drafts = sum(item.drafts for item in scheduled)
+                context = sum(segment.past for segment in batch.segments)
+                self._proposer.observe(len(scheduled), drafts, context, seconds)
+        elif self._tier_connector is not None:
+            self._tier_connector.observe(batch.segments, seconds)
+        self.counters.steps += 1
+        self.counters.computed_tokens += batch.new_tokens
+        return logits
+
+    def _take_verified(self, item: ScheduledSequence, logits: Logits) -> None:
+        """Takes the rows of a decode with drafts one by one, as if each had a step of its own."""
+        self.counters.draft_tokens += item.drafts
+        for row in accepted_rows(item):
+            self.counters.accepted_draft_tokens += row > 0
+            self._take(item.row(row), logits[row : row + 1])
+
+    def _take(self, item: ScheduledSequence, logits: Logits) -> None:
+        """Takes the result of one sequence: scores, samples, publishes, and emits events.
+
+        Logits that are not finite come of K/V that are not finite: no computed token of such a request is published.
+        """
+        sequence, completes = item.sequence, item.completes_prompt
+        try:
+            if not sequence.prompt_scored:
+                self._score(sequence, item.lease.computed, logits)
+            sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
+        except RootstockError as error:
+            self._discard(sequence, item.lease, error)
+            return
+        except Exception as error:
+            log.exception("request %s failed after its forward", sequence.request.id)
+            self._discard(sequence, item.lease, StepFailed(error))
+            return
+        # At once: the commit of another sequence may take the rows of a snapshot.
+        self._apply(self._cache.commit(item.lease, item.tokens))
+        if not completes:
+            return
+        try:
+            self._continue(sequence, item.lease, sampled)
+        except Exception as error:
+            log.exception("request %s failed after it was sampled", sequence.request.id)
+            self._take_out(sequence)
+            self._requests.fail(sequence, StepFailed(error))
+
+    def _score(self, sequence: Sequence, past: int, logits: Logits) -> None:
+        prompt, top = sequence.request.tokens, sequence.request.prompt_logprobs
+        assert top is not None
+        following = prompt[past + 1 : past + 1 + len(logits)]
+        sequence.prompt_scores.append(score_prompt(logits[: len(following)], following, top))
+
+    def _continue(self, sequence: Sequence, lease: Lease, sampled: SampledToken | None) -> None:
+        """Emits the next token of a sequence whose known tokens are all computed, or ends it."""
+        if not sequence.prompt_scored:
+            sequence.prompt_scored = True
+            sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
+            sequence.prompt_scores = []
+        if sampled is None:  # the request only scores or caches a prompt
+            self._finish(sequence, lease, "length", text=sequence.rest_of_text())
+            return
+        self.counters.sampled_tokens += 1
+        sequence.generated.append(sampled.token)
+        sequence.state = Decoding(lease)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = self._clock()
+            if self._tier_connector is not None:
+                self._tier_connector.count(sequence.load_choice)
+            self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.namespace)
+        if sampled.token in sequence.stop_tokens:
+            self._finish(sequence, lease, "stop", sampled.token, text=sequence.rest_of_text())
+            return
+        text, stop_string = "", None
+        if sequence.detokenizer is not None:
+            delta = sequence.detokenizer.push(sampled.token)
+            text, stop_string = delta.text, delta.stopped_by
+        sequence.emit(
+            TokenEvent(sequence.request.id, sampled.token, text, sampled.logprob, sequence.cached_tokens or 0)
+        )
+        if stop_string is not None:
+            self._finish(sequence, lease, "stop", stop_string)
+        elif len(sequence.generated) >= sequence.max_tokens:
+            self._finish(sequence, lease, "length", text=sequence.rest_of_text())
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        lease: Lease,
+        reason: Literal["stop", "length"],
+        stopped_by: str | int | None = None,
+        text: str = "",
+    ) -> None:
+        self._scheduler.complete(sequence, lease)
+        usage = sequence.usage(self._clock())
+        self._requests.end(sequence, Finished(sequence.request.id, reason, usage, text, stopped_by))
+
+    # ------------------------------------------------------------------------------------- other turns
+
+    def verify_hits(self) -> None:
+        """Verifies a piece of a sampled hit. Called when there is nothing else to do."""
+        self._hit_verifier.step()
+        self._apply(self._cache.make_way())
+
+    def restart(self, error: Exception) -> None:
+        """Fails every request and empties the cache, after an exception of our own."""
+        log.exception("the engine failed between forwards; every open request fails, the cache is emptied")
+        self._scheduler.drain()
+        if self._tier_connector is not None:
+            self._tier_connector.settle()  # no load writes to rows that are reused
+        self._hit_verifier.forget()
+        self._cache.reset()
+        self.fail_all(EngineFault(error))
