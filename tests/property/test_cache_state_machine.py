@@ -170,13 +170,16 @@ class TreeAndPool(RuleBasedStateMachine):
             self.states[lease.slot] = None
         self.cache.release(lease, ReleaseReason.FAILED)
 
-    @rule(lease=consumes(leases), how=st.sampled_from(["finish", "preempt", "abort"]))
-    def end(self, lease: Lease, how: str) -> None:
+    @rule(
+        lease=consumes(leases),
+        reason=st.sampled_from([ReleaseReason.FINISHED, ReleaseReason.PREEMPTED, ReleaseReason.ABORTED]),
+    )
+    def end(self, lease: Lease, reason: ReleaseReason) -> None:
         if lease.ended:
             return
         self.tick()
         tokens, computed = lease.tokens.copy(), lease.computed
-        getattr(self.cache, how)(lease)
+        self.cache.release(lease, reason)
         if computed:
             match = self.cache.match(tokens[:computed], lease.namespace)
             assert match.found == computed, "what a lease computed must be findable when it ends"
