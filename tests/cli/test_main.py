@@ -25,7 +25,7 @@ def test_the_version_is_shown(rootstock: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--speculate", "wildly"], "--speculate is 'wildly', but must be auto, off, or how many tokens"),
+        (["--speculate", "wildly"], "--speculate is 'wildly', but must be auto, off, or the largest number"),
         (["--kv-budget", "lots"], "--kv-budget is 'lots', but must be a size such as 4GiB"),
         (["--block-size", "0"], "--block-size is 0"),
         (["--device", "tpu"], "--device is 'tpu', but must be auto | cpu | cuda | mps"),
