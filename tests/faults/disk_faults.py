@@ -197,7 +197,7 @@ class Case:
             index.add(identity)
         self.rng.shuffle(self.prompts)  # type: ignore[arg-type]
         for i, prompt in enumerate(self.prompts):
-            hit = index.reach(prompt, NAMESPACE, 0, 0, len(prompt) - 1)
+            hit = index.tier_hit(prompt, NAMESPACE, 0, 0, len(prompt) - 1)
             if hit is not None:
                 self.prompts[0], self.prompts[i] = self.prompts[i], self.prompts[0]
                 keys = [block.identity.key for block in hit.blocks]

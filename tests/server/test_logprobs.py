@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.config import EngineConfig
-from rootstock.engine import engine
+from rootstock.engine import step
 from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.request import (
     Finished,
@@ -87,13 +87,13 @@ def test_a_prompt_is_scored_once_for_all_choices(
     prompts, n = [PROMPT, "another one", [65, 66, 67, 0xE2, 0x82]], 5
     tokens = sum(map(len, prompts))
     scored: list[int] = []
-    score_prompt = engine.score_prompt
+    score_prompt = step.score_prompt
 
     def counted(logits: Any, next_tokens: Any, top: int) -> Logprobs:
         scored.append(len(next_tokens))
         return score_prompt(logits, next_tokens, top)
 
-    monkeypatch.setattr(engine, "score_prompt", counted)
+    monkeypatch.setattr(step, "score_prompt", counted)
     with serve() as served:
         expected = [served.complete(prompt, **ECHO).json()["choices"][0] for prompt in prompts]
     assert sum(scored) == tokens - len(prompts)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.engine.prompts import boundaries
 from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
-from rootstock.server.openai import calls
 from rootstock.testing.fake_runtime import FULL
 from server.chat_codecs import codec_of, tokenizer_of
 from server.conftest import Served
@@ -178,7 +178,7 @@ def test_a_model_that_resumes_anywhere_pays_nothing_for_boundaries(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(calls, "boundaries_of", never)
+    monkeypatch.setattr(boundaries, "boundaries_of", never)
     with serve() as served:
         assert served.chat("Hello.").status_code == 200
     with serve(families=HYBRIDS["states"]) as served:
