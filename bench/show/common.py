@@ -19,6 +19,8 @@ from typing import Any, Literal, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+ROOT = Path(__file__).parents[2]
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:

@@ -19,8 +19,7 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-from common import at_most, conclude
-from named_tests import ROOT
+from common import ROOT, at_most, conclude
 
 sys.path.insert(0, str(ROOT / "tests"))
 from docs.prose import Finding, findings

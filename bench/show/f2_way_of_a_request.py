@@ -18,9 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import at_most, conclude, exactly
+from common import ROOT, at_most, conclude, exactly
 from f1_prose import BEFORE
-from named_tests import ROOT
 from peers import free_port
 
 sys.path.insert(0, str(ROOT / "tests"))

@@ -16,9 +16,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from common import at_least, conclude
+from common import ROOT, at_least, conclude
 from f1_prose import BEFORE, files_of_commit, files_of_tree
-from named_tests import ROOT
 
 FEWER = 3000
 

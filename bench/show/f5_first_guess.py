@@ -10,8 +10,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import at_least, conclude
-from named_tests import ROOT
+from common import ROOT, at_least, conclude
 
 PACKAGE = ROOT / "src/rootstock"
 BAR = 18
@@ -29,18 +28,18 @@ BEHAVIOURS = (
     Behaviour(
         "refusal when the queue is full",
         ("queue", "scheduler"),
-        ("check_queue", "refuse_when_full", "QueueLimit"),
+        ("RequestTable",),
         "engine/engine.py",
     ),
     Behaviour("default of the KV budget", ("budget", "config"), ("auto_budget_bytes",), "engine/assemble.py"),
     Behaviour("sliding window of a layer", ("window", "mask"), ("MaskPattern",), "runtime/torch_masks.py"),
     Behaviour(
-        "RoPE regime in the namespace", ("rope", "keys", "namespace"), ("namespace_of",), "engine/engine.py"
+        "RoPE regime in the namespace", ("rope", "keys", "namespace"), ("of_model",), "engine/engine.py"
     ),
     Behaviour(
         "acceptance of drafts",
         ("accept", "speculation"),
-        ("Acceptance",),
+        ("accepted_rows",),
         "engine/draft_cost.py, engine/engine.py",
     ),
     Behaviour("rootstock cache verify", ("cache",), ("verify",), "cli_cache.py, tiers/disk.py"),

@@ -19,9 +19,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common import conclude, exactly
+from common import ROOT, conclude, exactly
 from f1_prose import BEFORE
-from named_tests import ROOT
 
 SCRIPTS = {
     "A5": ("a5_control_plane.py", "--rounds", "20"),
