@@ -93,10 +93,8 @@ def test_every_plain_linear_is_packed_and_its_own_memory_reads_as_not_a_number()
     for layer in (model.block.q, model.block.k, model.block.v, model.block.out, model.head):
         assert isinstance(packed_of(layer), Prepacked)
         assert layer.weight.isnan().all()
-        assert linear.weight.untyped_storage().nbytes() == linear.weight.element_size(), (
-            "one number, expanded"
-        )
-        assert not linear.weight.requires_grad
+        assert layer.weight.untyped_storage().nbytes() == layer.weight.element_size(), "one number, expanded"
+        assert not layer.weight.requires_grad
     assert {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)} == shapes
     assert sum(parameter.numel() for parameter in model.parameters()) >= sum(
         shape.numel() for shape in set(shapes.values())
