@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import io
 import subprocess
-import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
 
 from common import ROOT, at_most, conclude
 
-sys.path.insert(0, str(ROOT / "tests"))
 from docs.prose import Finding, findings
 
 BEFORE = "5b652a8"  # the last commit before issue 13
@@ -61,6 +59,13 @@ def files_of_commit(commit: str) -> dict[str, str]:
             for member in files.getmembers()
             if member.isfile() and is_prose(member.name)
         }
+
+
+def extract(commit: str, folder: Path) -> None:
+    """Writes the files of a commit below `folder`."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
 
 
 def files_of_tree() -> dict[str, str]:

@@ -8,21 +8,18 @@ last. Compiled loops and calls inside libraries do not count.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, at_most, conclude, exactly
-from f1_prose import BEFORE
+from f1_prose import BEFORE, extract
 from peers import free_port
 
-sys.path.insert(0, str(ROOT / "tests"))
 from docs.test_imports import circles, imports
 
 BAR_FILES = 30
@@ -107,11 +104,7 @@ def main() -> None:
         model.mkdir()
         write_tiny_model(TinyModelSpec(), model)
         old = Path(folder, "before")
-        archive = subprocess.run(
-            ["git", "archive", args.before, "src"], cwd=ROOT, check=True, capture_output=True
-        )
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(old, filter="data")
+        extract(args.before, old)
         before = traced(old / "src", model, Path(folder, "before.json"))
         now = traced(ROOT / "src", model, Path(folder, "now.json"))
     if args.list:

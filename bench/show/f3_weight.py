@@ -7,17 +7,15 @@ Coverage needs the package `coverage` beside the development tools, and two runs
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
 from common import ROOT, at_least, conclude
-from f1_prose import BEFORE, files_of_commit, files_of_tree
+from f1_prose import BEFORE, extract, files_of_commit, files_of_tree
 
 FEWER = 3000
 
@@ -42,11 +40,7 @@ def main() -> None:
     bars = {"fewer": at_least(FEWER)}
     if args.coverage:
         with tempfile.TemporaryDirectory() as folder:
-            archive = subprocess.run(
-                ["git", "archive", args.before], cwd=ROOT, check=True, capture_output=True
-            )
-            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-                files.extractall(folder, filter="data")
+            extract(args.before, Path(folder))
             figures["coverage_before"] = coverage(Path(folder))
         figures["coverage_now"] = coverage(ROOT)
         bars["coverage_now"] = at_least(figures["coverage_before"])

@@ -7,20 +7,18 @@ bound: the median of the runs now may not be worse than the worst run before by 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, conclude, exactly
-from f1_prose import BEFORE
+from f1_prose import BEFORE, extract
 
 SCRIPTS = {
     "A5": ("a5_control_plane.py", "--rounds", "20"),
@@ -42,9 +40,7 @@ def main() -> None:
     values: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     lower_is_better: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", args.before], cwd=ROOT, check=True, capture_output=True)
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(folder, filter="data")
+        extract(args.before, Path(folder))
         for number in range(args.rounds):
             sides = [(0, Path(folder)), (1, ROOT)]
             for show in args.only.split(","):

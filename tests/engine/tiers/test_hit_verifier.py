@@ -137,7 +137,7 @@ def test_hits_that_are_verified_are_no_requests(bench: Verified) -> None:
 
 
 def test_a_check_for_which_there_is_no_memory_is_given_up(bench: Verified) -> None:
-    """Whoever holds so many blocks: the cache is not emptied for it."""
+    """A request that holds this many blocks. The cache is not emptied for it."""
     bench.told(PROMPT)
     bench.told([*PROMPT, 50, 51])
     other = Namespace("another", "float32")

@@ -1,4 +1,4 @@
-"""What a tier below promises to requests, whatever the disk does and whenever somebody stops: behaviours 39 to 46.
+"""Promises of a tier to requests, with any fault of the disk and any stop of a process: behaviours 39 to 46.
 
 tests/faults/test_disk_faults.py holds 40, and part of 39, 42 and 44.
 """

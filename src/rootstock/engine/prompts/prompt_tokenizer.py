@@ -89,7 +89,7 @@ class TokenizedPieces:
         return self._bytes
 
     def encode_chat(self, rendered: str, salt: str) -> Tokens:
-        """As the tokenizer's: the caller's own array."""
+        """Encodes like the tokenizer. The caller owns the returned array."""
         pieces = self._tokenizer.pieces(rendered)
         if len(pieces) < 2:  # nothing that could be shared by a longer text
             return self._tokenizer.encode_chat(rendered)
