@@ -7,7 +7,7 @@ greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
   ours           `rootstock serve`, defaults but for dtype, threads and the memory of its cache
   dense          one left-padded `transformers.generate` a turn over all agents' prompts, in this process: no HTTP
   transformers   `transformers serve --continuous-batching`, pages of 32 tokens, as many as the workload needs twice
-  llama.cpp      llama-cpp-python's server on a GGUF file of the same weights, with the cache flags that did best
+  llama.cpp      its own server (package xllamacpp) on a GGUF file of the same weights, with the slots that did best
 
 The interpreters of the peers are found by options, or by the environment: ROOTSTOCK_TRANSFORMERS_PYTHON and
 ROOTSTOCK_LLAMA_PYTHON. A peer that is not there is reported, and misses its bar.
@@ -51,10 +51,10 @@ SIZES = Sizes(8, 8, turns=8, prefix_tokens=2048, new_tokens=(16, 160), answer_to
 KV_BUDGET = "4GiB"
 PAGE_TOKENS = 32
 BATCH_TOKENS = 512
-# What each agent has said is kept in RAM. Without it, an agent's turn finds another's history in the one context that
-# there is, and computes its own anew. Flash attention takes a quarter longer per decode on this kind of CPU.
-LLAMA_OPTIONS = f"--cache True --cache_size {8 * 2**30}"
-# What a conversation may come to: prefix, turns and answers, and what the template puts between them.
+# One slot finds the system prompt that every agent shares. With eight, each slot computes it anew, and a step of
+# eight decodes takes eight times as long as one: two turns took 75.6 s instead of 33.6.
+LLAMA_SLOTS = 1
+# Upper bound of a conversation: prefix, turns, answers, and the template's tokens between them.
 LONGEST_TOKENS = SIZES.prefix_tokens + SIZES.turns * (SIZES.new_tokens[1] + SIZES.answer_tokens + 16) + 64
 BARS = {"dense": 5.0, "transformers": 5.0, "llama_cpp": 1.5}
 
@@ -86,9 +86,9 @@ def main() -> None:
     options.add_argument(
         "--llama-python",
         default=os.environ.get("ROOTSTOCK_LLAMA_PYTHON"),
-        help="an interpreter with llama-cpp-python[server] and gguf",
+        help="an interpreter with xllamacpp and gguf",
     )
-    options.add_argument("--llama-options", default=LLAMA_OPTIONS, help="of its server")
+    options.add_argument("--llama-slots", type=int, default=LLAMA_SLOTS, help="slots of its server")
     options.add_argument("--llama-dtype", default="bfloat16", help="of the GGUF file's matrices: or float16")
     options.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="of transformers' server")
     given = options.parse_args()
@@ -117,9 +117,9 @@ def main() -> None:
             if given.llama_python is None:
                 raise PeerUnavailable("neither --llama-python nor ROOTSTOCK_LLAMA_PYTHON is given")
             gguf = as_gguf(given.llama_python, path, given.llama_dtype)
-            context = -(-LONGEST_TOKENS // 256) * 256
-            extra = given.llama_options.split()
-            return of_peer(llama_server(given.llama_python, gguf, threads, context, extra), workload)
+            slots = given.llama_slots
+            context = slots * -(-LONGEST_TOKENS // 256) * 256
+            return of_peer(llama_server(given.llama_python, gguf, threads, slots, context), workload)
 
         sides: dict[str, Side] = {"dense": dense, "transformers": transformers, "llama_cpp": llama_cpp}
         asked = [name for name in sides if name in given.only.split(",")]

@@ -128,19 +128,12 @@ def transformers_server(
     return PeerProcess(command, port, environment, ready_path="/health")
 
 
-def llama_server(
-    python: str, gguf: Path, threads: int, context_tokens: int, options: Sequence[str] = ()
-) -> PeerProcess:
-    """llama-cpp-python's server. It computes one request at a time and lets others wait, rather than interrupt it."""
+def llama_server(python: str, gguf: Path, threads: int, slots: int, context_tokens: int) -> PeerProcess:
+    """Returns llama.cpp's own server, which batches up to `slots` requests over a KV buffer of `context_tokens`."""
     port = free_port()
-    command = [
-        *(python, "-m", "llama_cpp.server", "--model", str(gguf), "--n_ctx", str(context_tokens)),
-        *("--n_threads", str(threads), "--n_threads_batch", str(threads)),
-        *("--logits_all", "False", "--interrupt_requests", "False", "--verbose", "False"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *options,
-    ]
-    return PeerProcess(command, port)
+    script = Path(__file__).with_name("llama_cpp_server.py")
+    arguments = (port, slots, context_tokens, threads)
+    return PeerProcess([python, str(script), str(gguf), *map(str, arguments)], port, ready_path="/health")
 
 
 def free_port() -> int:
