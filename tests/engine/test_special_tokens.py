@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from engine.prompts.chat_codecs import TEMPLATES
 from engine.test_text_pieces import KINDS, SPECIAL, byte_level, texts
 from rootstock.engine.chat_template import names_in
 from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
 from rootstock.engine.tokenizer import HFTokenizer, KeptTokens
 from rootstock.errors import SpecialTokenInText
-from server.chat_codecs import TEMPLATES
 
 
 @cache

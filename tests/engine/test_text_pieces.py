@@ -24,7 +24,7 @@ from tokenizers import (
     trainers,
 )
 
-from rootstock.engine.text_pieces import any_of, cut_for, cut_whole
+from rootstock.engine.special_tokens import any_of, cut_for, cut_whole
 
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|user|>\n", "<|end|>", "[INST]", "[INST][/INST]")
 TEXT = [Path(__file__).read_text(), "héllo wörld ﬁne 你好 नमस्ते 🙂👩‍👩‍👧 İstanbul e\u0301 café"]

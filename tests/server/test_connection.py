@@ -17,9 +17,9 @@ from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.runtime.base import Batch
 from rootstock.server import event_stream
 from rootstock.server.app import create_app
-from rootstock.server.bridge import Bridge, Generation, Indexed, Mailbox, Shortcut
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
+from rootstock.server.event_stream import Bridge, Generation, Indexed, Mailbox, Shortcut
 from waiting import HANG_S, wait_for
 
 ID = RequestId("r")

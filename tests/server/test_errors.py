@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.server.openai.schema import ChatCompletionRequest
-from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
+from rootstock.server.openai.schema import IGNORED, REFUSED, ChatCompletionRequest
 from server.held import Held
 from waiting import join, wait_for, wait_until
 

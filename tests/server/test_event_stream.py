@@ -21,7 +21,7 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.server.bridge import Bridge, Generation, Mailbox
+from rootstock.server.event_stream import Bridge, Generation, Mailbox
 from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 

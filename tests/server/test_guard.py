@@ -18,8 +18,8 @@ from fastapi import FastAPI, Request
 from cli.running import Process
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
+from rootstock.server.access import Guard
 from rootstock.server.errors import install_error_handlers
-from rootstock.server.guard import Guard
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"

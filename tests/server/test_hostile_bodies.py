@@ -17,10 +17,9 @@ from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.engine.prompts.prompt_tokenizer import TokenizedPieces
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
-from rootstock.server import json_body
+from rootstock.server import request_bodies
 from rootstock.server.errors import ClientGone
-from rootstock.server.json_body import check_shape
-from rootstock.server.preparation_queue import LONG_BODY_BYTES, PreparationQueue
+from rootstock.server.request_bodies import LONG_BODY_BYTES, PreparationQueue, check_shape
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S
 
@@ -53,19 +52,19 @@ def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool
     body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_BODY_DEPTH
     depth, count, objects = shape_of(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(request_bodies, "_SLICE_BYTES", slice_bytes)
         for name, figure in (
             ("MAX_BODY_DEPTH", depth),
             ("MAX_BODY_VALUES", count),
             ("MAX_BODY_OBJECTS", objects),
         ):
-            patch.setattr(json_body, name, figure)
+            patch.setattr(request_bodies, name, figure)
             check_shape(body)
             if figure:
-                patch.setattr(json_body, name, figure - 1)
+                patch.setattr(request_bodies, name, figure - 1)
                 with pytest.raises(JsonTooComplex):
                     check_shape(body)
-                patch.setattr(json_body, name, figure)
+                patch.setattr(request_bodies, name, figure)
 
 
 def test_other_encodings_than_utf_8_are_refused() -> None:

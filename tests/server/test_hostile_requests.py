@@ -12,9 +12,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ExplainRequest
-from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
-from server.chat_codecs import codec_of
+from engine.prompts.chat_codecs import codec_of
+from rootstock.server.openai.schema import (
+    IGNORED,
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ExplainRequest,
+)
 from server.conftest import served_by_oracle
 
 CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.prompts.chat_codecs import codec_of, tokenizer_of
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
 from rootstock.engine.prompts import boundaries
 from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.testing.fake_runtime import FULL
-from server.chat_codecs import codec_of, tokenizer_of
 from server.conftest import Served
 
 Json = dict[str, Any]

@@ -1,29 +1,123 @@
-"""Prompts to tokens, within a limit; of conversations that were seen before, only what is new is tokenized.
+"""Prompts to tokens: special tokens in a client's text are escaped, the length is limited, and repeated text is
+tokenized once.
 
-A conversation is cut where its tokenizer would cut it (`engine/text_pieces.py`), about once a message. The tokens
-of each piece are kept. The result always equals the tokens of the whole text. Tenants have pieces of their own:
-how long an answer takes tells nobody what others have written.
+A conversation is cut where its tokenizer would cut it (`cut_for` in `engine/special_tokens.py`), about once a
+message. The tokens of each piece are kept. The result always equals the tokens of the whole text. Tenants have pieces
+of their own: the time of an answer tells nothing about the texts of other tenants.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
-from rootstock.errors import PromptTextTooLong
+from rootstock.engine.prompts.chat import Conversation, Mark, refuse_surrogates
+from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
+from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
 
 CAP_BYTES = 64 * MIB
 # A text of more characters per token of the limit is first counted by slices: texts have about four.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536
-_ENTRY_BYTES = 520  # of what holds a piece and its tokens, besides these; 113 of them are a salt
+_ENTRY_BYTES = 520  # overhead of an entry, besides its piece and tokens; 113 of them are a salt
 
 _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
+
+
+def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
+    """Returns the conversation with the control tokens that it spells out escaped, wherever a client wrote them.
+
+    With `parse` they stay control tokens. Raises PromptTextTooLong, before any work on text that cannot fit, and
+    SpecialTokenInText.
+    """
+    tokenizer.refuse_more_chars(_chars_in([conversation.messages, conversation.tools]))
+    model_tokenizer = tokenizer.model_tokenizer
+    of_clients = KeptTokens.ALL if parse else KeptTokens.NONE
+    of_answers = KeptTokens.ALL if parse else KeptTokens.OF_ANSWERS
+
+    def escape(text: str) -> str:
+        return model_tokenizer.escape(text, of_clients)
+
+    def escape_answer(text: str) -> str:
+        return model_tokenizer.escape(text, of_answers)
+
+    messages = [
+        _escaped(message, escape_answer if message["role"] == "assistant" else escape)
+        for message in conversation.messages
+    ]
+    marks = [mark for mark in conversation.marks if mark.message is None]
+    for index in dict.fromkeys(mark.message for mark in conversation.marks):
+        if index is not None:
+            chars = sorted(mark.chars for mark in conversation.marks if mark.message == index)
+            marks += [
+                Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
+            ]
+    tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
+    return Conversation(messages, tools, options, tuple(marks))
+
+
+def _chars_in(value: Any) -> int:
+    """Counts the characters of a JSON value's strings, except the names of fields."""
+    chars, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            chars += len(each)
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, Sequence):
+            waiting += each
+    return chars
+
+
+def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
+    """Returns a JSON value with all of its strings escaped. Its depth was bounded when it was parsed."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, Mapping):
+        return {escape(name): _escaped(each, escape) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_escaped(each, escape) for each in value]
+    return value
+
+
+def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: str) -> Tokens:
+    """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
+
+    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
+    """
+    return _some(tokenizer.encode_chat(_rendered(conversation, tokenizer), salt))
+
+
+def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
+    """Renders and tokenizes like `chat_tokens`, and returns the places of the tokens too."""
+    placed = tokenizer.place_chat(_rendered(conversation, tokenizer))
+    _some(placed.tokens)
+    return placed
+
+
+def _rendered(conversation: Conversation, tokenizer: PromptTokenizer) -> str:
+    rendered = conversation.render(tokenizer.model_tokenizer)
+    refuse_surrogates(rendered, "messages")
+    return rendered
+
+
+def _some(tokens: Tokens) -> Tokens:
+    if len(tokens) == 0:
+        raise EmptyPrompt("messages")
+    return tokens
+
+
+def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
+    """Tokenizes a plain prompt. Raises InvalidParameter and PromptTextTooLong."""
+    refuse_surrogates(text, "prompt")
+    return tokenizer.encode(text)
 
 
 class PromptTokenizer:

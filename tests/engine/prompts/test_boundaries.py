@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from engine.prompts.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import Conversation, conversation_of, placed_chat
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import Conversation, conversation_of
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens, shared
 from rootstock.engine.tokenizer import HFTokenizer, Message
 from rootstock.errors import RootstockError
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 
 Json = dict[str, Any]
 SYSTEM, USER, TOOL, MARK = (

@@ -7,19 +7,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.prompts.chat import (
-    chat_tokens,
-    chosen_tools,
-    conversation_of,
-    escaped,
-    template_messages,
-)
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from engine.prompts.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
+from rootstock.engine.prompts.chat import chosen_tools, conversation_of, template_messages
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed, InvalidParameter, PromptTextTooLong, Unsupported
 from rootstock.server.openai.schema import ChatCompletionRequest
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
 
 # As real templates do: tools at the front, a call's arguments as an object, the role checked.
 TEMPLATE = """
