@@ -1,4 +1,4 @@
-"""Special tokens in clients' text are read as text, those of the chat template as control tokens."""
+"""Special tokens: those in clients' text become plain text, those of the chat template control tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(kind: str) -> tuple[Tokenizer, EscapedNames, LiteralTokenizer]:
 
 
 def control_ids(tokenizer: Tokenizer) -> set[int]:
-    """Special tokens, except the one of characters that the tokenizer does not know."""
+    """Returns the special tokens, except the unknown token."""
     added = tokenizer.get_added_tokens_decoder().items()
     return {id for id, token in added if token.special and token.content not in ("<unk>", "[UNK]")}
 
@@ -44,14 +44,14 @@ hostile = st.lists(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
-def test_a_text_without_escapes_has_the_tokens_that_its_tokenizer_gives(kind: str, text: str) -> None:
+def test_a_text_without_escapes_has_the_tokens_of_its_tokenizer(kind: str, text: str) -> None:
     tokenizer, _, literal = made(kind)
     assert literal.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(before=hostile, text=st.one_of(texts, hostile), after=hostile)
-def test_an_escaped_text_has_no_control_token_whatever_stands_beside_it(
+def test_an_escaped_text_has_no_control_token_beside_any_other_text(
     kind: str, before: str, text: str, after: str
 ) -> None:
     tokenizer, names, literal = made(kind)
@@ -65,7 +65,7 @@ def test_an_escaped_text_has_no_control_token_whatever_stands_beside_it(
     ):
         try:
             ids = literal.encode(escaped).tolist()
-        except SpecialTokenInText:  # its vocabulary has the name as an ordinary piece, too
+        except SpecialTokenInText:  # the vocabulary also has the name as an ordinary piece
             assert kind in ("prepended", "unigram", "metaspace, first", "metaspace, always")
             continue
         if kind == "difficult tokens" and "|>" in beside:  # a token across the end of the text: "|><|"
@@ -74,27 +74,27 @@ def test_an_escaped_text_has_no_control_token_whatever_stands_beside_it(
 
 
 @given(text=st.one_of(texts, hostile), chars=st.integers(0, 40))
-def test_an_escaped_text_gives_itself_back_and_knows_its_places(text: str, chars: int) -> None:
+def test_escaping_can_be_undone_and_positions_are_found(text: str, chars: int) -> None:
     names = EscapedNames(SPECIAL)
     escaped = names.escape(text)
     assert names.unescape(escaped) == text
     chars = min(chars, len(text))
     start, position = names.positions(escaped, [0, chars])
     assert 0 <= position <= len(escaped)
-    if not any(name in text for name in SPECIAL):  # else a place may lie inside an escape
+    if not any(name in text for name in SPECIAL):  # otherwise a position may lie inside an escape
         assert names.unescape(escaped[:position]) == text[:chars]
     assert start == 0
 
 
 @given(text=texts)
-def test_a_byte_level_tokenizer_gives_back_the_text_that_was_escaped(text: str) -> None:
+def test_a_byte_level_tokenizer_decodes_the_escaped_text(text: str) -> None:
     tokenizer, names, literal = made("byte-level")
     ids = literal.encode(f"<s>{names.escape(text)}").tolist()
     assert ids[0] == tokenizer.token_to_id("<s>")
     assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
 
 
-def test_an_escape_that_was_cut_is_text_and_no_error() -> None:
+def test_a_truncated_escape_is_plain_text() -> None:
     names = EscapedNames(["<s>"])
     assert names.unescape(f"{MARK}7{MARK}") == f"{MARK}7{MARK}"
     assert names.unescape(f"{MARK}0") == f"{MARK}0"
@@ -123,14 +123,14 @@ def test_other_characters_that_normalize_to_a_special_token_are_refused() -> Non
     tokenizer.add_special_tokens([AddedToken("<turn>", normalized=True)])
     codec = codec_of(tokenizer)
     turn = tokenizer.token_to_id("<turn>")
-    assert turn in codec.encode_chat("<TURN>")  # which is why it is refused
+    assert turn in codec.encode_chat("<TURN>")  # the reason of the refusal
     for text in ("<TURN>", "<tur\uff4e>"):
         with pytest.raises(SpecialTokenInText):
             codec.escape(text, KeptTokens.NONE)
     assert turn not in codec.encode_chat(codec.escape("a <turn>", KeptTokens.NONE))
 
 
-def test_ids_are_those_of_single_texts_when_batches_are_encoded() -> None:
+def test_a_batch_has_the_ids_of_its_single_texts() -> None:
     for kind in KINDS:
         tokenizer = KINDS[kind]()
         for text in ("", "a", "hello world ", "<s>[INST]  hi\n\n</s>", "ﬁne İstanbul 🙂" * 50):
@@ -140,7 +140,7 @@ def test_ids_are_those_of_single_texts_when_batches_are_encoded() -> None:
                 assert tokenizer.encode_batch([text], add_special_tokens=special)[0].ids == ids, kind
 
 
-def test_a_codec_knows_the_longest_text_of_a_token() -> None:
+def test_the_longest_token_of_a_tokenizer_is_known() -> None:
     codec = codec_of(byte_level())
     tokens = np.arange(codec_of(byte_level())._fast.get_vocab_size())
     assert codec.longest_token_chars >= max(len(codec.decode([int(token)])) for token in tokens)
@@ -157,11 +157,11 @@ def test_a_codec_knows_the_longest_text_of_a_token() -> None:
         ("{% broken", set()),
     ],
 )
-def test_a_template_tells_for_which_texts_it_searches(template: str, searched: set[str]) -> None:
+def test_the_literals_that_a_template_searches_for_are_found(template: str, searched: set[str]) -> None:
     assert names_in(template).searched == searched
 
 
-def test_reasoning_in_an_answer_stays_what_the_template_searches_for() -> None:
+def test_tokens_of_reasoning_in_an_answer_stay_control_tokens() -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>", "<|im_start|>", "<|im_end|>"])
     codec = codec_of(tokenizer, TEMPLATES["qwen3"])
@@ -171,7 +171,7 @@ def test_reasoning_in_an_answer_stays_what_the_template_searches_for() -> None:
     assert "</think>" not in codec.escape(answer, KeptTokens.NONE)
 
 
-def test_tokens_of_turns_that_are_not_flagged_as_special_are_text_in_messages_too() -> None:
+def test_unflagged_tokens_of_turns_are_text_in_messages() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<tool_call>", "</think>"])
     codec = codec_of(tokenizer, TEMPLATES["qwen3"])
@@ -179,7 +179,7 @@ def test_tokens_of_turns_that_are_not_flagged_as_special_are_text_in_messages_to
     turn = {tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")}
     assert turn.isdisjoint(codec.encode_chat(codec.escape(hostile, KeptTokens.NONE)).tolist())
     assert codec.decode(codec.encode_chat(codec.escape(hostile, KeptTokens.NONE)).tolist()) == hostile
-    # An answer holds them as the model wrote them.
+    # An answer keeps the tokens that the model wrote.
     answer = "</think>\n<tool_call>{}"
     assert np.array_equal(
         codec.encode_chat(codec.escape(answer, KeptTokens.OF_ANSWERS)), codec.encode_chat(answer)
@@ -201,7 +201,7 @@ def test_a_text_from_which_the_template_removes_a_part_cannot_become_a_control_t
     assert codec.escape("/think about <this>", KeptTokens.NONE) == "/think about <this>"
 
 
-def test_an_answer_opens_no_turn_by_tokens_that_are_not_flagged_as_special() -> None:
+def test_unflagged_tokens_of_turns_are_text_in_answers() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     codec = codec_of(tokenizer, TEMPLATES["qwen3"])
@@ -210,7 +210,7 @@ def test_an_answer_opens_no_turn_by_tokens_that_are_not_flagged_as_special() -> 
     assert turn.isdisjoint(codec.encode_chat(answer).tolist())
 
 
-def test_names_are_found_across_the_windows_in_which_a_text_is_searched() -> None:
+def test_names_are_found_across_the_windows_of_a_search() -> None:
     names = EscapedNames(SPECIAL)
     for before in range(65_536 - 12, 65_536 + 3):
         text = "x" * before + "[INST][/INST] and <|user|>\n" + "y" * 70_000 + "<s>"
@@ -218,7 +218,7 @@ def test_names_are_found_across_the_windows_in_which_a_text_is_searched() -> Non
         assert names.unescape(names.escape(text)) == text
 
 
-def test_characters_that_escapes_are_made_of_stay_text_where_special_tokens_are_parsed() -> None:
+def test_the_characters_of_escapes_stay_text_while_special_tokens_are_parsed() -> None:
     codec = codec_of(byte_level())
     text = f"{MARK}0{MARK} {MARK}{MARK} <|user|>"
     kept = codec.encode_chat(codec.escape(text, KeptTokens.ALL)).tolist()
@@ -226,6 +226,6 @@ def test_characters_that_escapes_are_made_of_stay_text_where_special_tokens_are_
     assert kept == plain
 
 
-def test_a_variable_that_the_template_sets_from_itself_is_the_clients() -> None:
+def test_a_variable_that_the_template_sets_from_itself_can_be_set_by_clients() -> None:
     assert names_in("{% set thinking = thinking or false %}{{ thinking }}").variables == {"thinking"}
     assert names_in("{% set other = 1 %}{{ other }}").variables == set()

@@ -1,4 +1,4 @@
-"""Tokens of a text's pieces are those of the whole, for every kind of tokenizer, or the text is not cut."""
+"""Cuts of a text: the pieces have the tokens of the whole text, for every kind of tokenizer, or it is not cut."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def metaspace(scheme: str) -> Tokenizer:
 
 
 def prepended() -> Tokenizer:
-    """As converted sentencepiece models are: a normalizer writes the spaces, there is no pre-tokenizer."""
+    """Makes a tokenizer like converted sentencepiece models: a normalizer writes the spaces."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(
@@ -84,7 +84,7 @@ def word_piece() -> Tokenizer:
 
 
 def with_difficult_tokens() -> Tokenizer:
-    """Added tokens that take spaces along, that are spaces, that overlap, that are normalized."""
+    """Makes a tokenizer with added tokens that strip spaces, are spaces, overlap, or are normalized."""
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("  ", normalized=False)])
@@ -125,22 +125,9 @@ parts = st.one_of(
         [*SPECIAL, "<left>", "<right>", "<|", "|>", "<|user", "user|>", "[INST", " ", "  ", "\n", "\n\n"]
     ),
     st.sampled_from(
-        [
-            "hello",
-            "world",
-            "ﬁne",
-            "fi",
-            "e\u0301",
-            "🙂",
-            "👩‍👩‍👧",
-            "你好",
-            "İ",
-            "\u200d",
-            "\u0301",
-            "▁",
-            "def f(x):",
-        ]
+        ["hello", "world", "ﬁne", "fi", "e\u0301", "🙂", "👩‍👩‍👧", "你好", "İ", "\u200d", "\u0301", "▁"]
     ),
+    st.just("def f(x):"),
     st.text(max_size=6),
 )
 texts = st.lists(parts, max_size=14).map("".join)
@@ -148,7 +135,7 @@ texts = st.lists(parts, max_size=14).map("".join)
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
-def test_pieces_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
+def test_pieces_have_the_tokens_of_the_whole_text(kind: str, text: str) -> None:
     tokenizer, cut = made(kind)
     pieces = cut(text)
     assert "".join(pieces) == text
@@ -156,7 +143,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_is_cut_once_a_message(kind: str) -> None:
+def test_a_conversation_is_cut_before_each_message(kind: str) -> None:
     _, cut = made(kind)
     assert cut("<s>be good<|user|>hi<|end|>") == ["<s>be good", "<|user|>hi", "<|end|>"]
     assert cut("no special token") == ["no special token"]
@@ -164,7 +151,7 @@ def test_a_conversation_is_cut_once_a_message(kind: str) -> None:
 
 
 class _Reversed:
-    """A pre-tokenizer that somebody wrote: the library cannot tell what it looks at."""
+    """A custom pre-tokenizer, which may look anywhere in the text."""
 
     def pre_tokenize(self, text: PreTokenizedString) -> None:
         text.split(lambda _, part: [part])
@@ -172,7 +159,7 @@ class _Reversed:
     def normalize(self, text: NormalizedString) -> None: ...
 
 
-def test_a_tokenizer_that_is_not_understood_is_given_whole_texts() -> None:
+def test_texts_are_not_cut_for_tokenizers_of_unknown_behaviour() -> None:
     written = byte_level()
     written.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(_Reversed())
     random = byte_level()
@@ -197,9 +184,9 @@ def test_a_pattern_of_many_strings_finds_the_leftmost_and_longest(strings: set[s
     assert found == [match.span() for match in alternation.finditer(text)]
 
 
-def test_a_pattern_may_have_strings_that_begin_each_other_however_deep() -> None:
+def test_a_pattern_can_have_hundreds_of_strings_that_are_prefixes_of_each_other() -> None:
     assert any_of("a" * length for length in range(1, 500)).match("a" * 5000)[0] == "a" * 499  # type: ignore[index]
 
 
-def test_thousands_of_strings_are_tried_as_one_trie() -> None:
+def test_the_common_prefix_of_thousands_of_strings_is_in_the_pattern_once() -> None:
     assert any_of(f"<unused{i}>" for i in range(6000)).pattern.count("<unused") == 1

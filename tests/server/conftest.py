@@ -1,4 +1,4 @@
-"""A whole server over the oracle runtime: whatever the engine or the cache got wrong would change its answers."""
+"""A whole server over the oracle runtime, whose answers change with any error of the engine or the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY: Json = {"temperature": 0}
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model that can be served; tests that change it make a copy."""
+    """A checkpoint that can be served. Tests that change it make a copy."""
     from checkpoints import save_served  # imports torch, which most tests here do not need
 
     return save_served(tmp_path_factory.mktemp("model"))
@@ -57,7 +57,7 @@ class Served:
         return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
 
     def chunks(self, path: str, **fields: Any) -> list[Json]:
-        """The data of every event of a stream; asserts the form and the [DONE] at its end."""
+        """Returns the data of a stream's events. Asserts their form and the [DONE] at the end."""
         with self.client.stream("POST", path, json={"stream": True, **fields}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +73,7 @@ class Served:
         return tokens
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """What the oracle's tokens must be, by the tokens alone; ends before an end of sequence."""
+        """Computes the oracle's tokens from the prompt alone, up to an end of sequence."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count:
             token = int(self.runtime.expected_logits(np.array(tokens, np.int32)).argmax())
@@ -83,7 +83,7 @@ class Served:
         return tokens[len(prompt) :]
 
     def settled(self) -> None:
-        """Waits until nothing runs; then everything must have been released."""
+        """Waits until no request runs, and asserts that all rows were released."""
         health = self.assembly.engine.health
         wait_until(lambda: not (health().running or health().waiting))
         stats = self.assembly.engine.stats().cache

@@ -1,4 +1,4 @@
-"""Whatever a body holds, its answer is 2xx or 4xx, with an error of the usual shape, and the server goes on."""
+"""Hostile values in a body: the answer is 2xx, or 4xx with an error of the usual shape, and the server goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rootstock.server.openai.schema import (
     CompletionRequest,
     ExplainRequest,
 )
-from server.conftest import served_by_oracle
+from server.conftest import served_by_oracle, user
 
 CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 SCHEMAS = {CHAT: ChatCompletionRequest, TEXT: CompletionRequest, EXPLAIN: ExplainRequest}
@@ -61,23 +61,8 @@ MESSAGES: list[Any] = [
 ]
 BODIES: list[tuple[str, Any]] = [
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 2}),
-    (
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "chat_template_kwargs": {"enable_thinking": True},
-            "max_tokens": 2,
-        },
-    ),
-    (
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "logit_bias": {"5": 1.5},
-            "stop": ["a", "b"],
-            "n": 2,
-        },
-    ),
+    (CHAT, {"messages": user("x"), "chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 2}),
+    (CHAT, {"messages": user("x"), "logit_bias": {"5": 1.5}, "stop": ["a", "b"], "n": 2}),
     (TEXT, {"prompt": "one two", "max_tokens": 2, "logprobs": 2, "echo": True}),
     (
         TEXT,
@@ -94,7 +79,7 @@ BODIES: list[tuple[str, Any]] = [
     (EXPLAIN, {"prompt": [1, 2, 3]}),
 ]
 
-# As they stand in a body: some are no JSON, and some no encoder would write.
+# Raw text for a body: some values are not JSON, and some no encoder would write.
 HOSTILE = [
     "null", "true", "false", "0", "-1", "1", "2", "-0.0", "1e400", "-1e400", "NaN", "Infinity", "1e-320", "1e308",
     "3.5e38", "0.5", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "18446744073709551616",
@@ -151,7 +136,7 @@ def assert_answered(served: Any, route: str, body: str) -> None:
 
 
 def spelled(value: Any, at: tuple[Any, ...], new: str) -> str:
-    """`value` as JSON, with the raw text `new` at a place in it."""
+    """Encodes `value` as JSON, with the raw text `new` at one place."""
     mark = "\ue001 the place \ue001"
 
     def replaced(value: Any, at: tuple[Any, ...]) -> Any:
@@ -196,25 +181,20 @@ def test_a_hostile_value_anywhere_in_a_body_is_answered(served: Any, place: Any,
 
 
 @SETTINGS
-@given(
-    base=st.sampled_from(BODIES),
-    data=st.data(),
-    stream=st.booleans(),
-)
+@given(base=st.sampled_from(BODIES), data=st.data(), stream=st.booleans())
 def test_hostile_values_in_several_fields_are_answered(
     served: Any, base: Any, data: Any, stream: bool
 ) -> None:
     route, body = base
     names = data.draw(st.lists(st.sampled_from(FIELDS[route]), min_size=1, max_size=4))
     fields = [json.dumps(body)[1:-1], f'"stream": {json.dumps(stream)}']
-    fields += [
-        f"{json.dumps(name)}: {data.draw(raw)}" for name in names
-    ]  # the last of two with one name counts
+    # Of two fields with one name the last counts.
+    fields += [f"{json.dumps(name)}: {data.draw(raw)}" for name in names]
     assert_answered(served, route, "{" + ", ".join(fields) + "}")
 
 
 def test_every_field_of_every_route_is_answered_with_hostile_values(served: Any) -> None:
-    """All pairs would take minutes: a few of them for each template, always the same."""
+    """A fixed sample for each template: all pairs would take minutes."""
     chosen = random.Random(len(served.assembly.tokenizer.template_names.literals))
     for route, body in (BODIES[1], BODIES[3], BODIES[6]):
         for name in SCHEMAS[route].model_fields:

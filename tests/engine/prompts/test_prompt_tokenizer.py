@@ -1,4 +1,4 @@
-"""Only what is new of a conversation is tokenised, and its tokens are those of the whole text."""
+"""Only the new pieces of a conversation are tokenized, and the tokens are those of the whole text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rendered(messages: Sequence[dict[str, Any]]) -> str:
     return ByteTokenizer().render_chat(messages, [])
 
 
-def test_a_later_turn_tokenises_its_new_end_only() -> None:
+def test_only_the_new_end_of_a_later_turn_is_tokenized() -> None:
     codec = CountingCodec()
     tokenized = TokenizedPieces(codec)
     said = ["one", "two", "three", "four", "five"]
@@ -46,7 +46,7 @@ def test_a_later_turn_tokenises_its_new_end_only() -> None:
     assert codec.encoded == ["<|assistant|>four", "<|user|>five"]
 
 
-def test_what_is_answered_is_the_callers_own() -> None:
+def test_the_caller_owns_the_returned_tokens() -> None:
     tokenized = TokenizedPieces(ByteTokenizer())
     text = rendered(chat("hello"))
     tokenized.encode_chat(text, "")[:] = 0
@@ -63,7 +63,7 @@ def test_tenants_do_not_share_pieces() -> None:
     assert codec.encoded == first * 2
 
 
-def test_pieces_that_were_not_used_for_longest_make_room() -> None:
+def test_least_recently_used_pieces_are_dropped_first() -> None:
     codec = CountingCodec()
     tokenized = TokenizedPieces(codec, cap_bytes=20_000)
     kept = rendered(chat("kept"))
@@ -78,14 +78,14 @@ def test_pieces_that_were_not_used_for_longest_make_room() -> None:
     assert any("0 0" in piece for piece in codec.encoded)
 
 
-def test_a_piece_larger_than_the_room_is_tokenised_and_not_kept() -> None:
+def test_a_piece_larger_than_the_cap_is_tokenized_and_not_kept() -> None:
     tokenized = TokenizedPieces(ByteTokenizer(), cap_bytes=1000)
     text = rendered(chat("long " * 1000))
     assert np.array_equal(tokenized.encode_chat(text, ""), ByteTokenizer().encode_chat(text))
     assert tokenized.held_bytes <= 1000
 
 
-def test_threads_may_ask_at_once() -> None:
+def test_threads_can_tokenize_at_once() -> None:
     tokenized = TokenizedPieces(ByteTokenizer(), cap_bytes=5_000)
     wrong: list[str] = []
 
@@ -113,9 +113,8 @@ def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenized() -> No
         lambda: tokenizer.encode_chat(text, ""),
         lambda: tokenizer.place_chat(text),
     ):
-        with pytest.raises(
-            PromptTextTooLong, match=f"{len(text):,} characters, which make more than 100 tokens"
-        ):
+        said = f"{len(text):,} characters, which make more than 100 tokens"
+        with pytest.raises(PromptTextTooLong, match=said):
             refused()
     assert codec.encoded == []
 
@@ -130,7 +129,7 @@ def test_a_text_of_likely_too_many_tokens_is_tokenized_no_further_than_twice_the
 
 
 class LongTokenCodec(CountingCodec):
-    """A token for each ten characters."""
+    """A tokenizer with one token for each ten characters."""
 
     def encode_chat(self, rendered: str) -> Tokens:
         return super().encode_chat(rendered)[::10]
