@@ -68,8 +68,8 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def chat_prompt(self, text: str) -> list[int]:
-        codec = self.assembly.tokenizer
-        tokens: list[int] = codec.encode_chat(codec.render_chat(user(text), [])).tolist()
+        tokenizer = self.assembly.tokenizer
+        tokens: list[int] = tokenizer.encode_chat(tokenizer.render_chat(user(text), [])).tolist()
         return tokens
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -106,7 +106,7 @@ def served_by_oracle(
     engine: EngineConfig | None = None,
     server: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
-    codec: ModelTokenizer | None = None,
+    tokenizer: ModelTokenizer | None = None,
     fault: Callable[[Batch], None] | None = None,
     context_limit: int = 4096,
     blocks: int = 2000,
@@ -115,14 +115,14 @@ def served_by_oracle(
     limits: HttpLimits | None = None,
     reuse: bool = True,
 ) -> Iterator[Served]:
-    codec = codec or ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     runtime = FakeRuntime(
-        vocab_size, context_limit, families=families, eos_token_ids=codec.eos_token_ids, fault=fault
+        vocab_size, context_limit, families=families, eos_token_ids=tokenizer.eos_token_ids, fault=fault
     )
     block_bytes = sum(row_bytes(family, 8) for family in runtime.description.families)
     made = assemble(
         runtime,
-        codec,
+        tokenizer,
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
     )

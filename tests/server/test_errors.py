@@ -352,7 +352,7 @@ def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
         def render_chat(self, *_messages: Any, **_options: Any) -> str:
             raise ChatTemplateMissing
 
-    with serve(codec=Bare()) as served:
+    with serve(tokenizer=Bare()) as served:
         assert_error(served.chat("x"), 400, "chat_template_missing", "messages", "--chat-template")
         assert served.complete("x", max_tokens=1).status_code == 200
 

@@ -91,7 +91,7 @@ def test_a_body_with_deep_or_too_many_values_is_refused(served: Any, body: str, 
         assert detail in answer.json()["error"]["message"]
 
 
-class CountingCodec(ByteTokenizer):
+class CountingTokenizer(ByteTokenizer):
     """A tokenizer that records the length of its longest text."""
 
     longest = 0
@@ -106,9 +106,9 @@ class CountingCodec(ByteTokenizer):
 
 
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -> None:
-    codec = CountingCodec()
+    tokenizer = CountingTokenizer()
     text = "word " * 200_000
-    with serve(codec=codec, context_limit=4096) as served:
+    with serve(tokenizer=tokenizer, context_limit=4096) as served:
         for route, body, param in (
             (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
             ("/v1/completions", {"prompt": text}, "prompt"),
@@ -119,7 +119,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -
             assert (answer.status_code, error["param"]) == (400, param)
             assert error["code"] == "context_length_exceeded"
             assert "characters, which make more than 4,096 tokens" in error["message"]
-    assert codec.longest < 4096 * codec.longest_token_chars
+    assert tokenizer.longest < 4096 * tokenizer.longest_token_chars
 
 
 @pytest.mark.parametrize("parsed", [False, True])
@@ -152,12 +152,12 @@ def test_clearing_drops_the_texts_that_were_tokenized(serve: Any, monkeypatch: p
     with serve() as served:
         for salt in ("one", "two"):
             assert served.chat("a secret", max_tokens=1, cache_salt=salt).status_code == 200
-        (tokenizer,) = made
-        held = tokenizer.held_bytes
+        (pieces,) = made
+        held = pieces.held_bytes
         assert served.client.post("/v1/cache/clear", json={"cache_salt": "one"}).status_code == 200
-        assert 0 < tokenizer.held_bytes < held
+        assert 0 < pieces.held_bytes < held
         assert served.client.post("/v1/cache/clear", json={}).status_code == 200
-        assert tokenizer.held_bytes == 0
+        assert pieces.held_bytes == 0
 
 
 # ---- the queue of preparations

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from engine.prompts.chat_codecs import codec_of
+from engine.prompts.chat_tokenizers import chat_tokenizer
 from rootstock.server.openai.schema import (
     IGNORED,
     REFUSED,
@@ -111,8 +111,10 @@ def served(request: Any) -> Iterator[Any]:
             yield one
             one.settled()
         return
-    codec = codec_of(request.param)
-    with served_by_oracle(codec=codec, context_limit=400, vocab_size=len(codec._tokenizer)) as one:
+    tokenizer = chat_tokenizer(request.param)
+    with served_by_oracle(
+        tokenizer=tokenizer, context_limit=400, vocab_size=len(tokenizer._tokenizer)
+    ) as one:
         yield one
         one.settled()
 

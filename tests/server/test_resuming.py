@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.prompts.chat_codecs import codec_of, tokenizer_of
+from engine.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
 from rootstock.engine.prompts import boundaries
 from rootstock.engine.prompts.chat import conversation_of
@@ -35,9 +35,9 @@ def answer(text: str, reasoning: str | None = None, **more: Any) -> Json:
 class Chat:
     """A client of a server whose chat template drops reasoning. It returns the cached tokens of each request."""
 
-    def __init__(self, served: Served, codec: HFTokenizer) -> None:
+    def __init__(self, served: Served, tokenizer: HFTokenizer) -> None:
         self._served = served
-        self._codec = codec
+        self._tokenizer = tokenizer
 
     def cached(self, messages: list[Json], **fields: Any) -> int:
         body = {"messages": messages, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
@@ -49,12 +49,14 @@ class Chat:
         return found
 
     def prompt(self, messages: list[Json], **fields: Any) -> np.ndarray[Any, Any]:
-        return self._codec.encode_chat(conversation_of(messages, fields.get("tools", ())).render(self._codec))
+        return self._tokenizer.encode_chat(
+            conversation_of(messages, fields.get("tools", ())).render(self._tokenizer)
+        )
 
     def upto(self, text: str, messages: list[Json], **fields: Any) -> int:
         """Counts the tokens of a prompt up to the end of the last occurrence of `text`."""
         conversation = conversation_of(messages, fields.get("tools", ()))
-        placed = self._codec.place_chat(conversation.render(self._codec))
+        placed = self._tokenizer.place_chat(conversation.render(self._tokenizer))
         at = placed.token_at(placed.text.rindex(text) + len(text))
         assert at is not None
         return at
@@ -62,11 +64,11 @@ class Chat:
 
 @pytest.fixture(params=[*HYBRIDS, "full"])
 def chat(request: pytest.FixtureRequest, serve: Any) -> Any:
-    codec = codec_of("qwen3_thinking")
+    tokenizer = chat_tokenizer("qwen3_thinking")
     vocab_size = tokenizer_of("bytes").get_vocab_size()
     families = HYBRIDS.get(request.param, (FULL,))
-    with serve(codec=codec, families=families, vocab_size=vocab_size) as served:
-        yield Chat(served, codec)
+    with serve(tokenizer=tokenizer, families=families, vocab_size=vocab_size) as served:
+        yield Chat(served, tokenizer)
         served.settled()
 
 
@@ -108,10 +110,10 @@ def test_the_second_conversation_resumes_at_the_end_of_system_prompt_and_tools(c
 
 
 def test_the_next_request_resumes_at_a_clients_mark(serve: Any) -> None:
-    codec = codec_of("chatml")
+    tokenizer = chat_tokenizer("chatml")
     vocab_size = tokenizer_of("bytes").get_vocab_size()
-    with serve(codec=codec, families=HYBRIDS["both"], vocab_size=vocab_size) as one:
-        chat = Chat(one, codec)
+    with serve(tokenizer=tokenizer, families=HYBRIDS["both"], vocab_size=vocab_size) as one:
+        chat = Chat(one, tokenizer)
 
         def about(name: str, question: str, **mark: Any) -> list[Json]:
             text = f"{name}: the tool answers, and you say what it means."

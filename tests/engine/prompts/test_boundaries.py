@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.prompts.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
+from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, tokenizer_of
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.engine.prompts.boundaries import boundaries_of
 from rootstock.engine.prompts.chat import Conversation, conversation_of
@@ -51,19 +51,19 @@ def result(number: int) -> Json:
     return {"role": "tool", "tool_call_id": f"call{number:05}", "content": f"w{number} is a plant."}
 
 
-def placed_in(codec: ModelTokenizer, conversation: Conversation) -> PlacedTokens:
-    return placed_chat(conversation, PromptTokenizer(codec, 10**6))
+def placed_in(tokenizer: ModelTokenizer, conversation: Conversation) -> PlacedTokens:
+    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))
 
 
 def found(
     template: str, messages: list[Json], tools: list[Json] | None = None, kind: str = "bytes", **options: Any
 ) -> dict[CheckpointKind, list[str]]:
     """Returns the last 80 characters of the prompt before each boundary."""
-    codec = codec_of(template, kind)
+    tokenizer = chat_tokenizer(template, kind)
     conversation = conversation_of(messages, tools or [], options)
-    placed = placed_in(codec, conversation)
+    placed = placed_in(tokenizer, conversation)
     told: dict[CheckpointKind, list[str]] = {}
-    for boundary in boundaries_of(codec, conversation, placed):
+    for boundary in boundaries_of(tokenizer, conversation, placed):
         end = placed.char_at(boundary.position) if boundary.position < len(placed.tokens) else None
         told.setdefault(boundary.kind, []).append(placed.text[:end][-80:])
     return told
@@ -129,9 +129,9 @@ def test_a_rendering_that_the_template_refuses_yields_no_boundary_and_no_error(t
     only_user = (
         "{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
-    codec = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
+    tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
     conversation = conversation_of([user("What?")])
-    assert boundaries_of(codec, conversation, placed_in(codec, conversation)) == ()
+    assert boundaries_of(tokenizer, conversation, placed_in(tokenizer, conversation)) == ()
 
 
 def test_system_messages_within_the_history_have_no_boundary() -> None:
@@ -172,20 +172,20 @@ def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[J
 
 
 def by_the_whole_rendering(
-    codec: HFTokenizer, conversation: Conversation, following: list[Message]
+    tokenizer: HFTokenizer, conversation: Conversation, following: list[Message]
 ) -> int | None:
     try:
-        rendered = codec.render_chat([*conversation.messages, *following], conversation.tools)
+        rendered = tokenizer.render_chat([*conversation.messages, *following], conversation.tools)
     except Exception:
         return None
-    prompt = codec.encode_chat(conversation.render(codec))
-    return shared(prompt, codec.encode_chat(rendered))
+    prompt = tokenizer.encode_chat(conversation.render(tokenizer))
+    return shared(prompt, tokenizer.encode_chat(rendered))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
 def test_boundaries_equal_the_positions_at_which_whole_renderings_diverge(template: str, kind: str) -> None:
-    codec = codec_of(template, kind)
+    tokenizer = chat_tokenizer(template, kind)
     next_turn: list[Message] = [answer("Done.", "Well."), user("Go on.")]
     called = [{"id": "call00000", "function": {"name": "look_up", "arguments": {}}}]
     next_step: list[Message] = [
@@ -195,13 +195,13 @@ def test_boundaries_equal_the_positions_at_which_whole_renderings_diverge(templa
     for seed in range(3):
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_in(codec, conversation)
-            boundaries = boundaries_of(codec, conversation, placed)
+            placed = placed_in(tokenizer, conversation)
+            boundaries = boundaries_of(tokenizer, conversation, placed)
             positions = [boundary.position for boundary in boundaries]
             assert positions == sorted(set(positions))
             assert all(0 < position <= len(placed.tokens) for position in positions)
             for following in (next_turn, next_step) if tools else (next_turn,):
-                expected = by_the_whole_rendering(codec, conversation, following)
+                expected = by_the_whole_rendering(tokenizer, conversation, following)
                 assert expected is not None
                 # A boundary a few tokens after another is left out.
                 near = (0 <= expected - position < 4 for position in [0, *positions])
@@ -214,46 +214,50 @@ def test_each_request_of_an_agent_diverges_at_a_boundary_of_an_earlier_one_or_co
     template: str, kind: str
 ) -> None:
     """The agent sends generated answers back unchanged, with their reasoning until the template drops it."""
-    codec = codec_of(template, kind)
+    tokenizer = chat_tokenizer(template, kind)
     for seed in range(3):
         known: list[tuple[np.ndarray[Any, Any], set[int]]] = []
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_in(codec, conversation)
+            placed = placed_in(tokenizer, conversation)
             if known:
                 longest, at = max((shared(tokens, placed.tokens), at) for at, (tokens, _) in enumerate(known))
                 tokens, positions = known[at]
                 near = max((position for position in positions if position <= longest), default=0)
                 goes_on = longest >= len(tokens)
                 assert goes_on or longest - near < 4, (longest, sorted(positions), len(tokens))
-            known.append((placed.tokens, {b.position for b in boundaries_of(codec, conversation, placed)}))
+            known.append(
+                (placed.tokens, {b.position for b in boundaries_of(tokenizer, conversation, placed)})
+            )
 
 
 def test_tokens_that_merge_across_the_divergence_of_two_texts_are_not_common() -> None:
-    codec = codec_of("chatml")
+    tokenizer = chat_tokenizer("chatml")
     one, other = "tree assistant of", "tree assistance"
-    placed = codec.place_chat(one)
-    assert common_tokens(codec, placed, other) == shared(codec.encode_chat(one), codec.encode_chat(other))
+    placed = tokenizer.place_chat(one)
+    assert common_tokens(tokenizer, placed, other) == shared(
+        tokenizer.encode_chat(one), tokenizer.encode_chat(other)
+    )
     assert common_chars(one, other) == len("tree assistan")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_common_tokens_by_a_window_equal_those_of_the_whole_texts(kind: str) -> None:
-    codec, rng = codec_of("chatml", kind), random.Random(3)
+    tokenizer, rng = chat_tokenizer("chatml", kind), random.Random(3)
     pieces = ["assistant", " of", "\n", "  ", "é", "tool", "<|im_end|>", "aaaa", "."]
     for _ in range(300):
         one = "".join(rng.choices(pieces, k=rng.randint(0, 300)))
         cut = rng.randint(0, len(one))
         other = one[:cut] + "".join(rng.choices(pieces, k=rng.randint(0, 30)))
-        placed = codec.place_chat(one)
-        assert common_tokens(codec, placed, other) == shared(placed.tokens, codec.encode_chat(other))
+        placed = tokenizer.place_chat(one)
+        assert common_tokens(tokenizer, placed, other) == shared(placed.tokens, tokenizer.encode_chat(other))
 
 
 def test_a_tokenizer_without_places_of_tokens_tokenizes_whole_texts() -> None:
-    codec = ByteTokenizer()
+    tokenizer = ByteTokenizer()
     conversation = conversation_of([RULES, user("What is a tree?")])
-    placed = placed_in(codec, conversation)
-    system, turn = boundaries_of(codec, conversation, placed)
+    placed = placed_in(tokenizer, conversation)
+    system, turn = boundaries_of(tokenizer, conversation, placed)
     assert system.kind is SYSTEM
     assert placed.tokens[system.position - 1] == 256 + ByteTokenizer.SPECIAL.index("<|user|>")
     assert turn.position == len(placed.tokens)
@@ -271,8 +275,8 @@ def test_a_clients_marks_are_boundaries_and_do_not_reach_the_template(template: 
     [end] = marked[MARK]
     assert end.endswith("A long document.")
     plain = [RULES, user("A long document.\nWhat does it say?")]
-    codec = codec_of(template)
-    assert conversation_of(messages).render(codec) == conversation_of(plain).render(codec)
+    tokenizer = chat_tokenizer(template)
+    assert conversation_of(messages).render(tokenizer) == conversation_of(plain).render(tokenizer)
 
 
 def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
@@ -287,7 +291,7 @@ def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
     assert told[MARK][2].endswith("assistant\nHello.")
     conversation = conversation_of(messages, marked_tools)
     assert conversation.tools == TOOLS
-    assert "cache_control" not in conversation.render(codec_of("qwen3"))
+    assert "cache_control" not in conversation.render(chat_tokenizer("qwen3"))
 
 
 def test_marks_in_texts_that_a_template_rewrites_are_ignored() -> None:
@@ -307,20 +311,20 @@ def test_marks_in_texts_that_a_template_rewrites_are_ignored() -> None:
 def test_the_cost_of_boundaries_does_not_grow_with_the_history(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codec = codec_of("qwen3_thinking")
+    tokenizer = chat_tokenizer("qwen3_thinking")
     long = "The reader asks, the tool answers, and then you say what it means. " * 8
     if shape == "chat":
         messages = [RULES, *[m for _ in range(49) for m in (user(long), answer(long, long))], user(long)]
     else:
         messages = [RULES, user(long), *[m for i in range(49) for m in (call(i, long), result(i))]]
     conversation = conversation_of(messages, TOOLS)
-    placed = placed_in(codec, conversation)
+    placed = placed_in(tokenizer, conversation)
 
-    prompt_calls = calls_of(lambda: placed_in(codec, conversation))
-    assert calls_of(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_calls
+    prompt_calls = calls_of(lambda: placed_in(tokenizer, conversation))
+    assert calls_of(lambda: boundaries_of(tokenizer, conversation, placed)) < 2 * prompt_calls
 
     rendered, tokenised, chars = [0], [0], [0]
-    render, encode = codec.render_chat, codec.encode_chat
+    render, encode = tokenizer.render_chat, tokenizer.encode_chat
 
     def counted(messages: list[Message], *rest: Any, **options: Any) -> Any:
         rendered[0] += len(messages)
@@ -332,9 +336,9 @@ def test_the_cost_of_boundaries_does_not_grow_with_the_history(
         tokenised[0] += len(text)
         return encode(text)
 
-    monkeypatch.setattr(codec, "render_chat", counted)
-    monkeypatch.setattr(codec, "encode_chat", counted_encode)
-    boundaries_of(codec, conversation, placed)
+    monkeypatch.setattr(tokenizer, "render_chat", counted)
+    monkeypatch.setattr(tokenizer, "encode_chat", counted_encode)
+    boundaries_of(tokenizer, conversation, placed)
     assert 0 < rendered[0] <= len(messages)
     assert 0 < chars[0] <= len(placed.text)
     assert 0 < tokenised[0] <= len(placed.text) / 4
@@ -391,14 +395,14 @@ def test_boundaries_of_any_conversation_lie_within_its_prompt() -> None:
 
     rendered = 0
     while rendered < 300:
-        codec = codec_of(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
+        tokenizer = chat_tokenizer(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
         messages = [message() for _ in range(rng.randint(1, 24))]
         conversation = conversation_of(messages, rng.choice(all_tools), rng.choice(all_options))
         try:
-            placed = placed_in(codec, conversation)
+            placed = placed_in(tokenizer, conversation)
         except RootstockError:  # the template refuses it
             continue
         rendered += 1
-        positions = [boundary.position for boundary in boundaries_of(codec, conversation, placed)]
+        positions = [boundary.position for boundary in boundaries_of(tokenizer, conversation, placed)]
         assert positions == sorted(set(positions))
         assert all(0 < position <= len(placed.tokens) for position in positions)

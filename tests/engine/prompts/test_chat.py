@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.prompts.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of
+from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer
 from rootstock.engine.prompts.chat import Conversation, chosen_tools, conversation_of, template_messages
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
@@ -42,7 +42,7 @@ def _bytes() -> Tokenizer:
 
 
 @functools.cache
-def codec(template: str = TEMPLATE) -> HFTokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> HFTokenizer:
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=_bytes()), template)
 
 
@@ -50,15 +50,17 @@ def limited(model_tokenizer: ModelTokenizer) -> PromptTokenizer:
     return PromptTokenizer(model_tokenizer, 10**6)
 
 
-def conversation(body: dict[str, Any], codec: HFTokenizer) -> Conversation:
+def conversation(body: dict[str, Any], model_tokenizer: HFTokenizer) -> Conversation:
     request = ChatCompletionRequest.model_validate(body)
-    return request.conversation(request.messages, codec)
+    return request.conversation(request.messages, model_tokenizer)
 
 
 def rendered(**body: Any) -> str:
     """Returns the prompt of a request as text. `messages` are one of the user by default."""
-    tokens = chat_tokens(conversation({"messages": [USER], **body}, codec()), limited(codec()), "")
-    return codec().decode(tokens.tolist())
+    tokens = chat_tokens(
+        conversation({"messages": [USER], **body}, byte_tokenizer()), limited(byte_tokenizer()), ""
+    )
+    return byte_tokenizer().decode(tokens.tolist())
 
 
 def test_a_conversation_with_tools_is_rendered_by_the_template() -> None:
@@ -106,7 +108,7 @@ def test_malformed_arguments_of_a_call_stay_text() -> None:
     [message] = template_messages(messages)
     assert message["tool_calls"][0]["function"]["arguments"] == '{"broken'
     with pytest.raises(ChatTemplateFailed, match="no attribute 'items'"):
-        chat_tokens(conversation_of(messages), limited(codec()), "")
+        chat_tokens(conversation_of(messages), limited(byte_tokenizer()), "")
 
 
 @pytest.mark.parametrize(
@@ -180,14 +182,14 @@ DROPS = """
 def test_a_role_that_the_template_would_drop_is_refused(messages: list[str], param: str, part: str) -> None:
     body = {"messages": [{"role": role, "content": "text"} for role in messages]}
     with pytest.raises(InvalidParameter, match=part) as raised:
-        conversation(body, codec(DROPS))
+        conversation(body, byte_tokenizer(DROPS))
     assert raised.value.param == param
 
 
 def test_a_role_that_the_template_renders_is_accepted() -> None:
     roles = ["developer", "user", "assistant", "ipython", "user"]
     body = {"messages": [{"role": role, "content": "text"} for role in roles]}
-    text = conversation(body, codec(DROPS)).render(codec(DROPS))
+    text = conversation(body, byte_tokenizer(DROPS)).render(byte_tokenizer(DROPS))
     assert text == '[system]text[user]text[assistant]text[ipython]"text"[user]text'
 
 
@@ -203,7 +205,7 @@ def test_the_roles_of_an_agent_are_accepted_by_the_templates_of_models(name: str
         ]
     if name == "strict":
         del messages[0]
-    assert conversation({"messages": messages}, codec_of(name)).messages
+    assert conversation({"messages": messages}, chat_tokenizer(name)).messages
 
 
 @pytest.mark.parametrize(
@@ -242,8 +244,8 @@ def test_template_variables_that_cannot_be_set_are_refused(fields: Any, error: A
 def test_an_effort_reaches_a_template_that_reads_it() -> None:
     template = "{{ messages[0].content }} {{ reasoning_effort | default('medium') }}"
     for fields, effort in (({}, "medium"), ({"reasoning_effort": "high"}, "high")):
-        made = conversation({"messages": [USER], **fields}, codec(template))
-        assert made.render(codec(template)) == f"x {effort}"
+        made = conversation({"messages": [USER], **fields}, byte_tokenizer(template))
+        assert made.render(byte_tokenizer(template)) == f"x {effort}"
 
 
 def test_further_fields_of_a_message_reach_the_template_unless_they_are_null() -> None:

@@ -53,6 +53,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 @functools.cache
-def codec_of(template: str, kind: str = "bytes") -> HFTokenizer:
+def chat_tokenizer(template: str, kind: str = "bytes") -> HFTokenizer:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(kind), eos_token="<|im_end|>")
     return HFTokenizer(wrapped, TEMPLATES[template])
