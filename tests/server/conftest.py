@@ -43,6 +43,17 @@ def user(text: str) -> list[Json]:
     return [{"role": "user", "content": text}]
 
 
+def assert_error(response: Any, status: int, code: str, *parts: str, **fields: str | None) -> None:
+    """Asserts the shape of an error, its code, parts of its message, and the values of other fields."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error == error | {"code": code} | fields
+    assert all(part in error["message"] for part in parts), error
+    assert len(error["message"]) < 400
+    assert "\n" not in error["message"]
+
+
 @dataclass
 class Served:
     url: str

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.server.openai.schema import IGNORED, REFUSED, ChatCompletionRequest
+from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until
 
@@ -199,16 +200,6 @@ BODIES: list[Case] = [
 ]
 
 
-def assert_error(response: Any, status: int, code: str, param: str | None, part: str) -> None:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["code"], error["param"]) == (code, param), error
-    assert part in error["message"], error
-    assert len(error["message"]) < 400
-    assert "\n" not in error["message"]
-
-
 @pytest.mark.parametrize(
     ("route", "body", "code", "param", "part"),
     BODIES,
@@ -226,7 +217,7 @@ def test_a_wrong_request_is_one_clear_error(
     for each in bodies:
         raw = json.dumps(each)  # spells surrogates out, as clients in other languages do
         response = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
-        assert_error(response, 404 if code == NOT_FOUND else 400, code, param, part)
+        assert_error(response, 404 if code == NOT_FOUND else 400, code, part, param=param)
     assert served.chat("still there?", max_tokens=1).status_code == 200
 
 
@@ -248,11 +239,11 @@ def test_a_body_that_is_not_json_is_one_clear_error(served: Any, content: bytes,
 
 
 def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> None:
-    assert_error(served.client.get("/v1/nothing"), 404, "not_found", None, "GET /v1/nothing")
+    assert_error(served.client.get("/v1/nothing"), 404, "not_found", "GET /v1/nothing", param=None)
     wrong = served.client.get(CHAT)
-    assert_error(wrong, 405, "method_not_allowed", None, "Allow")
+    assert_error(wrong, 405, "method_not_allowed", "Allow", param=None)
     assert wrong.headers["allow"] == "POST"
-    assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "model", "gpt-9")
+    assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "gpt-9", param="model")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +304,7 @@ def test_max_tokens_beyond_the_context_is_lowered_and_a_header_says_so(served: A
         fits = served.client.post(route, json=fields | {"max_tokens": 12})
         assert "x-max-tokens" not in fits.headers
         strict = served.client.post(route, json=fields | {"strict_max_tokens": True})
-        assert_error(strict, 400, "context_length_exceeded", "max_tokens", "at most 12 tokens")
+        assert_error(strict, 400, "context_length_exceeded", "at most 12 tokens", param="max_tokens")
 
 
 def test_the_header_of_several_prompts_has_the_lowest_max_tokens(served: Any) -> None:
@@ -353,7 +344,7 @@ def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
             raise ChatTemplateMissing
 
     with serve(tokenizer=Bare()) as served:
-        assert_error(served.chat("x"), 400, "chat_template_missing", "messages", "--chat-template")
+        assert_error(served.chat("x"), 400, "chat_template_missing", "--chat-template", param="messages")
         assert served.complete("x", max_tokens=1).status_code == 200
 
 
@@ -361,7 +352,7 @@ def test_every_route_but_health_requires_the_api_key(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="s3cret")) as served:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             refused = served.client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
-            assert_error(refused, 401, "invalid_api_key", None, "Authorization")
+            assert_error(refused, 401, "invalid_api_key", "Authorization", param=None)
             assert refused.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/v1/cache/stats", "/metrics", "/openapi.json", "/nothing"):
             assert served.client.get(path).status_code == 401
@@ -397,7 +388,7 @@ def test_a_full_queue_answers_429_with_retry_after(serve: Any) -> None:
         # Two places are left for three choices: none of them may stay in the queue.
         for stream in (False, True):
             refused = served.chat("three", n=3, stream=stream)
-            assert_error(refused, 429, "queue_full", None, "--max-queue")
+            assert_error(refused, 429, "queue_full", "--max-queue", param=None)
             assert int(refused.headers["retry-after"]) >= 1
             wait_until(lambda: live_requests(served.assembly.engine) == 2)
         start(2)
@@ -424,7 +415,7 @@ class FailsOnce:
 def test_a_failed_step_fails_its_requests_and_the_server_goes_on(serve: Any) -> None:
     with serve(fault=FailsOnce(3)) as served:
         failed = served.chat("boom", max_tokens=20, ignore_eos=True)
-        assert_error(failed, 500, "step_failed", None, "RuntimeError")
+        assert_error(failed, 500, "step_failed", "RuntimeError", param=None)
         assert "hiccuped" not in failed.text, "it may quote other requests of the same forward"
         assert failed.json()["error"]["type"] == "server_error"
         assert served.chat("again", max_tokens=20).status_code == 200
@@ -456,7 +447,7 @@ def test_logits_that_are_not_finite_fail_only_their_request(serve: Any) -> None:
             return logits
 
         served.runtime.forward = poisoned
-        assert_error(served.chat("nan"), 500, "sampling_failed", None, "nan")
+        assert_error(served.chat("nan"), 500, "sampling_failed", "nan", param=None)
         del served.runtime.forward
         assert served.chat("fine", max_tokens=1).status_code == 200
 

@@ -19,6 +19,7 @@ from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.access import Guard
 from rootstock.server.errors import install_error_handlers
+from server.conftest import assert_error
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -28,15 +29,6 @@ STATS = "/v1/cache/stats"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 JSON = {"Content-Type": "application/json"}
 PAGE = "https://chat.example.com"
-
-
-def assert_error(response: Any, status: int, code: str, *parts: str) -> None:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == code
-    assert all(part in error["message"] for part in parts), error
-    assert len(error["message"]) < 400
 
 
 # ---- content types
