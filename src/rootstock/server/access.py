@@ -97,7 +97,7 @@ async def tenant_of(
         ),
     ] = "",
 ) -> str:
-    """Returns the tenant of a request. As a coroutine it needs no thread."""
+    """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
     return _tenant_of(request)
 
 

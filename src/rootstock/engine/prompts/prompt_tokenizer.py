@@ -1,5 +1,4 @@
-"""Prompts to tokens: special tokens in a client's text are escaped, the length is limited, and repeated text is
-tokenized once.
+"""Prompts to tokens: escapes of special tokens in clients' text, a limit of length, and reuse of repeated text.
 
 A conversation is cut where its tokenizer would cut it (`cut_for` in `engine/special_tokens.py`), about once a
 message. The tokens of each piece are kept. The result always equals the tokens of the whole text. Tenants have pieces
@@ -31,7 +30,7 @@ _Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
 
 
 def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
-    """Returns the conversation with the control tokens that it spells out escaped, wherever a client wrote them.
+    """Returns the conversation with escapes for the control tokens that a client spells out anywhere in it.
 
     With `parse` they stay control tokens. Raises PromptTextTooLong, before any work on text that cannot fit, and
     SpecialTokenInText.
@@ -121,7 +120,7 @@ def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
 
 
 class PromptTokenizer:
-    """Tokenizes prompts and refuses those that cannot fit, before the work is done. For any thread."""
+    """A tokenizer of prompts that refuses those that cannot fit, before the work is done. For any thread."""
 
     def __init__(self, tokenizer: ModelTokenizer, limit_tokens: int) -> None:
         self.model_tokenizer = tokenizer
@@ -129,7 +128,7 @@ class PromptTokenizer:
         self._pieces = TokenizedPieces(tokenizer)
 
     def refuse_more_chars(self, chars: int) -> None:
-        """Refuses texts that have, together, too many characters for any tokens. Raises PromptTextTooLong."""
+        """Refuses a number of characters that no tokens within the limit can have. Raises PromptTextTooLong."""
         if chars > self._limit_tokens * self.model_tokenizer.longest_token_chars:
             raise PromptTextTooLong(chars, self._limit_tokens)
 
@@ -143,20 +142,20 @@ class PromptTokenizer:
         return self.model_tokenizer.encode(text)
 
     def encode_chat(self, rendered: str, salt: str) -> Tokens:
-        """Tokenizes a rendered conversation, the caller's own array. Raises PromptTextTooLong."""
+        """Tokenizes a rendered conversation. The caller owns the returned array. Raises PromptTextTooLong."""
         self._refuse_too_long(rendered)
         return self._pieces.encode_chat(rendered, salt)
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        """Tokenizes like `encode_chat`, with the places of the tokens. Raises PromptTextTooLong."""
+        """Tokenizes like `encode_chat`, and returns the places of the tokens too. Raises PromptTextTooLong."""
         self._refuse_too_long(rendered)
         return self.model_tokenizer.place_chat(rendered)
 
     def _refuse_too_long(self, text: str) -> None:
-        """Refuses a text that has too many characters for any tokens, and one whose slices have twice the tokens.
+        """Refuses a text by its characters, or because its slices have more than twice as many tokens as the limit.
 
-        Cutting a text changes a few tokens beside the cut. A text whose slices have twice as many tokens as the limit
-        has more than the limit. Refusing it costs no more work than tokenizing a text that fits.
+        Cutting a text changes only a few tokens beside the cut: such a text has more tokens than the limit. Refusing
+        it costs no more than twice the work of tokenizing a text that fits.
         """
         if len(text) <= self._limit_tokens * _LIKELY_CHARS_PER_TOKEN:
             return
@@ -169,14 +168,14 @@ class PromptTokenizer:
 
 
 class TokenizedPieces:
-    """Keeps the pieces that were used last, up to `cap_bytes`. For any thread."""
+    """The most recently used pieces and their tokens, up to `cap_bytes`. For any thread."""
 
     def __init__(self, tokenizer: ModelTokenizer, cap_bytes: int = CAP_BYTES) -> None:
         self._tokenizer = tokenizer
         self._cap_bytes = cap_bytes
-        self._tokens: OrderedDict[_Key, Tokens] = OrderedDict()  # the last used last
+        self._tokens: OrderedDict[_Key, Tokens] = OrderedDict()  # the most recently used last
         self._bytes = 0
-        self._lock = threading.Lock()  # of the three
+        self._lock = threading.Lock()  # guards the tokens and their size
 
     @property
     def held_bytes(self) -> int:
@@ -185,7 +184,7 @@ class TokenizedPieces:
     def encode_chat(self, rendered: str, salt: str) -> Tokens:
         """Encodes like the tokenizer. The caller owns the returned array."""
         pieces = self._tokenizer.pieces(rendered)
-        if len(pieces) < 2:  # nothing that could be shared by a longer text
+        if len(pieces) < 2:  # no piece that a longer text could share
             return self._tokenizer.encode_chat(rendered)
         found = [self._piece((salt, at == 0, piece)) for at, piece in enumerate(pieces)]
         return np.concatenate(found)
@@ -204,7 +203,7 @@ class TokenizedPieces:
                 return tokens
         tokens = self._tokenizer.encode_chat(key[2])
         with self._lock:
-            if key not in self._tokens:  # else another thread was as quick
+            if key not in self._tokens:  # otherwise another thread has added it
                 self._tokens[key] = tokens
                 self._bytes += _size(key, tokens)
                 while self._bytes > self._cap_bytes:

@@ -15,7 +15,7 @@ from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 
 _WINDOW_TOKENS = 64  # before the place
 _WINDOW_CHARS = 64  # after it
-_CERTAIN_TOKENS = 16  # that must agree before the place
+_CERTAIN_TOKENS = 16  # before the place, that must be equal in window and text
 _STEP_CHARS = 4096
 
 
@@ -43,7 +43,7 @@ def _common_tokens_near(
     certain = count if first == 0 else min(count, _CERTAIN_TOKENS)
     if certain == 0 and first > 0:
         return None
-    for extra in (0, 1, -1):  # a window's first tokens may be one more or less than the text's there
+    for extra in (0, 1, -1):  # the window may begin with one token more or less than the text has there
         end = first + count - extra
         if end >= certain and np.array_equal(
             placed.tokens[end - certain : end], own[count - certain : count]
