@@ -106,15 +106,11 @@ raw = st.sampled_from(HOSTILE) | st.recursive(
 @pytest.fixture(scope="module", params=["bytes", "qwen3", "llama_3", "mistral"])
 def served(request: Any) -> Iterator[Any]:
     """A small context: an answer without a limit is a short one."""
-    if request.param == "bytes":
-        with served_by_oracle(context_limit=400) as one:
-            yield one
-            one.settled()
-        return
-    tokenizer = chat_tokenizer(request.param)
-    with served_by_oracle(
-        tokenizer=tokenizer, context_limit=400, vocab_size=len(tokenizer._tokenizer)
-    ) as one:
+    options: dict[str, Any] = {}
+    if request.param != "bytes":
+        tokenizer = chat_tokenizer(request.param)
+        options = {"tokenizer": tokenizer, "vocab_size": len(tokenizer._tokenizer)}
+    with served_by_oracle(context_limit=400, **options) as one:
         yield one
         one.settled()
 
