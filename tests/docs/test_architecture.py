@@ -64,7 +64,7 @@ def test_every_decision_is_a_page_of_its_own_with_all_its_parts() -> None:
 
 
 def names_of_code(node: ast.AST, owner: str = "") -> Iterator[str]:
-    """Yields names, and each also as `Class.name`: of the class around it, or of the object that has the attribute."""
+    """Yields names, and each also as `Class.name`: of the class around it, or of the attribute's object."""
     match node:
         case ast.Name(id=name) | ast.arg(arg=name) | ast.alias(name=name):
             yield from (name, f"{owner}.{name}")

@@ -149,14 +149,14 @@ def list_prefixes(
 
     With --tokenizer, also the first and last words. With --disk-budget, also the used share of it."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
-    codec = None if tokenizer is None else HFTokenizer.load(tokenizer)
+    loaded = None if tokenizer is None else HFTokenizer.load(tokenizer)
     with _opened(folder) as tier:
         with progress_bar("Reading the index") as progress:
             prefixes = Prefixes.of(_counting(tier.entries(), progress))
             leaves = prefixes.leaves()
             shown = [prefixes.described(leaf) for leaf in (leaves[:limit] if limit else leaves)]
-            if codec is not None:
-                _add_texts(shown, tier.entries(), codec)
+            if loaded is not None:
+                _add_texts(shown, tier.entries(), loaded)
         _stop_if_off(tier)
         usage = _usage(tier)
         struck = tier.counts.quarantined_records
@@ -177,7 +177,7 @@ def list_prefixes(
         listed = {"summary": summary, "prefixes": [_prefix_as_json(prefix) for prefix in shown]}
         print(json.dumps(listed, indent=2, ensure_ascii=False))
         return
-    print_table(_columns(now_s, with_text=codec is not None), shown)
+    print_table(_columns(now_s, with_text=loaded is not None), shown)
     mark = "" if sys.stdout.isatty() else "# "
     for line in _summary_in_words(summary, prefixes, len(shown), now_s):
         print(f"{mark}{line}")
@@ -283,9 +283,9 @@ def export(
     if prefix_tokens is not None:
         chosen_tokens = [_parse_tokens(prefix_tokens)]
     elif prefix_text is not None and tokenizer is not None:
-        codec = HFTokenizer.load(tokenizer)
-        # As a completion's prompt and as a chat's: some tokenizers put a first token before the former.
-        chosen_tokens = [codec.encode(prefix_text), codec.encode_chat(prefix_text)]
+        loaded = HFTokenizer.load(tokenizer)
+        # The text as a completion and as a chat: some tokenizers put a first token before a completion.
+        chosen_tokens = [loaded.encode(prefix_text), loaded.encode_chat(prefix_text)]
         if not len(chosen_tokens[1]):
             raise InvalidOption("--prefix-text", prefix_text, "a text of one token at least")
     most_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "--limit-bytes")
@@ -437,14 +437,14 @@ def _chosen(
         if not stored.at_end:
             raise StartupError(
                 f"Of that prefix, only {stored.reached:,} of {counted(stored.tokens, 'token')} are stored. Give a "
-                "shorter one: where a text goes on, its last word may have other tokens than at an end."
+                "shorter one: the last word of a text may have other tokens where the text goes on."
             )
         wanted = stored.path | prefixes.below(stored.at_end)
     if most_bytes is None:
         assert wanted is not None
         return [entry.identity.key for entry in entries() if entry.identity.own in wanted]
 
-    # The most recently used first; of those used together, the shorter prefixes first.
+    # The most recently used first. Of records used at the same time, those of shorter prefixes first.
     prefixes.use_with_what_follows()
     candidates = []
     for order, entry in enumerate(entries()):
@@ -501,9 +501,14 @@ def _namespace_in_words(content: NamespaceContent) -> str:
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTokenizer) -> None:
+def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], tokenizer: ModelTokenizer) -> None:
     """Set the first and last words of each prefix. Tokens are read again: most records' tokens are not needed."""
-    ends = [(_first_nodes(prefix.leaf), _last_nodes(prefix.leaf)) for prefix in shown]
+    ends = []
+    for prefix in shown:
+        path = list(prefix.leaf.path())[::-1]
+        first = [node for node in path if node.parent is None or node.parent.position < _TEXT_TOKENS]
+        last = [node for node in path if prefix.leaf.position - node.position < _TEXT_TOKENS]
+        ends.append((first, last))
     tokens: dict[bytes, list[int]] = {node.own: [] for pair in ends for part in pair for node in part}
     for entry in entries:
         identity = entry.identity
@@ -511,27 +516,12 @@ def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTo
         if known is not None and len(identity.tokens) > len(known):
             tokens[identity.own] = identity.tokens.tolist()
     for prefix, (first, last) in zip(shown, ends, strict=True):
-        beginning = _words(codec, _joined(first, tokens)[:_TEXT_TOKENS])
-        end = _words(codec, _joined(last, tokens)[-_TEXT_TOKENS:])
+        beginning = _words(tokenizer, _joined(first, tokens)[:_TEXT_TOKENS])
+        end = _words(tokenizer, _joined(last, tokens)[-_TEXT_TOKENS:])
         if prefix.tokens <= _TEXT_TOKENS and len(beginning) <= 2 * _TEXT_WORDS:
             prefix.text = " ".join(beginning)
         else:
             prefix.text = " ".join([*beginning[:_TEXT_WORDS], "…", *end[-_TEXT_WORDS:]])
-
-
-def _first_nodes(leaf: PrefixNode) -> list[PrefixNode]:
-    path = list(leaf.path())[::-1]
-    enough = next((i for i, node in enumerate(path) if node.position >= _TEXT_TOKENS), len(path) - 1)
-    return path[: enough + 1]
-
-
-def _last_nodes(leaf: PrefixNode) -> list[PrefixNode]:
-    nodes = []
-    for node in leaf.path():
-        nodes.append(node)
-        if node.parent is None or leaf.position - node.parent.position >= _TEXT_TOKENS:
-            break
-    return nodes[::-1]
 
 
 def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list[int]:
@@ -543,9 +533,9 @@ def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list
     return joined
 
 
-def _words(codec: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
+def _words(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
     try:
-        text = codec.decode([token for token in tokens if not codec.is_hidden(token)])
+        text = tokenizer.decode([token for token in tokens if not tokenizer.is_hidden(token)])
     except Exception as error:  # a tokenizer's own code may raise anything
         raise StartupError(
             f"The tokenizer can't decode the stored tokens ({error}). Give the served model's tokenizer."
