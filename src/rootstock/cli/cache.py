@@ -80,7 +80,7 @@ def verify(
     ] = False,
 ) -> None:
     """Read every record and list the damaged ones. Without --repair nothing is changed."""
-    with _opened(folder) as tier:
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         usage = _usage(tier)
         with progress_bar("Reading records", usage.live_bytes) as progress:
             found = tier.verify(progress)
@@ -150,7 +150,7 @@ def list_prefixes(
     With --tokenizer, also the first and last words. With --disk-budget, also the used share of it."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
     loaded = None if tokenizer is None else HFTokenizer.load(tokenizer)
-    with _opened(folder) as tier:
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         with progress_bar("Reading the index") as progress:
             prefixes = Prefixes.of(_counting(tier.entries(), progress))
             leaves = prefixes.leaves()
@@ -291,7 +291,7 @@ def export(
     most_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "--limit-bytes")
     _refuse_to_overwrite(file)
 
-    with _opened(folder) as tier:
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         only = None if namespace is None else _find_namespace(tier, namespace)
         with progress_bar("Reading the index") as progress:
             chosen = _chosen(tier, only, key, chosen_tokens, most_bytes, progress)
@@ -337,14 +337,9 @@ def import_(
     total_bytes = sum(place.stored_bytes for place in places)
     _refuse_to_evict(folder, cap_bytes, total_bytes)
 
-    tier = DiskTier.open(folder, cap_bytes)
-    if isinstance(tier, Off):
-        raise StartupError(tier.reason)
-    try:
-        with progress_bar("Taking in records", total_bytes) as progress:
-            imported = tier.import_(file, progress)
-    finally:
-        tier.close()
+    opened = _opened(DiskTier.open(folder, cap_bytes))
+    with opened as tier, progress_bar("Importing records", total_bytes) as progress:
+        imported = tier.import_(file, progress)
     if isinstance(imported, Unreadable):
         raise StartupError(f"{file} can't be imported: {imported.reason}. Nothing was changed.")
     stored = [outcome for outcome in imported.outcomes if isinstance(outcome, Stored)]
@@ -548,8 +543,8 @@ def _words(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[DiskTier]:
-    tier = DiskTier.open_as_found(folder)
+def _opened(tier: DiskTier | Off) -> Iterator[DiskTier]:
+    """Close the tier behind the block. Raises StartupError if it could not be opened."""
     if isinstance(tier, Off):
         raise StartupError(tier.reason)
     try:
