@@ -25,7 +25,7 @@ from rootstock.cache.record_identity import Kind, identify
 from rootstock.cli.cache import cache_app
 from rootstock.tiers.base import MissKind, Record
 from rootstock.tiers.disk.lock import LOCK_NAME
-from tiers.helpers import NAMESPACE, Clock, is_right, joined, open_tier, record_of, segment_files
+from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
 from waiting import HANG_S
 
 CAP_BYTES = 16 * 2**20
@@ -114,7 +114,7 @@ def import_(cache: Run, folder: Path, file: Path, budget: str = "16MiB", status:
 
 def damage(folder: Path, record: Record) -> None:
     """Flips a bit of the record's payload."""
-    payload = joined(record.views())
+    payload = b"".join(bytes(view) for view in record.views())
     for path in segment_files(folder):
         content = bytearray(path.read_bytes())
         at = content.find(payload)

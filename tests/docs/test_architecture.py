@@ -16,11 +16,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = {path: path.read_text() for path in (ROOT / "src/rootstock").rglob("*.py")}
 PAGE = (ROOT / "docs/architecture.md").read_text()
 TABLE = PAGE[PAGE.index("### Words that are gone") : PAGE.index("## Layers")]
-GONE = [
-    entry.strip()
-    for row in re.findall(r"^\| [^|]+ \| ([^|]+) \|$", TABLE, re.M)[1:]
-    for entry in row.split(",")
-]
+ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", TABLE, re.M)[1:]
+GONE = [entry.strip() for _, row in ROWS for entry in row.split(",")]
 NAMES = {entry.strip("`") for entry in GONE if "`" in entry}
 WORDS = [entry for entry in GONE if "`" not in entry]
 ABOUT_WORDS = "docs/adr/0018-the-fields-words.md"  # the decision: it may use them
@@ -28,7 +25,7 @@ NOT_CODE = {"code", "n", "POST /v1/chat/completions", "make check", "--quantize"
 
 
 def names() -> list[str]:
-    prose = re.sub(r"```.*?```", "", PAGE.replace(TABLE, ""), flags=re.S)
+    prose = re.sub(r"```.*?```", "", PAGE.replace(TABLE, "\n".join(now for now, _ in ROWS)), flags=re.S)
     return sorted(set(re.findall(r"`([^`\n]+)`", prose)) - NOT_CODE)
 
 
@@ -135,7 +132,7 @@ def old_tip(text, reach, Loader=None):
         "a.py: `Lease.known`",
         "a.py: `Loader`",
         "a.py: `Reach`",
-        "a.py: `old_tip` (tip)",
+        "a.py: `old_tip`",
         "a.py: `reach`",
     ]
     assert list(gone_from("a.md", "A rung, and `lease.known`; a `Work` of art is work.")) == [
