@@ -65,7 +65,7 @@ from typing import ClassVar
 
 from rootstock.units import in_units
 
-_SHORT = reprlib.Repr()  # a wrong value may have a megabyte
+_SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _MOST_SHOWN_CHARS = 160
 

@@ -87,7 +87,7 @@ def stored(folder: Path, records: Sequence[Record]) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory with RECORDS."""
+    """Stores RECORDS in a directory."""
     return stored(tmp_path / "tier", RECORDS)
 
 
