@@ -486,7 +486,8 @@ def _namespace_as_json(content: NamespaceContent) -> dict[str, Any]:
 
 
 def _namespace_in_words(content: NamespaceContent) -> str:
-    kept = f"{', '.join(content.families)} in {', '.join(sorted(content.dtypes))}"
+    dtypes = sorted({buffer for dtype in content.dtypes for buffer in dtype.split(":")})  # K's and V's, say
+    kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
     return (
         f"Namespace {content.namespace.hex()[:8]}: {kept}, "
         f"{counted(content.records, 'record')}, {in_units(content.stored_bytes)}."
