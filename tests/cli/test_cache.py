@@ -281,6 +281,17 @@ def test_states_and_windows_without_full_attention_need_no_earlier_records(
     assert found["summary"]["orphans"]["records"] == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shown"), [("bfloat16:bfloat16", "bfloat16"), ("float32:int8", "float32 and int8")]
+)
+def test_ls_shows_the_dtypes_of_the_model_and_the_cache_once(
+    tmp_path: Path, cache: Run, dtype: str, shown: str
+) -> None:
+    identity = identify(NAMESPACE, "full", 4, dtype, Kind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
+    told = cache("ls", stored(tmp_path / "tier", [record_of(identity)])).out
+    assert f": full in {shown}, 1 record, " in told
+
+
 def test_ls_with_a_tokenizer_shows_how_texts_begin_and_end(
     tmp_path: Path, cache: Run, byte_tokenizer: Path
 ) -> None:

@@ -486,7 +486,8 @@ def _namespace_as_json(content: NamespaceContent) -> dict[str, Any]:
 
 
 def _namespace_in_words(content: NamespaceContent) -> str:
-    dtypes = sorted({buffer for dtype in content.dtypes for buffer in dtype.split(":")})  # K's and V's, say
+    # The dtype of the model and that of K and V, which `Namespace` joins by a colon.
+    dtypes = sorted(" and ".join(dict.fromkeys(dtype.split(":"))) for dtype in content.dtypes)
     kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
     return (
         f"Namespace {content.namespace.hex()[:8]}: {kept}, "
