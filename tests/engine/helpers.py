@@ -21,7 +21,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -31,7 +31,7 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.runtime.base import Batch
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 _ids = itertools.count()
 
 
@@ -144,7 +144,7 @@ class Client:
         stop = request.pop("stop", None) or StopParams(max_tokens=max_tokens)
         assert isinstance(stop, StopParams)
         sampling = request.pop("sampling", GREEDY)
-        assert isinstance(sampling, SamplingParams)
+        assert isinstance(sampling, ResolvedSampling)
         self.request = Request(
             RequestId(str(request.pop("id", next(_ids)))),
             np.array(tokens, np.int32),

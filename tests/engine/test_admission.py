@@ -7,7 +7,7 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, Sink, StopParams
+from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, Sink, StopParams
 from rootstock.engine.sequence import Sequence, WaitingForPrefix
 from rootstock.errors import CompletionTooLong, InvalidParameter, PromptTooLong, QueueFull
 
@@ -132,7 +132,7 @@ def test_a_request_without_any_token_that_may_be_chosen_is_refused(
     request = Request(
         RequestId("r"),
         np.array(prompt(5), np.int32),
-        SamplingParams(logit_bias=bias),
+        ResolvedSampling(logit_bias=bias),
         StopParams(max_tokens=3, min_tokens=min_tokens, stop_tokens=stop_tokens),
     )
     with pytest.raises(InvalidParameter, match="some token may be chosen"):

@@ -15,7 +15,7 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.request import Request, RequestId, ResolvedSampling, StopParams
 from rootstock.engine.speculation.proposer import SHARED_NAMESPACES, NgramProposer
 from rootstock.errors import ClearUnderWay
 from waiting import HANG_S
@@ -93,7 +93,7 @@ def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -
         ask = StopParams(max_tokens=1)
         tokens = bench.client([*PROMPT, 70]).request.tokens
         for salt, hit in (("a", 0), ("b", len(PROMPT))):
-            *_, end = bench.engine.generate(Request(RequestId(salt), tokens, SamplingParams(), ask, salt))
+            *_, end = bench.engine.generate(Request(RequestId(salt), tokens, ResolvedSampling(), ask, salt))
             assert end.usage.cached_tokens == hit  # type: ignore[union-attr]
         go_on.set()
         clearing.join()
@@ -172,7 +172,7 @@ def test_a_hit_that_is_being_verified_does_not_outlast_a_clear() -> None:
 
 def test_seeds_of_requests_without_one_say_nothing_of_how_many_others_asked() -> None:
     """They came from one stream that began the same at every start: a client could tell its place in it."""
-    sampling = SamplingParams(temperature=5.0)
+    sampling = ResolvedSampling(temperature=5.0)
     answers = set()
     for _ in range(4):
         bench = Bench()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from rootstock.engine.request import SamplingParams, TokenEvent
+from rootstock.engine.request import ResolvedSampling, TokenEvent
 
 PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
 
@@ -143,7 +143,7 @@ def test_a_scored_prompt_is_computed_whole_and_still_shared_with_others() -> Non
 
 def test_n_choices_are_n_requests_that_share_one_prompt() -> None:
     bench = Bench(blocks=400, chunk_tokens=64)
-    sampling = [SamplingParams(temperature=1.0, seed=i) for i in range(4)]
+    sampling = [ResolvedSampling(temperature=1.0, seed=i) for i in range(4)]
     choices = [bench.ask(PREFIX, sampling=s) for s in sampling]
     bench.run()
     assert bench.runtime.computed_tokens == 60 + 3 * 1 + 4 * 3

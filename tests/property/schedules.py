@@ -33,7 +33,7 @@ from rootstock.engine.request import (
     PromptScored,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -378,7 +378,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
     return Request(
         id=RequestId(f"r{len(clients)}-{rng.integers(10**9)}"),
         tokens=tokens,
-        sampling=SamplingParams(
+        sampling=ResolvedSampling(
             temperature=float(rng.choice([0.0, 0.0, 1.0])),
             seed=int(rng.integers(1000)),
             top_logprobs=None if rng.random() < 0.9 else 2,

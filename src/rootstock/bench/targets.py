@@ -26,7 +26,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -117,7 +117,7 @@ class _EngineDialogue:
         request = Request(
             self._target.next_id(),
             prompt,
-            SamplingParams(temperature=0.0),
+            ResolvedSampling(temperature=0.0),
             StopParams(max_tokens=answer_tokens, ignore_eos=True),
         )
         try:

@@ -21,7 +21,7 @@ RequestId = NewType("RequestId", str)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class ResolvedSampling:
     """Parameters of sampling. Filters apply in this order: penalties and bias, temperature, top-k, top-p, min-p.
 
     `temperature` 0 is greedy.
@@ -67,7 +67,7 @@ class Request:
 
     id: RequestId
     tokens: Tokens  # [prompt] int32, owned by the request
-    sampling: SamplingParams = SamplingParams()
+    sampling: ResolvedSampling = ResolvedSampling()
     stop: StopParams = StopParams()
     salt: str = ""  # tenant: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
@@ -87,7 +87,7 @@ def requests_for(
     id: str,
     prompts: Sequence[Tokens],
     choices: int,
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     stop: StopParams,
     *,
     salt: str,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.request import Logprobs, SamplingParams, TokenLogprob
+from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
 
 Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
@@ -44,7 +44,7 @@ class Sampler:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: ResolvedSampling,
         prompt: Tokens,
         vocab_size: int,
         seed: int,
@@ -99,7 +99,7 @@ class Sampler:
         return row
 
 
-def leaves_no_token(params: SamplingParams, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
+def leaves_no_token(params: ResolvedSampling, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
     """Returns whether `logit_bias`, and `min_tokens` with the end tokens, ban the whole vocabulary."""
     forbidden = {token for token in ends if 0 <= token < vocab_size} if min_tokens > 0 else set()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
@@ -150,7 +150,7 @@ def best_ids(row: Row, count: int) -> Ids:
 # ---- drawing
 
 
-def _draw(row: Row, best: int, params: SamplingParams, uniform: float) -> int:
+def _draw(row: Row, best: int, params: ResolvedSampling, uniform: float) -> int:
     """Inverts the cumulative distribution of `row` at `uniform` in [0, 1), after temperature and filters."""
     temperature = max(params.temperature, _LEAST_TEMPERATURE)
     top = row[best]
@@ -256,7 +256,7 @@ class _Penalties:
     """Repetition (CTRL: divide a positive logit, multiply a negative one) over prompt and output; presence
     and frequency (OpenAI: subtract once, and once per occurrence) over the output."""
 
-    def __init__(self, params: SamplingParams, ids: Ids) -> None:
+    def __init__(self, params: ResolvedSampling, ids: Ids) -> None:
         self._repetition = np.float32(params.repetition_penalty)
         self._presence = np.float32(params.presence_penalty)
         self._frequency = np.float32(params.frequency_penalty)
@@ -266,7 +266,7 @@ class _Penalties:
         self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
 
     @staticmethod
-    def of(params: SamplingParams, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
+    def of(params: ResolvedSampling, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
         repeats = params.repetition_penalty != 1.0
         if not repeats and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
             return None
@@ -302,7 +302,7 @@ class _Bias:
     only: Ids  # if there are any, nothing else may be chosen
 
     @staticmethod
-    def of(params: SamplingParams, vocab_size: int) -> _Bias | None:
+    def of(params: ResolvedSampling, vocab_size: int) -> _Bias | None:
         bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
         if not bias:
             return None

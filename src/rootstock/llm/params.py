@@ -92,13 +92,13 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, defaults: SamplingDefaults) -> request.SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> request.ResolvedSampling:
         """Returns the part that chooses tokens, with `defaults` for the parameters that are None."""
 
         def given(value: float | None, default: float) -> float:
             return default if value is None else float(value)
 
-        return request.SamplingParams(
+        return request.ResolvedSampling(
             temperature=given(self.temperature, defaults.temperature),
             top_p=given(self.top_p, defaults.top_p),
             top_k=max(0, defaults.top_k if self.top_k is None else self.top_k),

@@ -16,7 +16,7 @@ from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, why_not
 from rootstock.errors import InvalidOption
@@ -98,7 +98,7 @@ def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
 ) -> None:
     """Every position is sampled as ever, from the same random numbers: the answers are equal, not only alike."""
     prompt = numbers(2, 15)
-    sampling = SamplingParams(seed=11, **SETTINGS[setting])
+    sampling = ResolvedSampling(seed=11, **SETTINGS[setting])
     stop = StopParams(max_tokens=30, min_tokens=12, stop_tokens=(5, 17))
     plain = Bench(families=families)
     expected = plain.ask(prompt, sampling=sampling, stop=stop)
@@ -275,7 +275,7 @@ def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
 def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
     """The oracle never repeats itself, so bias makes it: only one token may be chosen."""
     bench = lookup()
-    only = SamplingParams(temperature=0.0, logit_bias={7: 100.0})
+    only = ResolvedSampling(temperature=0.0, logit_bias={7: 100.0})
     client = asked(bench, numbers(1, 5), max_tokens=60, sampling=only)
     assert client.tokens == [7] * 60
     assert client.finished.usage.accepted_draft_tokens > 30
@@ -309,7 +309,7 @@ def test_a_cache_that_is_cleared_leaves_nothing_to_draft_from() -> None:
 
 def test_wrong_drafts_are_soon_left_out() -> None:
     bench = lookup(vocab_size=3)  # every n-gram was seen before, and says nothing of what comes next
-    sampling = SamplingParams(temperature=1.0, seed=1)
+    sampling = ResolvedSampling(temperature=1.0, seed=1)
     client = asked(bench, numbers(1, 50, 3), max_tokens=300, sampling=sampling)
     usage = client.finished.usage
     assert 0 < usage.draft_tokens < 300

@@ -14,7 +14,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import SamplingParams, StopParams
+from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.runtime.torch.runner import TorchRuntime
 from tiers.helpers import Clock
@@ -24,12 +24,12 @@ from twins.driving import load, random_tokens
 MODELS = ["llama", "gemma3_text", "deepseek_v3"]
 PROMPTS = [random_tokens(VOCAB, length, seed=length) for length in (40, 9)]
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=1.0, top_p=0.95, frequency_penalty=0.3, seed=5),
+    "greedy": ResolvedSampling(temperature=0.0),
+    "sampled": ResolvedSampling(temperature=1.0, top_p=0.95, frequency_penalty=0.3, seed=5),
 }
 
 
-def answers(runtime: TorchRuntime, sampling: SamplingParams, proposer: Proposer | None) -> list[list[int]]:
+def answers(runtime: TorchRuntime, sampling: ResolvedSampling, proposer: Proposer | None) -> list[list[int]]:
     """Of two requests that decode together; time stands still."""
     families = runtime.description.families
     cache = KVCache(families, 60 * sum(row_bytes(family, 8) for family in families), 8)

@@ -14,7 +14,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import row_bytes
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import SamplingParams, TokenEvent
+from rootstock.engine.request import ResolvedSampling, TokenEvent
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.tiers.base import Record, Stored
@@ -28,7 +28,7 @@ BLOCK_SIZE = 8
 BLOCKS = 60
 CAP_BYTES = 2**24
 PROMPT = random_tokens(VOCAB, 75, seed=3)
-LOGPROBS = SamplingParams(temperature=0.0, top_logprobs=5)
+LOGPROBS = ResolvedSampling(temperature=0.0, top_logprobs=5)
 
 
 class Served:
