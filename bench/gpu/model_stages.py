@@ -127,11 +127,11 @@ def self_check(bench: Bench) -> Iterator[Row]:
                     continue
             described = loaded.description
             yield row | {
-                "rung": described.rung,
-                "rung_reason": described.rung_reason,
+                "rung": described.execution_mode,
+                "rung_reason": described.mode_reason,
                 "warnings": warnings,
                 "seconds": time.monotonic() - began,
-                "ok": described.rung.startswith("packed") and not warnings,
+                "ok": described.execution_mode.startswith("packed") and not warnings,
             }
 
 

@@ -25,7 +25,7 @@ from rootstock.engine.request import (
     TokenEvent,
 )
 from rootstock.errors import EmptyPrompt, EngineFault, EngineStopped, InvalidParameter, StepFailed
-from rootstock.runtime.base import Batch, Rung
+from rootstock.runtime.base import Batch, ExecutionMode
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S, join, wait_for, wait_until
 
@@ -263,13 +263,13 @@ def test_a_step_takes_more_of_prompts_while_nobody_decodes_and_a_chunk_as_soon_a
 
 
 @pytest.mark.parametrize(
-    ("rung", "most"), [("packed", 32), ("packed, token-wise mixers", 32), ("one sequence per forward", 8)]
+    ("mode", "most"), [("packed", 32), ("packed, token-wise mixers", 32), ("one sequence per forward", 8)]
 )
 def test_a_step_takes_several_chunks_only_of_models_whose_scores_need_no_more_memory_for_it(
-    rung: Rung, most: int
+    mode: ExecutionMode, most: int
 ) -> None:
     bench = Bench(chunk_tokens=8)
-    bench.runtime.description = replace(bench.runtime.description, rung=rung)
+    bench.runtime.description = replace(bench.runtime.description, execution_mode=mode)
     bench.engine = Engine(bench.runtime, bench.cache, EngineConfig(chunk_tokens=8))
     bench.ask(numbers(1, 50), max_tokens=1)
     bench.run()

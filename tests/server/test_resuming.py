@@ -168,7 +168,7 @@ def test_checkpoints_and_every_familys_rows_are_counted(serve: Any) -> None:
         assert served.metric("rootstock_checkpoint_events_total", event="taken") == stats["checkpoints_taken"]
         assert served.metric("rootstock_cache_rows", family="state", state="cached") == stats["checkpoints"]
         [model] = served.client.get("/v1/models").json()["data"]
-        assert model["rung"] == "packed"
+        assert model["execution_mode"] == "packed"
         assert model["bytes_per_checkpoint"] == 64 + 4 * 8 * 16
 
 

@@ -55,7 +55,7 @@ def _idle_chunks(described: ModelDescription) -> int:
     A model that runs one sequence per forward uses its own attention, with the scores of the whole chunk in memory at
     once: a larger chunk takes more memory and saves no time.
     """
-    return 1 if described.rung == "one sequence per forward" else 4
+    return 1 if described.execution_mode == "one sequence per forward" else 4
 
 
 class Engine:

@@ -319,7 +319,7 @@ def test_wrong_drafts_are_soon_left_out() -> None:
 
 def test_a_model_with_a_state_or_one_that_runs_one_sequence_per_forward_has_no_drafts() -> None:
     with_state = FakeRuntime(families=(FULL, STATE)).description
-    alone = replace(FakeRuntime().description, rung="one sequence per forward")
+    alone = replace(FakeRuntime().description, execution_mode="one sequence per forward")
     assert "state" in str(why_not(with_state, None))
     assert "one sequence" in str(why_not(alone, None))
     assert why_not(FakeRuntime().description, None) is None
