@@ -209,7 +209,7 @@ def test_memory_that_is_given_back_is_never_that_of_a_state_which_is_yet_to_be_c
         free = np.flatnonzero((held == 0) & (used == 0)).astype(np.int32)
         return Plan(returned=(RowsReturned(states.index, free),))
 
-    monkeypatch.setattr(bench.cache, "make_way", everything_free)
+    monkeypatch.setattr(bench.cache, "take_pending_plan", everything_free)
     bench.ask(SYSTEM, max_tokens=1)
     bench.run()
     again = bench.ask([*SYSTEM, 70])

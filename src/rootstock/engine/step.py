@@ -129,13 +129,15 @@ class StepRunner:
             assert plan.given_up or self.is_stalled or not self._scheduler.has_work, (
                 "requests wait and nothing runs"
             )
-            self._apply(self._cache.make_way())
+            self._apply(self._cache.take_pending_plan())
             return
         self.is_stalled = False
         self._tell()  # of requests that ended before this forward
         size = None if self._pacing is None else plan.size()
         try:
-            self._apply(together([self._cache.make_way(), *(item.sequence.plan for item in plan.scheduled)]))
+            self._apply(
+                together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
+            )
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except Exception as error:
@@ -153,7 +155,7 @@ class StepRunner:
             else:
                 self._take(item, rows)
             row += segment.logits_to_keep
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
         if self._tier_connector is not None:
             self._tier_connector.follow()
         if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
@@ -271,7 +273,7 @@ class StepRunner:
     def verify_hits(self) -> None:
         """Verifies a piece of a sampled hit. Called when there is nothing else to do."""
         self._hit_verifier.step()
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
         """Fails every request and empties the cache, after an exception of our own."""

@@ -669,7 +669,7 @@ def test_a_block_that_is_evicted_in_part_is_stored_whole(
         while bench.cache.stats().cached_tokens:
             rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
             bench.cache.tree._evict(rows, None)
-            PlanExecutor(bench.runtime, bench.tiering).apply(bench.cache.make_way())
+            PlanExecutor(bench.runtime, bench.tiering).apply(bench.cache.take_pending_plan())
         assert cached(bench.answer([*prompt, 90, 91], 2)) == 80
 
 
