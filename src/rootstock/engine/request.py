@@ -73,7 +73,7 @@ class Request:
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
     boundaries: tuple[
         Boundary, ...
-    ] = ()  # positions at which later requests may diverge: each gets a checkpoint
+    ] = ()  # positions where later requests may diverge: each gets a checkpoint
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -94,7 +94,7 @@ def requests_for(
     prompt_logprobs: int | None = None,
     boundaries: tuple[Boundary, ...] = (),
 ) -> tuple[Request, ...]:
-    """Make one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
+    """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
     A seed is increased by the choice's index: choices of one prompt with one seed would all be the same.
     """

@@ -65,9 +65,7 @@ class Sampler:
     def sample(self, logits: Row) -> SampledToken:
         """Samples the next token from `logits` [vocab], which stay unchanged. Raises SamplingFailed."""
         assert logits.shape == (self._vocab_size,), logits.shape
-        best = int(
-            logits.argmax()
-        )  # NumPy's argmax answers the first NaN if there is one, else the lowest id
+        best = int(logits.argmax())  # the first NaN if there is one, else the lowest id of the largest
         if not np.isfinite(logits[best]):
             raise SamplingFailed(f"the model gave the logit {logits[best]} for token {best}")
 

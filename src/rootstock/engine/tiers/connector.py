@@ -257,16 +257,16 @@ class TierConnector:
         if self._clear_asked or isinstance(self._tier.state, Off):
             return None, None
         self._events.apply(self._stored)
-        reach = self._cache.tier_hit(match)
-        if reach is None:
+        hit = self._cache.tier_hit(match)
+        if hit is None:
             return None, None
-        load_s = self.load_speed.seconds(reach.records, reach.payload_bytes, self._reader.waiting_bytes)
-        compute_s = self.prefill_speed.seconds(match.length, reach.position, self._chunk_tokens)
+        load_s = self.load_speed.seconds(hit.records, hit.payload_bytes, self._reader.waiting_bytes)
+        compute_s = self.prefill_speed.seconds(match.length, hit.position, self._chunk_tokens)
         load = load_s is None or compute_s is None or load_s <= compute_s
         load = load and self._clock() > self._slow_until
         if not load and self._clock() - self._measured_at > STALE_S:
-            self._probe(reach)
-        return reach, LoadChoice(reach.position, reach.records, reach.payload_bytes, load_s, compute_s, load)
+            self._probe(hit)
+        return hit, LoadChoice(hit.position, hit.records, hit.payload_bytes, load_s, compute_s, load)
 
     def begin(
         self,
@@ -383,11 +383,11 @@ class TierConnector:
             self._measured_at = self._clock()
             self.load_speed.observe(ended.loaded, ended.payload_bytes, ended.seconds)
 
-    def _probe(self, reach: TierHit | None = None) -> None:
+    def _probe(self, hit: TierHit | None = None) -> None:
         """Reads a few records to measure the tier's speed."""
         if self._probing:
             return
-        identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
+        identities = self._stored.some(PROBE_RECORDS) if hit is None else _identities(hit)[:PROBE_RECORDS]
         tasks: list[LoadTask] = []
         total = 0
         for identity in identities:
@@ -495,6 +495,6 @@ def _state_name(state: TierState) -> str:
             return "off"
 
 
-def _identities(reach: TierHit) -> list[Identity]:
-    found = [block.identity for block in reach.blocks]
-    return found if reach.state is None else [*found, reach.state]
+def _identities(hit: TierHit) -> list[Identity]:
+    found = [block.identity for block in hit.blocks]
+    return found if hit.state is None else [*found, hit.state]

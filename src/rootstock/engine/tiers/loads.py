@@ -61,7 +61,7 @@ class PrefixLoads:
         )
 
     def give_up(self, sequence: Sequence) -> None:
-        """Lets a load end without its sequence, which leaves the scheduler."""
+        """Detaches a load in flight from its sequence, which leaves the scheduler."""
         self._connector.give_up(sequence)
 
     def _end(self, load: UnderWay, ended: LoadEnded) -> None:
