@@ -116,12 +116,12 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass() -> None:
         assert set(tokens_of(ResolvedSampling(top_p=top_p), SUPPORT, 3_000)) == kept
 
 
-def test_min_p_keeps_what_has_that_share_of_the_best_tokens_probability() -> None:
+def test_min_p_keeps_tokens_with_that_share_of_the_best_probability() -> None:
     for min_p, kept in ((0.1, {0, 1, 2, 3, 4}), (0.2, {1, 3, 4}), (0.6, {1, 4}), (1.0, {1})):
         assert set(tokens_of(ResolvedSampling(min_p=min_p), SUPPORT, 3_000)) == kept
 
 
-def test_top_p_is_a_share_of_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     # Of the three best, 0.4 + 0.3 are 78 %: enough for 0.75, though only 70 % of everything.
     assert set(tokens_of(ResolvedSampling(top_k=3, top_p=0.75), SUPPORT, 3_000)) == {1, 4}
     assert set(tokens_of(ResolvedSampling(top_p=0.75), SUPPORT, 3_000)) == {1, 3, 4}
@@ -131,7 +131,7 @@ def test_temperature_comes_before_the_filters() -> None:
     assert set(tokens_of(ResolvedSampling(temperature=0.2, top_p=0.75), SUPPORT, 3_000)) == {1}
 
 
-def test_what_the_filters_keep_stays_in_proportion() -> None:
+def test_tokens_that_pass_the_filters_stay_in_proportion() -> None:
     params = ResolvedSampling(temperature=0.8, top_k=8, top_p=0.95, min_p=0.02)
     row = rows(5, 40)[0]
     p = softmax(row / np.float32(0.8))
@@ -221,9 +221,8 @@ def test_presence_is_subtracted_once_and_frequency_per_occurrence() -> None:
 def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
     assert greedy_after([], [2.0, 1.1, 0.0], repetition_penalty=2.0) == 1  # token 0 is in the prompt
     assert greedy_after([0, 1], [-1.0, -1.0, -1.5], repetition_penalty=2.0) == 2
-    assert (
-        greedy_after([0, 0, 0], [2.0, 0.9, 0.0], repetition_penalty=2.0) == 0
-    )  # once, however often it occurs
+    # Once, however often a token occurs.
+    assert greedy_after([0, 0, 0], [2.0, 0.9, 0.0], repetition_penalty=2.0) == 0
 
 
 def test_presence_and_frequency_do_not_count_the_prompt() -> None:
@@ -244,7 +243,7 @@ def test_a_bias_is_added_and_100_selects_and_minus_100_bans() -> None:
 
     assert chosen({1: 50.0}) == 0
     assert chosen({0: -100.0}) == 3
-    assert chosen({2: 100.0}) == 2  # whatever its logit
+    assert chosen({2: 100.0}) == 2  # with the lowest logit
     assert chosen({2: 100.0, 1: 100.0}) == 1
     assert chosen({77: 100.0}) == 0  # not in the vocabulary
 
@@ -255,12 +254,12 @@ def test_end_of_sequence_is_not_sampled_before_the_minimum() -> None:
     assert [one.sample(row).token for _ in range(3)] == [2, 2, 0]
 
 
-# ---- what a model may get wrong
+# ---- faulty logits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_logits_that_are_not_finite_are_an_error_and_never_token_0(temperature: float, broken: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(temperature: float, broken: float) -> None:
     row = rows(1)[0]
     row[5] = broken
     with pytest.raises(SamplingFailed, match="for token 5"):
@@ -279,7 +278,7 @@ def test_a_row_without_any_possible_token_is_an_error() -> None:
 # ---- log-probabilities
 
 
-def test_logprobs_are_of_the_raw_distribution_whatever_the_sampling() -> None:
+def test_logprobs_are_of_the_raw_distribution() -> None:
     row = rows(3)[0]
     params = ResolvedSampling(temperature=0.3, top_k=1, logit_bias={4: 100.0}, top_logprobs=4)
     sampled = sampler(params).sample(row)
