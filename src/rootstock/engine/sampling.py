@@ -174,7 +174,7 @@ def _draw(row: Row, best: int, params: ResolvedSampling, uniform: float) -> int:
 
 
 def _weights(logits: Row, top: np.float32, temperature: float) -> Row:
-    """exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
+    """Computes exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
     weights = logits - top
     weights /= np.float32(temperature)
     np.exp(weights, out=weights)
@@ -192,10 +192,10 @@ def _nucleus(weights: Row, top_p: float) -> Ids:
     Avoids sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
     """
     total = float(weights.sum(dtype=np.float64))
-    # All that are lighter than this make up less than 1 - top_p together.
+    # All lighter weights together are less than 1 - top_p of the total.
     ids = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
     weights = weights[ids]
-    # Positive floats are ordered as their bits are; the upper half tells 128 bins per power of two apart.
+    # Positive floats have the order of their bits. The upper half makes 128 bins per power of two.
     bins = weights.view(np.uint32) >> 16
     reached = np.cumsum(np.bincount(bins, weights)[::-1])  # from the heaviest bin down
     mass = top_p * total
@@ -251,14 +251,17 @@ def _uniform(draws: np.random.Philox) -> float:
 
 
 class _Penalties:
-    """Repetition (CTRL: divide a positive logit, multiply a negative one) over prompt and output; presence
-    and frequency (OpenAI: subtract once, and once per occurrence) over the output."""
+    """Penalties of one request's tokens.
+
+    Repetition, over prompt and output, divides positive logits and multiplies negative ones (CTRL). Presence and
+    frequency, over the output, are subtracted once and once per occurrence (OpenAI).
+    """
 
     def __init__(self, params: ResolvedSampling, ids: Ids) -> None:
         self._repetition = np.float32(params.repetition_penalty)
         self._presence = np.float32(params.presence_penalty)
         self._frequency = np.float32(params.frequency_penalty)
-        # Every distinct token so far, in arrays that double when full, so that a step costs no Python loop.
+        # The distinct tokens so far, in arrays that double when full: a step needs no Python loop.
         self._index = {int(token): index for index, token in enumerate(ids)}
         self._ids = ids
         self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
@@ -297,7 +300,7 @@ class _Penalties:
 class _Bias:
     added: tuple[Ids, Row]
     banned: Ids
-    only: Ids  # if there are any, nothing else may be chosen
+    only: Ids  # if there are any, no other token may be chosen
 
     @staticmethod
     def of(params: ResolvedSampling, vocab_size: int) -> _Bias | None:

@@ -193,7 +193,7 @@ class TierConnector:
     def loading(self) -> int:
         return len(self._under_way)
 
-    # -- going down ------------------------------------------------------------------------------------
+    # -- stores ----------------------------------------------------------------------------------------
 
     def store(self, stores: Sequence[Store]) -> None:
         """Copies rows and queues them to be written. Rows that do not fit into the queue are not stored."""
@@ -229,7 +229,7 @@ class TierConnector:
                 self.quarantine(wrong)
 
     def quarantine(self, keys: Sequence[RecordKey]) -> None:
-        """Removes records for good, also those still in the writer's queue."""
+        """Removes records permanently, also those still in the writer's queue."""
         self._writer.drain()
         self._tier.quarantine(keys)
         for key in keys:
@@ -247,7 +247,7 @@ class TierConnector:
                 self._put(store)
         self._writer.drain()
 
-    # -- coming up -------------------------------------------------------------------------------------
+    # -- loads -----------------------------------------------------------------------------------------
 
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
         """Compares loading the deeper prefix that the tier holds with computing it. (None, None): there is none.
@@ -301,7 +301,7 @@ class TierConnector:
         under_way.job = self._reader.submit(tasks, lambda end: ended(under_way, end))
 
     def give_up(self, sequence: RequestSequence) -> None:
-        """Lets the load of a request end without the request."""
+        """Detaches a load in flight from its request, and cancels it."""
         for under_way in self._under_way.values():
             if under_way.sequence is sequence:
                 under_way.sequence = None
@@ -320,7 +320,7 @@ class TierConnector:
         if found:
             self.counters.loads["overdue"] += len(found)
             if now > self._slow_until:
-                log.warning("Loading takes far longer than it did: requests compute for %.0f s.", STALE_S)
+                log.warning("Loads take far longer than predicted: requests compute for %.0f s.", STALE_S)
             self._slow_until = now + STALE_S
         return found
 
@@ -331,7 +331,7 @@ class TierConnector:
         return max(0.0, min(due) - self._clock()) if due else None
 
     def end(self, under_way: UnderWay, ended: LoadEnded) -> bool:
-        """Places the loaded rows. Returns whether all were loaded: else the lease must be released."""
+        """Places the loaded rows. Returns whether all were loaded; if not, the caller must release the lease."""
         del self._under_way[under_way.lease]
         self._learn(ended)
         for load, buffers in zip(under_way.loads[: ended.loaded], under_way.buffers, strict=False):
