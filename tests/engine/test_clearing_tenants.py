@@ -125,7 +125,6 @@ def test_the_index_holds_the_records_on_disk_after_many_tenants(tmp_path: Path) 
         bench.writer.drain()
         bench.connector.follow()
         stored = bench.cache.stored
-        assert stored is not None
         on_disk = [entry.identity for entry in bench.disk.entries()]
         assert len(stored) == len(on_disk) > 0
         assert len(stored._at) == len({identity.parent for identity in on_disk})
@@ -155,7 +154,6 @@ def test_a_hit_in_verification_does_not_outlast_a_clear() -> None:
         bench.answer(PROMPT, salt="a")
     engine.verify_hits()
     verifier = engine.hit_verifier
-    assert verifier is not None
     assert verifier._check is not None
     engine.clear_cache("a")
     assert salts_in(bench) == set()

@@ -178,7 +178,6 @@ def test_returned_rows_never_include_a_state_that_is_yet_to_be_copied(
     """A request that ends in the step that snapshots its state frees it before the snapshot is taken."""
     bench = Bench(blocks=400, families=(FULL, STATE))
     states = bench.cache.pools.states
-    assert states is not None
 
     def everything_free() -> Plan:
         held, used = states.pool.owners()

@@ -79,10 +79,8 @@ def test_of_several_drafts_the_likelier_tokens_are_verified() -> None:
 
 def test_the_cost_of_verifying_is_learnt_from_steps_without_drafts() -> None:
     longer = learnt(0.2).longer(1, 500, 4)
-    assert longer is not None
     assert abs(longer[-1] - 0.8) < 0.01
     cheap = learnt(0.001).longer(1, 500, 4)
-    assert cheap is not None
     assert cheap[-1] < 0.01
 
 
@@ -133,5 +131,4 @@ def test_a_step_that_hiccups_changes_little() -> None:
     cost = learnt(0.05)
     cost.observe(1, 4, 500, 50.0)
     longer = cost.longer(1, 500, 4)
-    assert longer is not None
     assert longer[-1] < 0.6

@@ -25,7 +25,6 @@ def history_of(*values: int) -> TokenHistory:
 def test_the_latest_place_is_found_with_its_agreement() -> None:
     history = history_of(9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 8, 1, 2, 3)
     place = history.find(history.tokens)
-    assert place is not None
     assert place.agreement == 4  # 8 1 2 3, and not 9 1 2 3
     assert history.following(place, 3).tolist() == [5, 7, 8]
 

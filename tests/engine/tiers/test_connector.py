@@ -247,7 +247,6 @@ def test_aborts_clears_and_restarts_change_no_answer(tmp_path: Path, families: F
             bench.engine.call(bench.cache.check)
             stats = bench.engine.stats()
             assert stats.cache.leases == 0
-            assert stats.tier is not None
             seen.update(stats.tier.counters.loads)
             assert stats.tier.misses.keys() <= {"absent"}
     assert seen["Finished"] > 100
@@ -265,7 +264,6 @@ def test_explain_returns_both_estimates_and_the_choice(bench: Tiered) -> None:
     tokens = Client([*PROMPT, 70]).request.tokens
     bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1e9)
     below = bench.engine.explain(tokens).below
-    assert below is not None
     assert (below.position, below.records, below.payload_bytes) == (62, 16, 62 * 16)
     assert below.load_s == pytest.approx(62 * 16 / 1e9)
     assert below.compute_s == pytest.approx(0.062)
@@ -273,7 +271,6 @@ def test_explain_returns_both_estimates_and_the_choice(bench: Tiered) -> None:
     assert below.message.endswith("computing at 62.0 ms. It is loaded.")
     bench.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=1000)
     below = bench.engine.explain(tokens).below
-    assert below is not None
     assert not below.load
     assert "loading is estimated at 992.0 ms" in below.message
     assert below.message.endswith("It is computed.")
@@ -385,7 +382,6 @@ def test_an_unusable_directory_gives_one_warning(tmp_path: Path, caplog: pytest.
         for prompt in (PROMPT, OTHER, PROMPT):
             bench.answer(prompt)
         tier = bench.engine.stats().tier
-        assert tier is not None
         assert tier.state == "off"
         assert "cannot be used" in tier.reason
         assert tier.counters.stored_rows == 0
@@ -399,7 +395,6 @@ def test_a_directory_in_use_gives_one_warning(tmp_path: Path, caplog: pytest.Log
         first.answer(PROMPT)
         second.answer(PROMPT)
         tier = second.engine.stats().tier
-        assert tier is not None
         assert tier.state == "off"
         assert first.tier.state == "ready"
         assert len(caplog.records) == 1

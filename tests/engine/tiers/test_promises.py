@@ -125,7 +125,6 @@ def test_a_killed_engine_loses_only_stores_that_were_not_acknowledged(tmp_path: 
     for start in (0, 40):
         command = [sys.executable, "-c", SERVES, str(tmp_path), str(Path(__file__).parents[2])]
         process = subprocess.Popen([*command, str(kind), str(start)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(waits.randint(2, 12))]
         os.kill(process.pid, signal.SIGKILL)
         lines += process.stdout.read().splitlines()
@@ -238,7 +237,6 @@ def test_waiting_loads_count_against_another_load(bench: Tiered) -> None:
 @pytest.mark.behaviour(43)
 def test_a_load_is_tried_before_anything_was_measured(stored: Tiered) -> None:
     below = stored.engine.explain(stored.client([*PROMPT, 70]).request.tokens).below
-    assert below is not None
     assert below.load
     assert below.load_s is below.compute_s is None
     assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
@@ -632,11 +630,10 @@ def test_an_engine_that_dies_in_a_forward_stores_no_half_written_rows(bench: Tie
             raise SystemExit
         return logits
 
-    bench.runtime.forward = dying  # type: ignore[method-assign]
+    bench.runtime.forward = dying
     bench.engine.start()
     client = bench.ask(PROMPT)
     wait_for(client.ended)
-    assert bench.engine._thread is not None
     join(bench.engine._thread)
     given = client.tokens
     assert given
