@@ -305,30 +305,28 @@ def test_statistics_count_choices_loads_misses_and_bytes(bench: Tiered) -> None:
 
 @pytest.mark.behaviour(50)
 @pytest.mark.parametrize("given_up", ["not", "overdue", "missed", "aborted"])
-def test_hits_and_misses_add_up_to_the_prompt_however_a_load_ends(tmp_path: Path, given_up: str) -> None:
-    with Tiered(tmp_path, block_size=64) as bench:  # one record: its load cannot be stopped half way
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        match given_up:
-            case "overdue":
-                bench.clock.now_s += OVERDUE_LEAST_S + 0.1
-                bench.run(steps=6)
-                bench.expect(client)
-            case "missed":
-                bench.disk._segments.path(1).unlink()
-            case "aborted":
-                bench.engine.abort(client.request.id)
-                bench.run(steps=1)
-        bench.end_loads()
-        bench.run()
-        stats = bench.cache.stats()
-        assert (
-            stats.hit_tokens + stats.missed_tokens
-            == stats.asked_tokens
-            == 62 + (0 if given_up == "aborted" else 63)
-        )
-        assert stats.hit_tokens == (62 if given_up == "not" else 0)
+@options(block_size=64)  # one record: its load cannot be stopped half way
+def test_hits_and_misses_add_up_to_the_prompt_however_a_load_ends(given_up: str, stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    match given_up:
+        case "overdue":
+            stored.clock.now_s += OVERDUE_LEAST_S + 0.1
+            stored.run(steps=6)
+            stored.expect(client)
+        case "missed":
+            stored.disk._segments.path(1).unlink()
+        case "aborted":
+            stored.engine.abort(client.request.id)
+            stored.run(steps=1)
+    stored.end_loads()
+    stored.run()
+    stats = stored.cache.stats()
+    assert (
+        stats.hit_tokens + stats.missed_tokens
+        == stats.asked_tokens
+        == 62 + (0 if given_up == "aborted" else 63)
+    )
+    assert stats.hit_tokens == (62 if given_up == "not" else 0)
 
 
 # -- short of memory ---------------------------------------------------------------------------------------------
@@ -441,13 +439,10 @@ def test_without_a_directory_there_is_no_index() -> None:
     assert stored_index(FakeRuntime(), TierConfig(), 4) is None
 
 
-def test_foreign_files_are_counted_in_the_directorys_bytes(tmp_path: Path) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        (tmp_path / "v0-00000001.segment").write_bytes(bytes(1000))
-        assert bench.tier.foreign_bytes == 1000
-        assert bench.tier.used_bytes == directory_bytes(tmp_path)
+def test_foreign_files_are_counted_in_the_directorys_bytes(tmp_path: Path, stored: Tiered) -> None:
+    (tmp_path / "v0-00000001.segment").write_bytes(bytes(1000))
+    assert stored.tier.foreign_bytes == 1000
+    assert stored.tier.used_bytes == directory_bytes(tmp_path)
 
 
 # -- small disks -------------------------------------------------------------------------------------------------

@@ -281,18 +281,16 @@ def test_an_abort_keeps_the_rows_until_the_load_has_ended(stored: Tiered) -> Non
 
 
 @pytest.mark.behaviour(44)
-def test_a_load_of_an_aborted_request_serves_the_next_one(tmp_path: Path) -> None:
-    with Tiered(tmp_path, block_size=64) as bench:  # one record: its load cannot be stopped half way
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        bench.engine.abort(client.request.id)
-        bench.run(steps=1)
-        bench.end_loads()
-        assert bench.cache.stats().leases == 0
-        assert bench.tier.counters.loads == {"loaded": 1}
-        assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
-        assert bench.tier.counters.loads == {"loaded": 1}
+@options(block_size=64)  # one record: its load cannot be stopped half way
+def test_a_load_of_an_aborted_request_serves_the_next_one(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    stored.engine.abort(client.request.id)
+    stored.run(steps=1)
+    stored.end_loads()
+    assert stored.cache.stats().leases == 0
+    assert stored.tier.counters.loads == {"loaded": 1}
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+    assert stored.tier.counters.loads == {"loaded": 1}
 
 
 @pytest.mark.behaviour(44)
@@ -345,19 +343,17 @@ def test_aborts_do_not_change_queued_stores(tmp_path: Path, families: Families) 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_a_stop_waits_for_the_record_in_flight(bench: Tiered) -> None:
-    bench.answer(PROMPT)
-    bench.forget()
-    client = bench.begin_load([*PROMPT, 70])
-    stopping = threading.Thread(target=bench.engine.stop)
+def test_a_stop_waits_for_the_record_in_flight(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    stopping = threading.Thread(target=stored.engine.stop)
     stopping.start()
     wait_until(lambda: client.terminals)  # it fails at once …
     assert isinstance(client.error, EngineStopped)
     assert stopping.is_alive()  # … and the rows stay until the load has ended
-    bench.loads.open()
+    stored.loads.open()
     join(stopping)
-    bench.restart()
-    assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+    stored.restart()
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
 
 
 @kinds
@@ -412,26 +408,20 @@ def test_a_started_engine_notices_an_overdue_load(stored: Tiered) -> None:
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_a_failed_forward_does_not_end_a_load(tmp_path: Path, families: Families) -> None:
-    failing = threading.Event()
-
+def test_a_failed_forward_does_not_end_a_load(stored: Tiered) -> None:
     def fault(batch: Batch) -> None:
-        if failing.is_set():
-            raise RuntimeError("injected")
+        raise RuntimeError("injected")
 
-    with Tiered(tmp_path, families=families, fault=fault) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        running = bench.ask(OTHER, 20)
-        bench.run(steps=3)
-        client = bench.begin_load([*PROMPT, 70])
-        failing.set()
-        bench.run(steps=1)
-        failing.clear()
-        assert running.error
-        assert not client.events
-        bench.finish(client)
-        assert client.cached_tokens == len(PROMPT)
+    running = stored.ask(OTHER, 20)
+    stored.run(steps=3)
+    client = stored.begin_load([*PROMPT, 70])
+    stored.runtime.fault = fault
+    stored.run(steps=1)
+    stored.runtime.fault = None
+    assert running.error
+    assert not client.events
+    stored.finish(client)
+    assert client.cached_tokens == len(PROMPT)
 
 
 @pytest.mark.behaviour(44)
@@ -582,25 +572,23 @@ def test_a_clear_removes_queued_stores(bench: Tiered) -> None:
 @pytest.mark.behaviour(46)
 @pytest.mark.parametrize("end", ["stop", "fault"])
 def test_a_delayed_clear_happens_though_the_engine_stops_or_fails(
-    monkeypatch: pytest.MonkeyPatch, end: str, bench: Tiered
+    monkeypatch: pytest.MonkeyPatch, end: str, stored: Tiered
 ) -> None:
-    bench.answer(PROMPT)
-    bench.forget()
-    client = bench.begin_load([*PROMPT, 70])
-    assert bench.engine.clear_cache().later
-    opened_by(bench.loads, bench.reader, "drain")
+    client = stored.begin_load([*PROMPT, 70])
+    assert stored.engine.clear_cache().later
+    opened_by(stored.loads, stored.reader, "drain")
     if end == "fault":
         with monkeypatch.context() as patch:
-            patch.setattr(bench.engine.scheduler, "schedule", lambda *_: 1 / 0)
-            bench.engine.step()
+            patch.setattr(stored.engine.scheduler, "schedule", lambda *_: 1 / 0)
+            stored.engine.step()
         assert client.error
-        assert bench.answer([*PROMPT, 70]).cached_tokens == 0
-        bench.forget()
-        assert bench.answer([*PROMPT, 71]).cached_tokens == len(PROMPT), "later stores are not loaded"
-        bench.engine.clear_cache()
-    bench.engine.stop()
-    bench.restart()
-    assert bench.answer([*PROMPT, 70]).cached_tokens == 0
+        assert stored.answer([*PROMPT, 70]).cached_tokens == 0
+        stored.forget()
+        assert stored.answer([*PROMPT, 71]).cached_tokens == len(PROMPT), "later stores are not loaded"
+        stored.engine.clear_cache()
+    stored.engine.stop()
+    stored.restart()
+    assert stored.answer([*PROMPT, 70]).cached_tokens == 0
 
 
 @pytest.mark.behaviour(45)
