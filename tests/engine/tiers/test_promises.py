@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.helpers import Client
 from engine.tiered import KINDS, MIB, OTHER, PROMPT, Families, Tiered, kinds, of_kinds, opened_by, options
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
@@ -236,7 +237,7 @@ def test_waiting_loads_count_against_another_load(bench: Tiered) -> None:
 
 @pytest.mark.behaviour(43)
 def test_a_load_is_tried_before_anything_was_measured(stored: Tiered) -> None:
-    below = stored.engine.explain(stored.client([*PROMPT, 70]).request.tokens).below
+    below = stored.engine.explain(Client([*PROMPT, 70]).request.tokens).below
     assert below.load
     assert below.load_s is below.compute_s is None
     assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
