@@ -57,3 +57,8 @@ def oracle() -> Iterator[Callable[..., Oracle]]:
     yield make
     for llm in made:
         llm.close()
+
+
+@pytest.fixture
+def one(oracle: Callable[..., Oracle]) -> Oracle:
+    return oracle()

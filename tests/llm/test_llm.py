@@ -91,16 +91,14 @@ def test_answers_are_right_cold_warm_batched_and_streamed(oracle: Make, families
     assert idle(one.llm)
 
 
-def test_text_and_token_ids_of_it_are_one_prompt(oracle: Make) -> None:
-    one = oracle()
+def test_text_and_token_ids_of_it_are_one_prompt(one: Oracle) -> None:
     by_text, by_ids = one.llm.generate(["In the end", one.tokenizer.encode("In the end")], GREEDY)
     assert by_text.token_ids == by_ids.token_ids == one.answer(list(b"In the end"), 6)
     assert (by_text.prompt, by_ids.prompt) == ("In the end", None)
     assert one.llm.generate([], GREEDY) == []
 
 
-def test_each_prompt_has_its_own_parameters(oracle: Make) -> None:
-    one = oracle()
+def test_each_prompt_has_its_own_parameters(one: Oracle) -> None:
     lengths = [1, 4, 2, 3]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     assert [len(output.token_ids) for output in one.llm.generate(PROMPTS, params)] == lengths
@@ -120,8 +118,7 @@ def test_more_prompts_than_the_queue_holds_are_answered_in_order(oracle: Make) -
     assert asyncio.run(asked()) == [output.token_ids for output in outputs]
 
 
-def test_several_answers_share_their_prompt_and_differ_by_seed(oracle: Make) -> None:
-    one = oracle()
+def test_several_answers_share_their_prompt_and_differ_by_seed(one: Oracle) -> None:
     params = SamplingParams(n=3, seed=11, max_tokens=8, temperature=1.0, logprobs=2, prompt_logprobs=1)
     first, again = one.llm.generate(PROMPTS[0], params)[0], one.llm.generate(PROMPTS[0], params)[0]
     assert [answer.index for answer in first.outputs] == [0, 1, 2]
@@ -139,8 +136,7 @@ def test_several_answers_share_their_prompt_and_differ_by_seed(oracle: Make) -> 
     assert indices == {0, 1, 2}
 
 
-def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(oracle: Make) -> None:
-    one = oracle()
+def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(one: Oracle) -> None:
     # A prompt whose answer has four different letters, to be stopped in the middle.
     prompts = ([i, j] for i in range(200) for j in range(5))
     answers = ((prompt, one.answer(prompt, 4)) for prompt in prompts)
@@ -178,8 +174,7 @@ def test_max_tokens_beyond_the_context_is_lowered(oracle: Make) -> None:
 # ------------------------------------------------------------------------------------------------- chat
 
 
-def test_chats_are_rendered_with_the_template_and_share_their_beginning(oracle: Make) -> None:
-    one = oracle()
+def test_chats_are_rendered_with_the_template_and_share_their_beginning(one: Oracle) -> None:
     system = {"role": "system", "content": "Be brief. " * 5}
     conversations = [[system, {"role": "user", "content": text}] for text in ("Yes?", "No?")]
     outputs = one.llm.chat(conversations, GREEDY)
@@ -195,8 +190,7 @@ def test_chats_are_rendered_with_the_template_and_share_their_beginning(oracle: 
     assert pieces[0].cached_tokens == outputs[0].prompt_tokens - 1
 
 
-def test_special_tokens_in_a_message_are_plain_text(oracle: Make) -> None:
-    one = oracle()
+def test_special_tokens_in_a_message_are_plain_text(one: Oracle) -> None:
     (output,) = one.llm.chat([{"role": "user", "content": "<|end|>"}], GREEDY)
     assert output.prompt_token_ids.count(one.tokenizer.END) == 1  # the template's own
 
@@ -214,8 +208,7 @@ def test_wrong_messages_are_refused_by_name(oracle: Make) -> None:
 # ------------------------------------------------------------------------------------------- the cache
 
 
-def test_a_miss_is_explained_in_the_prompts_words(oracle: Make) -> None:
-    one = oracle()
+def test_a_miss_is_explained_in_the_prompts_words(one: Oracle) -> None:
     one.llm.generate("The ledger is on the desk.", GREEDY)
     found = one.llm.explain("The ledger is on the floor.")
     assert (found.matched_tokens, found.cap) == (21, "diverged")
@@ -243,8 +236,7 @@ def test_a_salt_keeps_prompts_apart(oracle: Make) -> None:
 # ---------------------------------------------------------------------------------------------- asyncio
 
 
-def test_asyncio_gives_the_same_answers_and_runs_side_by_side(oracle: Make) -> None:
-    one = oracle()
+def test_asyncio_gives_the_same_answers_and_runs_side_by_side(one: Oracle) -> None:
 
     async def streamed(prompt: list[int]) -> list[TextDelta]:
         return [piece async for piece in one.llm.astream(prompt, GREEDY)]
@@ -264,8 +256,7 @@ def test_asyncio_gives_the_same_answers_and_runs_side_by_side(oracle: Make) -> N
     asyncio.run(everything())
 
 
-def test_cancelling_a_task_aborts_its_requests(oracle: Make) -> None:
-    one = oracle()
+def test_cancelling_a_task_aborts_its_requests(one: Oracle) -> None:
 
     async def cancelled() -> None:
         begun = asyncio.Event()
@@ -290,8 +281,7 @@ def test_cancelling_a_task_aborts_its_requests(oracle: Make) -> None:
     assert one.llm.generate(PROMPTS[0], GREEDY)[0].token_ids == one.answer(PROMPTS[0], 6)
 
 
-def test_a_stream_that_is_left_aborts_its_request(oracle: Make) -> None:
-    one = oracle()
+def test_a_stream_that_is_left_aborts_its_request(one: Oracle) -> None:
     stream = one.llm.stream(PROMPTS[0], ENDLESS)
     assert next(stream).token_id == one.answer(PROMPTS[0], 1)[0]
     stream.close()
@@ -308,8 +298,7 @@ def test_a_stream_that_is_left_aborts_its_request(oracle: Make) -> None:
 # ----------------------------------------------------------------------------------------------- errors
 
 
-def test_one_wrong_prompt_ends_the_call_and_is_named(oracle: Make) -> None:
-    one = oracle()
+def test_one_wrong_prompt_ends_the_call_and_is_named(one: Oracle) -> None:
     with pytest.raises(PromptTooLong) as refused:
         one.llm.generate([PROMPTS[0], [1] * 5000], ENDLESS)
     assert refused.value.__notes__ == ["in prompt 1 of this call"]
