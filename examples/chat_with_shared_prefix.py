@@ -1,4 +1,4 @@
-"""Chat, and see what the cache saves: python examples/chat_with_shared_prefix.py [MODEL]"""
+"""Chat, and count the tokens that the cache saves: python examples/chat_with_shared_prefix.py [MODEL]"""
 
 import sys
 

@@ -29,5 +29,5 @@ with LLM(model, max_model_len=2048) as llm:
         print(f"  {found.message}")
 
     # A prompt of another salt belongs to another tenant: nothing is shared.
-    found = llm.explain_chat(conversation("Monday", "Which shelf is full?"), cache_salt="somebody else")
+    found = llm.explain_chat(conversation("Monday", "Which shelf is full?"), cache_salt="another tenant")
     print(f"another salt: {found.matched_tokens} tokens, {found.cap}")

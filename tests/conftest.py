@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -24,12 +25,28 @@ if importlib.util.find_spec("triton") is not None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = (
-            "1"  # before anybody imports Triton: its functions are made for one of both
-        )
+        # Before the first import of Triton, which decides how its functions are made.
+        os.environ["TRITON_INTERPRET"] = "1"
 
-# Tests of the disk tier sync thousands of times, which takes minutes on a disk and checks nothing more: they simulate
-# power cuts by what was synced, and real ones cannot happen within a test.
+# Tests of the disk tier sync thousands of times, which takes minutes on a disk. They simulate power cuts from the
+# calls of sync, so that files in memory serve as well.
 _IN_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
 if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model of the demo's kind, made in a second or two: it chats in words and depends on every token."""
+    from rootstock.bench.tiny_model import TinyModelSpec, ensure_tiny_model
+
+    spec = TinyModelSpec(
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        corpus_lines=400,
+        context_limit=4096,
+    )
+    return ensure_tiny_model(spec, tmp_path_factory.mktemp("models"))

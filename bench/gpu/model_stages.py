@@ -30,7 +30,7 @@ from rootstock.cache.plan import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
 from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.self_check import largest_difference
@@ -127,11 +127,11 @@ def self_check(bench: Bench) -> Iterator[Row]:
                     continue
             described = loaded.description
             yield row | {
-                "rung": described.rung,
-                "rung_reason": described.rung_reason,
+                "rung": described.execution_mode,
+                "rung_reason": described.mode_reason,
                 "warnings": warnings,
                 "seconds": time.monotonic() - began,
-                "ok": described.rung.startswith("packed") and not warnings,
+                "ok": described.execution_mode.startswith("packed") and not warnings,
             }
 
 
@@ -307,7 +307,7 @@ class TierAsker:
         self._requests += 1
         prompt = np.random.default_rng(seed).integers(64, self._vocab_size, prompt_tokens, np.int32)
         stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
-        return Request(RequestId(f"r{self._requests}"), prompt, SamplingParams(temperature=0.0), stop)
+        return Request(RequestId(f"r{self._requests}"), prompt, ResolvedSampling(temperature=0.0), stop)
 
     def _loaded(self) -> tuple[int, float]:
         counters = self._engine.tier_connector.counters  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from checkpoints import save_plain
 from rootstock.cache import KVCache
 from rootstock.config import EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import Event, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
 from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
 REQUESTS = 32
@@ -68,7 +68,7 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
     for i, tail in enumerate(load.tails):
         tokens = np.concatenate((prefix, [i], rng.integers(0, 512, tail - 1))).astype(np.int32)
         request = Request(
-            RequestId(str(i)), tokens, SamplingParams(temperature=0), StopParams(max_tokens=load.answer)
+            RequestId(str(i)), tokens, ResolvedSampling(temperature=0), StopParams(max_tokens=load.answer)
         )
         engine.submit(request, events[i].append)
     peak, ideal_tokens, ideal_blocks = 0, 0, 0

@@ -285,13 +285,20 @@ def serve(pipe: Connection, model: Path, directory: Path, threads: int | None, d
 
 
 def ask(engine: Any, prompt: Tokens, tokens: int, salt: str) -> Answer:
-    from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
+    from rootstock.engine.request import (
+        Finished,
+        Request,
+        RequestId,
+        ResolvedSampling,
+        StopParams,
+        TokenEvent,
+    )
 
     before = engine.stats().tier.counters
     request = Request(
         RequestId(f"{time.monotonic_ns()}"),
         prompt,
-        SamplingParams(temperature=0.0),
+        ResolvedSampling(temperature=0.0),
         StopParams(max_tokens=tokens, ignore_eos=True),
         salt=salt,
         boundaries=boundaries(prompt),

@@ -42,7 +42,7 @@ from rootstock.cache.plan import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
 
 SHOW = "C4"
 ROUNDS = 3
@@ -300,7 +300,7 @@ class Bench:
         request = Request(
             RequestId(str(self._requests)),
             prompt,
-            SamplingParams(temperature=0.0),
+            ResolvedSampling(temperature=0.0),
             StopParams(max_tokens=tokens, ignore_eos=True),
         )
         ttft_s = cpu_s = 0.0

@@ -34,7 +34,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -127,7 +127,7 @@ def ask_engine(engine: Engine, tokens: np.ndarray) -> float:
     request = Request(
         RequestId(f"d5-{time.monotonic_ns()}"),
         tokens,
-        SamplingParams(temperature=0.0),
+        ResolvedSampling(temperature=0.0),
         StopParams(max_tokens=2, ignore_eos=True),
     )
     began = time.perf_counter()

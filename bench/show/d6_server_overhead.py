@@ -45,7 +45,7 @@ from rootstock.engine.request import (  # noqa: E402
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
 )
 from rootstock.server.app import create_app  # noqa: E402
@@ -140,7 +140,7 @@ def in_process_s(engine: Engine, prompts: np.ndarray, tokens: int) -> float:
         request = Request(
             RequestId(f"in-process-{index}"),
             prompt,
-            SamplingParams(temperature=0.0),
+            ResolvedSampling(temperature=0.0),
             StopParams(max_tokens=tokens, ignore_eos=True),
         )
         engine.submit(request, lambda event, index=index: sink(event, index))

@@ -24,7 +24,15 @@ from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.plan import HostBytes, RowPart
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import (
+    Event,
+    Failed,
+    Request,
+    RequestId,
+    ResolvedSampling,
+    StopParams,
+    TokenEvent,
+)
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch.runner import load_model
 
@@ -136,7 +144,7 @@ class Ours:
             request = Request(
                 RequestId(f"r{self._requests}"),
                 prompt,
-                SamplingParams(temperature=0.0),
+                ResolvedSampling(temperature=0.0),
                 StopParams(max_tokens=tokens, ignore_eos=True),
             )
             self.engine.submit(request, lambda event, answer=answer: sink(answer, event))

@@ -1,4 +1,4 @@
-"""Playing workloads against an engine and over HTTP, and what is made of it: rows, a table, a picture."""
+"""Workloads played against an engine and over HTTP, and their results: rows, a table, a picture."""
 
 from __future__ import annotations
 
@@ -60,14 +60,13 @@ def played_on(made: Assembly, name: str = "agents") -> Played:
 
 def test_quantiles_interpolate_and_nothing_has_none() -> None:
     found = quantiles([4.0, 1.0, 3.0, 2.0])
-    assert found is not None
     assert found.p50 == 2.5
     assert found.p95 == pytest.approx(3.85)
     assert quantiles([]) is None
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_every_request_of_a_workload_is_answered_in_full_and_in_turn(name: str) -> None:
+def test_every_request_of_a_workload_is_answered_in_turn(name: str) -> None:
     played = played_on(engine_of(), name)
     assert [len(conversation) for conversation in played.samples] == [3] * 4
     for conversation in played.samples:
@@ -128,7 +127,7 @@ def test_a_request_that_fails_ends_its_conversation_and_is_counted() -> None:
     assert "failed" in str(table_of([row]).caption)
 
 
-def test_a_row_is_json_with_everything_that_a_figure_needs() -> None:
+def test_a_row_is_json_with_all_fields() -> None:
     row = row_of("cold")
     fields = json.loads(json.dumps(row.as_json()))
     assert fields["schema"] == 1
@@ -154,7 +153,7 @@ def test_answers_that_differ_are_told() -> None:
     assert same_answers([one, changed]).startswith("Answers differ between states of the cache in agents.")
 
 
-def test_this_machine_and_source_have_no_names_of_hosts_or_folders() -> None:
+def test_machine_and_source_name_no_hosts_or_folders() -> None:
     machine, source = this_machine(), this_source()
     assert machine.cores >= 1
     assert platform.node() not in repr((machine, source))
@@ -188,7 +187,7 @@ def test_a_bench_over_a_url_writes_rows_and_ends_with_0(
     assert "least" in told.getvalue()
 
 
-def test_a_url_where_nobody_answers_is_told_in_one_line() -> None:
+def test_a_url_without_a_server_is_refused_in_one_line() -> None:
     with unused_port() as port, pytest.raises(StartupError, match="Check --url"):
         run_bench(
             BenchConfig(("burst",)), ServedModel(f"http://127.0.0.1:{port}"), Console(file=io.StringIO())

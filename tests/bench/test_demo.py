@@ -35,7 +35,7 @@ def round_of(title: str, text: str = "yes", *, missed_tokens: int = 100) -> Roun
     return found
 
 
-def test_what_is_saved_is_what_only_the_other_server_computed() -> None:
+def test_saved_tokens_are_those_that_only_the_other_server_computed() -> None:
     found = savings(round_of("with", missed_tokens=30), round_of("without"))
     assert found.saved_tokens == 70
     assert found.saved_bytes == 70 * 20
@@ -48,7 +48,7 @@ def test_answers_that_differ_are_found() -> None:
     assert "NO" in _shown(summary(found))
 
 
-def test_an_answer_that_is_missing_is_a_difference_even_if_it_is_missing_twice() -> None:
+def test_an_answer_that_both_rounds_lack_is_a_difference() -> None:
     with_cache, without = round_of("with"), round_of("without")
     for each in (with_cache, without):
         each.take(Sent(Asked("writer", 2)))
@@ -83,14 +83,16 @@ def test_agents_keep_their_own_histories_and_share_the_system_prompt() -> None:
             )
 
 
-def test_an_agent_whose_server_is_gone_gives_up_and_says_why() -> None:
+def test_an_agent_without_a_server_gives_up_with_a_reason() -> None:
     told: list[Progress] = []
     with unused_port() as port:
         run_agents(AGENTS[:1], f"http://127.0.0.1:{port}", "none", told.append)
     assert [type(each) for each in told] == [Sent, GaveUp]
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = _stub(monkeypatch, "import sys; print('no model there', file=sys.stderr); sys.exit(2)")
     with pytest.raises(StartupError, match=r"ended with status 2 (.|\n)*no model there"):
         server.__enter__()
@@ -106,7 +108,6 @@ def test_the_server_is_ended_whatever_happens_in_the_block(monkeypatch: pytest.M
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert server._process is not None
     assert server._process.returncode is not None
 
 
@@ -114,14 +115,12 @@ def test_a_server_that_never_gets_ready_is_ended(monkeypatch: pytest.MonkeyPatch
     server = _stub(monkeypatch, "time.sleep(3600)", within_s=0.3)
     with pytest.raises(StartupError, match="not ready after"):
         server.__enter__()
-    assert server._process is not None
     assert server._process.returncode is not None
 
 
-def test_the_line_that_the_server_prints_when_it_is_ready_is_understood() -> None:
+def test_the_servers_ready_line_is_understood() -> None:
     made = assemble(FakeRuntime(), ByteTokenizer(), CacheConfig(budget_bytes=1 << 16), EngineConfig())
     found = READY.search(ready_line(made, "http://127.0.0.1:4242"))
-    assert found is not None
     assert found[1] == "http://127.0.0.1:4242"
 
 

@@ -1,4 +1,4 @@
-"""Workloads are pure functions of a seed, and the least possible is what a set of prefixes says."""
+"""Workloads are pure functions of a seed. The least possible computation equals that of a set of prefixes."""
 
 from __future__ import annotations
 

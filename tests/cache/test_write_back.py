@@ -139,11 +139,11 @@ def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
     (node,) = nodes(cache)
     held = dict(zip(range(0, 22, 4), node.blocks.tolist(), strict=True))
     lease, _ = admit(cache, ints(range(50, 70)))
-    stores = cache.make_way().stores
+    stores = cache.take_pending_plan().stores
     assert named(stores) == [(12, 16), (16, 20), (20, 22)]  # from its end, as many as were needed
     assert rows(cache, stores) == {start: held[start] for start in (12, 16, 20)}
     assert all(is_of(store, PROMPT) for store in stores)
-    assert cache.make_way().stores == (), "told once"
+    assert cache.take_pending_plan().stores == (), "told once"
     cache.release(lease, ReleaseReason.ABORTED)
 
 
@@ -167,7 +167,7 @@ def test_nothing_that_is_stored_is_named_again() -> None:
     assert {store.identity.key for store in stores} <= set(used), "it was in use until now"
     for first in range(4):
         run(cache, ints(80 + first, range(22)))
-        keep(cache, cache.make_way().stores)
+        keep(cache, cache.take_pending_plan().stores)
     run(cache, PROMPT)
     assert not any(is_of(store, PROMPT) for store in cache.take_all_stores())
 
@@ -203,7 +203,7 @@ def test_while_the_tier_takes_nothing_nothing_is_named() -> None:
     spill_of(cache).is_open = False
     run(cache, PROMPT)
     run(cache, ints(range(50, 72)))
-    assert cache.make_way().stores == ()
+    assert cache.take_pending_plan().stores == ()
     spill_of(cache).is_open = True
     assert cache.take_all_stores() != ()
 
@@ -222,7 +222,7 @@ def test_clearing_the_cache_names_nothing() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE)
     run(cache, PROMPT)
     cache.clear()
-    assert cache.make_way().stores == ()
+    assert cache.take_pending_plan().stores == ()
     assert cache.take_all_stores() == ()
 
 
@@ -240,7 +240,7 @@ def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) 
         cache.extend(lease, end - lease.computed)
         plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
     cache.release(lease, ReleaseReason.FINISHED)
-    plans.append(cache.make_way())
+    plans.append(cache.take_pending_plan())
     return plans
 
 
@@ -288,14 +288,14 @@ def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through:
     lease, _ = admit(cache, PROMPT)
     assert lease.hit_tokens == 10
     prefill(cache, lease, 20)
-    stored = cache.make_way().stores
+    stored = cache.take_pending_plan().stores
     keep(cache, stored)  # some of it is stored already …
     prefill(cache, lease)  # … and some is about to be
     cache.discard(lease)
     assert set(spill_of(cache).take_wrong()) == {
         store.identity.key for store in stored if store.identity.end > 10
     }
-    assert all(store.identity.end <= 10 for store in cache.make_way().stores)
+    assert all(store.identity.end <= 10 for store in cache.take_pending_plan().stores)
     assert all(store.identity.end <= 10 for store in cache.take_all_stores())
     left = index_of(cache).some(99)
     assert all(identity.end <= 10 for identity in left)

@@ -1,4 +1,4 @@
-"""An engine on the oracle runtime, driven step by step, and clients that remember their events."""
+"""An engine that a test drives step by step, on the oracle runtime by default, and clients that keep their events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
@@ -21,22 +23,36 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.runtime.base import Batch
+from rootstock.errors import RootstockError
+from rootstock.runtime.base import Batch, Runtime
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 
-GREEDY = SamplingParams(temperature=0.0)
+Families = tuple[Family, ...]
+
+GREEDY = ResolvedSampling(temperature=0.0)
 _ids = itertools.count()
 
 
+def of_kinds(families: Sequence[Families]) -> pytest.MarkDecorator:
+    """Runs a test on models of each of these combinations of families."""
+    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
+
+
+def numbers(seed: int, count: int, vocab_size: int = 97) -> list[int]:
+    """Returns random tokens."""
+    found: list[int] = np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+    return found
+
+
 class Bench:
-    """An engine and all that it is made of."""
+    """An engine and its parts. `runtime` replaces the oracle."""
 
     def __init__(
         self,
@@ -56,7 +72,8 @@ class Bench:
         load_clock: Callable[[], float] = time.perf_counter,
         proposer: Proposer | None = None,
         verify_hits: float = 0.0,
-        **config: int,
+        runtime: Runtime | None = None,
+        **config: Any,
     ) -> None:
         self.batches: list[Batch] = []
         self.ended: list[Client] = []  # in the order of their ends
@@ -66,7 +83,7 @@ class Bench:
             if fault is not None:
                 fault(batch)
 
-        self.runtime = FakeRuntime(
+        self.runtime: Any = runtime or FakeRuntime(
             vocab_size,
             context_limit,
             families=families,
@@ -74,10 +91,11 @@ class Bench:
             eos_token_ids=eos_token_ids,
             fault=record,
         )
+        families = self.runtime.description.families
         budget = blocks * sum(row_bytes(family, block_size) for family in families)
         if proposer is not None:
             config.setdefault("draft_tokens", 16)
-        # One size of chunk for all steps, so that a test knows what a step computes.
+        # One chunk size for all steps, so that a test knows the tokens of each step.
         config = {"idle_chunk_tokens": config.get("chunk_tokens", EngineConfig().chunk_tokens), **config}
         tier, engine = tier or TierConfig(), EngineConfig(**config)
         ticks = itertools.count()
@@ -86,7 +104,7 @@ class Bench:
             budget,
             block_size,
             reuse=reuse,
-            clock=lambda: next(ticks) * 1e-3,  # what is evicted depends on when it was used
+            clock=lambda: next(ticks) * 1e-3,  # eviction depends on the time of the last use
             stored=stored_index(self.runtime, tier, block_size),
             through=tier.disk_write == "through",
         )
@@ -115,8 +133,22 @@ class Bench:
         self.engine.submit(client.request, sink)
         return client
 
+    def answer(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
+        """Submits a request, runs to the end and returns its client."""
+        client = self.ask(tokens, max_tokens, **request)
+        self.run()
+        return client
+
+    def expect(self, *clients: Client) -> None:
+        """Asserts that each client has its full greedy answer, which depends on its tokens alone."""
+        for client in clients:
+            max_tokens = client.request.stop.max_tokens
+            assert max_tokens is not None
+            assert client.finished.reason == "length"
+            assert client.tokens == self.alone(client.request.tokens, max_tokens)
+
     def run(self, steps: int | None = None) -> None:
-        """Until nothing is left, or so many steps. A run to the end waits for loads, as the engine's thread does."""
+        """Runs so many steps, or to the end. A run to the end waits for loads, like the engine's thread."""
         done = 0
         while (steps is None or done < steps) and self._step(may_wait=steps is None):
             self.cache.check()
@@ -130,9 +162,13 @@ class Bench:
     def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
         return alone(self.runtime, tokens, count)
 
+    @property
+    def steps(self) -> int:
+        return self.engine.stats().counters.steps
+
 
 def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
-    """Returns the greedy continuation, by the tokens alone."""
+    """Computes the greedy continuation from the tokens alone, without a cache."""
     so_far = list(map(int, tokens))
     for _ in range(count):
         so_far.append(int(runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
@@ -144,7 +180,7 @@ class Client:
         stop = request.pop("stop", None) or StopParams(max_tokens=max_tokens)
         assert isinstance(stop, StopParams)
         sampling = request.pop("sampling", GREEDY)
-        assert isinstance(sampling, SamplingParams)
+        assert isinstance(sampling, ResolvedSampling)
         self.request = Request(
             RequestId(str(request.pop("id", next(_ids)))),
             np.array(tokens, np.int32),
@@ -166,6 +202,22 @@ class Client:
     @property
     def terminals(self) -> list[Event]:
         return [event for event in self.events if isinstance(event, Finished | Failed | Aborted)]
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.finished.usage.cached_tokens
+
+    @property
+    def error(self) -> RootstockError:
+        """The error of a request that failed."""
+        (failed,) = self.terminals
+        assert self.events[-1] is failed
+        assert isinstance(failed, Failed), failed
+        return failed.error
+
+    @property
+    def is_aborted(self) -> bool:
+        return [type(event) for event in self.terminals] == [Aborted] and self.events[-1] is self.terminals[0]
 
     @property
     def finished(self) -> Finished:

@@ -1,13 +1,13 @@
-"""Budget, admission, preemption: who runs when there is not room for all."""
+"""Budget, admission and preemption, while there is no room for all requests."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from engine.helpers import Bench, Client
+from engine.helpers import Bench
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, Sink, StopParams
+from rootstock.engine.request import Finished, Request, ResolvedSampling, Sink, StopParams
 from rootstock.engine.sequence import Sequence, WaitingForPrefix
 from rootstock.errors import CompletionTooLong, InvalidParameter, PromptTooLong, QueueFull
 
@@ -23,7 +23,7 @@ def test_over_budget_requests_wait_and_all_finish_with_the_right_tokens() -> Non
     bench = Bench(blocks=20, block_size=4, max_batch=8)
     clients = [bench.ask(prompt(30), max_tokens=8) for _ in range(6)]
     bench.run()
-    assert all(c.tokens == bench.alone(c.request.tokens, 8) for c in clients)
+    bench.expect(*clients)
     assert bench.cache.pool.live_blocks == 0
 
 
@@ -39,43 +39,36 @@ def test_blocks_for_the_next_forward_are_reserved_before_it_runs() -> None:
 
 
 @pytest.mark.behaviour(33)
-def test_cold_prefixes_go_before_those_that_queued_requests_would_hit() -> None:
+def test_prefixes_that_queued_requests_would_hit_are_evicted_last() -> None:
     bench = Bench(blocks=24, block_size=4, max_batch=1)
     wanted = prompt(32)
-    bench.ask(wanted, max_tokens=1)
-    bench.run()
-    bench.ask(prompt(32), max_tokens=1)  # newer, and nobody wants it
-    bench.run()
+    bench.answer(wanted, max_tokens=1)
+    bench.answer(prompt(32), max_tokens=1)  # newer, and no queued request would hit it
     bench.ask(prompt(40), max_tokens=1)  # takes ten blocks: eight free, two to be found
-    queued = bench.ask([*wanted, 1], max_tokens=1)
-    bench.run()
-    assert queued.finished.usage.cached_tokens == 32
+    queued = bench.answer([*wanted, 1], max_tokens=1)
+    assert queued.cached_tokens == 32
 
 
 @pytest.mark.behaviour(33)
-def test_prefixes_of_queued_requests_go_before_a_running_request_is_preempted() -> None:
+def test_prefixes_of_queued_requests_are_evicted_before_a_preemption() -> None:
     bench = Bench(blocks=16, block_size=4, max_batch=1)
     wanted = prompt(32)
-    bench.ask(wanted, max_tokens=1)
-    bench.run()
+    bench.answer(wanted, max_tokens=1)
     runner = bench.ask(prompt(16), max_tokens=40)
-    queued = bench.ask([*wanted, 1], max_tokens=1)
-    bench.run()
-    assert runner.tokens == bench.alone(runner.request.tokens, 40)
+    queued = bench.answer([*wanted, 1], max_tokens=1)
+    bench.expect(runner)
     assert queued.tokens == bench.alone([*wanted, 1], 1)
     assert bench.cache.stats().preemptions == 0
 
 
 @pytest.mark.behaviour(33, 35)
-def test_the_least_progressed_running_request_is_preempted_and_comes_back_with_the_same_tokens() -> None:
+def test_the_least_progressed_running_request_is_preempted() -> None:
     bench = Bench(blocks=16, block_size=4, max_batch=4, chunk_tokens=64)
     first = bench.ask(prompt(20), max_tokens=30)
     bench.run(steps=6)
-    second = bench.ask(prompt(12), max_tokens=30)
-    bench.run()
+    second = bench.answer(prompt(12), max_tokens=30)
     assert bench.cache.stats().preemptions > 0
-    assert first.tokens == bench.alone(first.request.tokens, 30)
-    assert second.tokens == bench.alone(second.request.tokens, 30)
+    bench.expect(first, second)
     assert bench.ended == [first, second], "the one with less progress gave way"
 
 
@@ -87,25 +80,23 @@ def test_a_preempted_request_keeps_its_computed_prefix_in_the_tree() -> None:
     second = bench.ask(prompt(24), max_tokens=30)
     while bench.cache.stats().preemptions == 0:
         bench.run(steps=1)
-    done = [*second.request.tokens.tolist(), *second.tokens]
-    namespace = bench.engine.namespace("")
-    found = bench.cache.match(np.array([*done, 0], np.int32), namespace).found
+    done = [*second.request.tokens.tolist(), *second.tokens, 0]
+    found = bench.cache.match(np.array(done, np.int32), bench.engine.namespace()).found
     assert found > 0, "eviction may take its tail, but not all of it at once"
     bench.run()
-    assert second.tokens == bench.alone(second.request.tokens, 30)
+    bench.expect(second)
 
 
 @pytest.mark.behaviour(33)
 def test_a_running_set_never_preempts_its_last_member() -> None:
     bench = Bench(blocks=16, block_size=4)
-    lone = bench.ask(prompt(10), max_tokens=54)  # exactly what the pool holds
-    bench.run()
-    assert lone.tokens == bench.alone(lone.request.tokens, 54)
+    lone = bench.answer(prompt(10), max_tokens=54)  # fills the pool exactly
+    bench.expect(lone)
     assert bench.cache.stats().preemptions == 0
 
 
 @pytest.mark.behaviour(36)
-def test_a_request_that_can_never_fit_is_rejected_at_submission_with_the_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     bench = Bench(blocks=16, block_size=4)
     with pytest.raises(PromptTooLong, match="70 tokens") as long:
         bench.ask(prompt(70))
@@ -125,36 +116,29 @@ def test_a_request_that_can_never_fit_is_rejected_at_submission_with_the_numbers
         (dict.fromkeys(range(96), -100.0), (96,), 1),
     ],
 )
-def test_a_request_without_any_token_that_may_be_chosen_is_refused(
+def test_a_request_that_bans_every_token_is_refused(
     bias: dict[int, float], stop_tokens: tuple[int, ...], min_tokens: int
 ) -> None:
     bench = Bench(vocab_size=97)
-    request = Request(
-        RequestId("r"),
-        np.array(prompt(5), np.int32),
-        SamplingParams(logit_bias=bias),
-        StopParams(max_tokens=3, min_tokens=min_tokens, stop_tokens=stop_tokens),
-    )
+    stop = StopParams(max_tokens=3, min_tokens=min_tokens, stop_tokens=stop_tokens)
     with pytest.raises(InvalidParameter, match="some token may be chosen"):
-        bench.engine.submit(request, lambda event: None)
+        bench.ask(prompt(5), sampling=ResolvedSampling(logit_bias=bias), stop=stop)
 
 
-def test_min_tokens_beyond_what_the_context_leaves_is_refused() -> None:
+def test_min_tokens_beyond_the_context_is_refused() -> None:
     bench = Bench(blocks=16, block_size=4)
-    request = Request(RequestId("r"), np.array(prompt(60), np.int32), stop=StopParams(min_tokens=5))
     with pytest.raises(InvalidParameter, match="at most 4,"):
-        bench.engine.submit(request, lambda event: None)
+        bench.ask(prompt(60), stop=StopParams(min_tokens=5))
 
 
-def test_the_limit_is_the_models_or_the_pools_whichever_is_less() -> None:
+def test_the_context_limit_is_the_models_or_the_pools() -> None:
     assert Bench(blocks=16, block_size=4, context_limit=50).engine.context_limit == 50
     assert Bench(blocks=10, block_size=4, context_limit=50).engine.context_limit == 40
 
 
 def test_without_max_tokens_an_answer_goes_to_the_limit() -> None:
     bench = Bench(blocks=16, block_size=4)
-    client = bench.ask(prompt(30), max_tokens=None)
-    bench.run()
+    client = bench.answer(prompt(30), max_tokens=None)
     assert client.finished.reason == "length"
     assert len(client.tokens) == 34
 
@@ -167,12 +151,11 @@ def test_a_queue_that_is_full_refuses_at_once_and_recovers() -> None:
     assert (full.value.max_batch, full.value.max_queue) == (2, 3)
     bench.run()
     assert all(isinstance(c.events[-1], Finished) for c in accepted)
-    bench.ask(prompt(8))
-    bench.run()
+    bench.answer(prompt(8))
 
 
 @pytest.mark.behaviour(37)
-def test_a_long_prompt_does_not_stop_running_decodes_for_longer_than_one_chunk() -> None:
+def test_a_long_prompt_delays_decodes_by_one_chunk_at_most() -> None:
     bench = Bench(blocks=400, chunk_tokens=16)
     decoding = bench.ask(prompt(8), max_tokens=40)
     bench.run(steps=2)
@@ -182,7 +165,7 @@ def test_a_long_prompt_does_not_stop_running_decodes_for_longer_than_one_chunk()
     assert all(batch.new_tokens <= 16 for batch in bench.batches)
     assert all(any(len(s.tokens) == 1 and s.past >= 8 for s in batch.segments) for batch in bench.batches)
     bench.run()
-    assert long.tokens == bench.alone(long.request.tokens, 1)
+    bench.expect(long)
     assert len(decoding.tokens) == 40
 
 
@@ -206,9 +189,9 @@ def test_ties_are_broken_the_same_way_in_every_run() -> None:
 def test_output_does_not_depend_on_chunk_size_or_batch_mates(chunk_tokens: int, max_batch: int) -> None:
     rng = np.random.default_rng(8)
     bench = Bench(blocks=60, block_size=4, chunk_tokens=chunk_tokens, max_batch=max_batch)
-    clients: list[Client] = [bench.ask(rng.integers(0, 97, int(rng.integers(1, 60))), 9) for _ in range(8)]
+    clients = [bench.ask(rng.integers(0, 97, int(rng.integers(1, 60))), 9) for _ in range(8)]
     bench.run()
-    assert all(c.tokens == bench.alone(c.request.tokens, 9) for c in clients)
+    bench.expect(*clients)
 
 
 @pytest.mark.behaviour(48)
@@ -228,38 +211,33 @@ def test_output_does_not_depend_on_arrival_order_or_cache_contents() -> None:
 
 def test_a_prompt_can_be_cached_or_scored_without_generating() -> None:
     bench = Bench()
-    client = bench.ask(prompt(20), stop=StopParams(max_tokens=0), prompt_logprobs=0)
-    bench.run()
+    client = bench.answer(prompt(20), stop=StopParams(max_tokens=0), prompt_logprobs=0)
     assert client.tokens == []
     assert client.finished.usage.completion_tokens == 0
 
 
-def test_what_a_lone_queued_request_would_hit_is_protected_from_running_decodes() -> None:
+def test_the_hit_of_a_lone_queued_request_is_protected_from_decodes() -> None:
     bench = Bench(blocks=30, block_size=4, max_batch=1)
     wanted = prompt(32)
-    bench.ask([*wanted, 1], max_tokens=1)
-    bench.run()
-    bench.ask(prompt(40), max_tokens=1)  # newer, and nobody wants it
-    bench.run()
+    bench.answer([*wanted, 1], max_tokens=1)
+    bench.answer(prompt(40), max_tokens=1)  # newer, and no queued request would hit it
     bench.ask(prompt(8), max_tokens=60)
     bench.run(steps=2)
-    queued = bench.ask([*wanted, 2, 3], max_tokens=1)
-    bench.run()
-    assert queued.finished.usage.cached_tokens == 32
+    queued = bench.answer([*wanted, 2, 3], max_tokens=1)
+    assert queued.cached_tokens == 32
 
 
-def test_what_a_queued_request_would_hit_is_protected_from_when_it_is_there() -> None:
+def test_the_hit_of_a_queued_request_is_protected_once_it_is_cached() -> None:
     bench = Bench(blocks=30, block_size=4, max_batch=1)
     wanted = prompt(32)
     bench.ask([*wanted, 1], max_tokens=1)
     bench.ask(prompt(40), max_tokens=1)
     bench.ask(prompt(60), max_tokens=1)
-    queued = bench.ask([*wanted, 2, 3], max_tokens=1)  # queued before anything was cached
-    bench.run()
-    assert queued.finished.usage.cached_tokens == 32
+    queued = bench.answer([*wanted, 2, 3], max_tokens=1)  # queued before anything was cached
+    assert queued.cached_tokens == 32
 
 
-def test_preempted_requests_come_back_in_the_order_in_which_they_arrived_whatever_they_wait_for() -> None:
+def test_preempted_requests_come_back_in_the_order_of_arrival() -> None:
     bench = Bench(max_batch=4)
     for start in (0, 20, 40):
         bench.ask(list(range(start, start + 9)), max_tokens=30)
@@ -276,10 +254,8 @@ def test_preempted_requests_come_back_in_the_order_in_which_they_arrived_whateve
     assert [sequence.arrival for sequence in scheduler._waiting] == [1, 2, 3]
 
 
-def test_work_on_a_new_request_is_done_before_the_engine_s_lock_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else one long prompt with penalties would hold up everybody who submits or asks for the engine's health."""
+def test_a_sequence_is_made_before_the_lock_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt with penalties must not delay other submissions and the engine's health."""
     bench = Bench()
     engine, own = bench.engine, Engine._sequence
     was_free = []

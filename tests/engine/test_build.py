@@ -9,7 +9,7 @@ from rootstock.config import CacheConfig, EngineConfig
 from rootstock.engine import kv_budget as module
 from rootstock.engine.build import assemble
 from rootstock.engine.kv_budget import HOST_SHARE, auto_budget_bytes
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
 from rootstock.errors import BudgetTooSmall
 from rootstock.runtime.host_memory import free_host_bytes
 from rootstock.testing.byte_tokenizer import ByteTokenizer
@@ -52,7 +52,7 @@ def test_an_assembled_engine_answers_and_reuses_prefixes_only_if_it_may(enabled:
         for turn in range(2):
             prompt = np.frombuffer(b"the same prompt", np.uint8).astype(np.int32)
             request = Request(
-                RequestId(str(turn)), prompt, SamplingParams(temperature=0), StopParams(max_tokens=3)
+                RequestId(str(turn)), prompt, ResolvedSampling(temperature=0), StopParams(max_tokens=3)
             )
             *_, end = engine.generate(request)
             assert isinstance(end, Finished)

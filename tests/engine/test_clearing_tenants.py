@@ -1,4 +1,4 @@
-"""Tenants of one engine: what is cleared for one, and what is kept of ten thousand."""
+"""Tenants of one engine: clearing the cache of one, and the state that thousands leave behind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.helpers import Bench
-from engine.tiered import KINDS, Tiered, cached
-from rootstock.cache.families import Family
+from engine.helpers import Bench, Client, Families
+from engine.tiered import Tiered, kinds
 from rootstock.cache.keys import Namespace
 from rootstock.cache.prefix_tree import MAX_EMPTY_ROOTS
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.request import Finished, ResolvedSampling
 from rootstock.engine.speculation.proposer import SHARED_NAMESPACES, NgramProposer
 from rootstock.errors import ClearUnderWay
 from waiting import HANG_S
@@ -28,14 +27,12 @@ def salts_in(bench: Bench) -> set[str]:
 
 
 @pytest.mark.behaviour(9)
-@pytest.mark.parametrize("families", KINDS, ids=lambda kinds: "+".join(f.name for f in kinds))
-def test_clearing_for_one_tenant_leaves_the_others_in_memory_and_on_disk(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
+@kinds
+def test_clearing_one_tenant_keeps_others_in_memory_and_on_disk(tmp_path: Path, families: Families) -> None:
     with Tiered(tmp_path, families=families) as bench:
         for salt in ("a", "b", ""):
             bench.answer(PROMPT, salt=salt)
-        bench.forget()  # all of it is on the disk …
+        bench.forget()  # from memory: everything is on the disk …
         for salt in ("a", "b", ""):
             bench.answer([*PROMPT, 70], salt=salt)  # … and in memory
         on_disk = bench.tier.stored_records
@@ -46,31 +43,31 @@ def test_clearing_for_one_tenant_leaves_the_others_in_memory_and_on_disk(
         assert bench.engine.namespace("a").digest() not in entries
         assert len(entries) == on_disk * 2 // 3
         assert bench.tier.quarantined_records == 0
-        assert cached(bench.answer([*PROMPT, 71], salt="b")) >= len(PROMPT)
+        assert bench.answer([*PROMPT, 71], salt="b").cached_tokens >= len(PROMPT)
         bench.forget()
-        assert cached(bench.answer([*PROMPT, 72], salt="b")) == len(PROMPT), "from the disk"
-        assert cached(bench.answer([*PROMPT, 72], salt="a")) == 0
+        assert bench.answer([*PROMPT, 72], salt="b").cached_tokens == len(PROMPT), "from the disk"
+        assert bench.answer([*PROMPT, 72], salt="a").cached_tokens == 0
         bench.answer([*PROMPT, 73], salt="a")
-        assert cached(bench.answer([*PROMPT, 74], salt="a")) >= len(PROMPT), "and it goes on as ever"
+        assert bench.answer([*PROMPT, 74], salt="a").cached_tokens >= len(PROMPT), "and it goes on as ever"
 
 
-def test_clearing_for_a_tenant_takes_what_is_on_its_way_down(tmp_path: Path) -> None:
+def test_clearing_a_tenant_removes_its_queued_stores(tmp_path: Path) -> None:
     with Tiered(tmp_path) as bench:
         bench.answer(PROMPT, salt="a")
         bench.answer(PROMPT, salt="b")
         bench.stores.close()
-        bench.tiering.store(bench.cache.take_all_stores())
+        bench.connector.store(bench.cache.take_all_stores())
         opened = bench.when_reached(bench.stores, bench.stores.open)
         bench.engine.clear_cache("a")
         opened.join()
-        bench.tiering.follow()
+        bench.connector.follow()
         a, b = (bench.engine.namespace(salt).digest() for salt in "ab")
         assert {entry.identity.namespace for entry in bench.disk.entries()} == {b}
         assert {identity.namespace for identity in bench.cache.stored.some(100)} == {b}  # type: ignore[union-attr]
         assert a != b
 
 
-def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -> None:
+def test_requests_run_while_the_disk_is_cleared_of_a_tenant(tmp_path: Path) -> None:
     with Tiered(tmp_path) as bench:
         for salt in ("a", "b"):
             bench.answer(PROMPT, salt=salt)
@@ -90,17 +87,16 @@ def test_requests_go_on_while_the_disk_is_cleared_for_a_tenant(tmp_path: Path) -
         assert begun.wait(HANG_S)
         with pytest.raises(ClearUnderWay):
             bench.engine.clear_cache("b")
-        ask = StopParams(max_tokens=1)
-        tokens = bench.client([*PROMPT, 70]).request.tokens
         for salt, hit in (("a", 0), ("b", len(PROMPT))):
-            *_, end = bench.engine.generate(Request(RequestId(salt), tokens, SamplingParams(), ask, salt))
-            assert end.usage.cached_tokens == hit  # type: ignore[union-attr]
+            *_, end = bench.engine.generate(Client([*PROMPT, 70], 1, salt=salt).request)
+            assert isinstance(end, Finished)
+            assert end.usage.cached_tokens == hit
         go_on.set()
         clearing.join()
         bench.engine.clear_cache("b")
 
 
-def test_thousands_of_tenants_leave_behind_what_is_cached_of_them() -> None:
+def test_thousands_of_tenants_leave_only_their_cached_entries() -> None:
     bench = Bench(blocks=24, draft_tokens=4)
     proposer = bench.engine.proposer
     assert isinstance(proposer, NgramProposer)
@@ -122,14 +118,13 @@ def test_thousands_of_tenants_leave_behind_what_is_cached_of_them() -> None:
     assert kept[1] == kept[0], "namespaces pile up somewhere"
 
 
-def test_what_is_known_of_the_disk_is_what_is_on_it_however_many_tenants_there_were(tmp_path: Path) -> None:
+def test_the_index_holds_the_records_on_disk_after_many_tenants(tmp_path: Path) -> None:
     with Tiered(tmp_path, blocks=24, cap_bytes=2**20) as bench:
         for number in range(120):
             bench.answer(PROMPT[:8], 2, salt=f"{number:064}")
-        bench.mover.drain()
-        bench.tiering.follow()
+        bench.writer.drain()
+        bench.connector.follow()
         stored = bench.cache.stored
-        assert stored is not None
         on_disk = [entry.identity for entry in bench.disk.entries()]
         assert len(stored) == len(on_disk) > 0
         assert len(stored._at) == len({identity.parent for identity in on_disk})
@@ -138,45 +133,42 @@ def test_what_is_known_of_the_disk_is_what_is_on_it_however_many_tenants_there_w
         assert len(bench.cache.tree.roots) <= 24 + MAX_EMPTY_ROOTS
 
 
-def test_drafts_of_a_tenant_are_forgotten_with_what_was_cached_of_it() -> None:
+def test_clearing_a_tenant_forgets_its_drafts() -> None:
     bench = Bench(draft_tokens=4)
     proposer = bench.engine.proposer
     assert isinstance(proposer, NgramProposer)
     for salt in ("a", "b"):
-        bench.ask(PROMPT, salt=salt)
-        bench.run()
+        bench.answer(PROMPT, salt=salt)
     bench.engine.clear_cache("a")
     assert {namespace.salt for namespace in proposer._shared} == {"b"}
     bench.cache.clear()
-    bench.ask(PROMPT, salt="c")
-    bench.run()
+    bench.answer(PROMPT, salt="c")
     assert {namespace.salt for namespace in proposer._shared} == {"c"}
 
 
-def test_a_hit_that_is_being_verified_does_not_outlast_a_clear() -> None:
+def test_a_hit_in_verification_does_not_outlast_a_clear() -> None:
     bench = Bench(chunk_tokens=4)
     engine = Engine(bench.runtime, bench.cache, EngineConfig(chunk_tokens=4), verify_hits=1.0)
     bench.engine = engine
     for _ in range(2):
-        bench.ask(PROMPT, salt="a")
-        bench.run()
+        bench.answer(PROMPT, salt="a")
     engine.verify_hits()
-    assert engine.hit_verifier._check is not None
+    verifier = engine.hit_verifier
+    assert verifier._check is not None
     engine.clear_cache("a")
     assert salts_in(bench) == set()
     bench.cache.check()
-    while engine.hit_verifier.has_work:
+    while verifier.has_work:
         engine.verify_hits()
-    assert engine.hit_verifier.counts == {"given up": 1}
+    assert verifier.counts == {"given up": 1}
 
 
-def test_seeds_of_requests_without_one_say_nothing_of_how_many_others_asked() -> None:
-    """They came from one stream that began the same at every start: a client could tell its place in it."""
-    sampling = SamplingParams(temperature=5.0)
+def test_drawn_seeds_do_not_repeat_after_a_restart() -> None:
+    """With the same stream at every start, a client could infer the number of earlier requests."""
+    sampling = ResolvedSampling(temperature=5.0)
     answers = set()
     for _ in range(4):
         bench = Bench()
-        client = bench.ask(PROMPT, 20, sampling=sampling)
-        bench.run()
+        client = bench.answer(PROMPT, 20, sampling=sampling)
         answers.add(tuple(client.tokens))
     assert len(answers) == 4

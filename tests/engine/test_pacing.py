@@ -1,12 +1,14 @@
-"""With a target for the time between two tokens, steps that carry decodes take no more prefill than fits: on an
-oracle whose forwards take as long as a clock of ours says."""
+"""With a target for the time between two tokens, steps with decodes take no more prefill than fits.
+
+The forwards of the oracle take as long as the test's clock says.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from engine.helpers import Bench, Client
+from engine.helpers import Bench, Client, numbers
 from rootstock.config import EngineConfig, parse_seconds
 from rootstock.engine.cost_model import StepSize
 from rootstock.engine.pacing import LEAST_TOKENS, Pacing
@@ -16,12 +18,8 @@ from rootstock.runtime.base import Batch
 TARGET_S = 0.1
 
 
-def numbers(seed: int, length: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 97, length)]
-
-
 class Machine:
-    """A clock that only forwards move: so much for each, for each token of a prompt, and for what these attend to."""
+    """A clock that only forwards move. A forward has a price, and so have prompt tokens and attended positions."""
 
     def __init__(self, forward_s: float = 0.02, token_s: float = 400e-6, attended_s: float = 200e-9) -> None:
         self.now = 0.0
@@ -56,7 +54,7 @@ def paced(machine: Machine, target_s: float | None = TARGET_S) -> Bench:
 
 
 def mixed_traffic(bench: Bench) -> list[Client]:
-    """One that decodes all the time, and long prompts that come meanwhile."""
+    """Runs one request that decodes all the time, and long prompts that arrive beside it."""
     clients = [bench.ask(numbers(0, 700), max_tokens=400)]
     bench.run(steps=6)
     for seed in range(1, 9):
@@ -67,14 +65,14 @@ def mixed_traffic(bench: Bench) -> list[Client]:
 
 
 @pytest.mark.behaviour(48)
-def test_steps_with_decodes_keep_to_the_target_and_answers_are_those_without_one() -> None:
+def test_steps_with_decodes_keep_to_the_target_and_answers_do_not_change() -> None:
     machine = Machine()
     bench = paced(machine)
     clients = mixed_traffic(bench)
     late = [seconds for _, _, seconds in machine.mixed[6:]]  # the first ones are for learning
     assert len(late) > 100
     assert max(late) <= TARGET_S
-    assert np.median(late) > 0.5 * TARGET_S, "the target's time is made use of"
+    assert np.median(late) > 0.5 * TARGET_S, "the target's time is not used"
     unpaced_machine = Machine()
     unpaced = mixed_traffic(paced(unpaced_machine, None))
     assert max(seconds for _, _, seconds in unpaced_machine.mixed) > 1.5 * TARGET_S
@@ -86,8 +84,7 @@ def test_without_decodes_a_chunk_is_as_large_as_it_may_be() -> None:
     bench = paced(machine)
     mixed_traffic(bench)
     machine.steps.clear()
-    bench.ask(numbers(20, 2048), max_tokens=1)
-    bench.run()
+    bench.answer(numbers(20, 2048), max_tokens=1)
     assert [tokens for _, tokens, _ in machine.steps] == [512, 512, 512, 512]
 
 
@@ -103,7 +100,7 @@ def test_a_target_that_cannot_be_kept_does_not_starve_prefill() -> None:
     assert {tokens for _, tokens, _ in machine.mixed[1:-1]} == {LEAST_TOKENS}
 
 
-def test_several_prompts_share_what_a_step_has_room_for() -> None:
+def test_several_prompts_share_the_room_of_a_step() -> None:
     machine = Machine()
     bench = paced(machine)
     mixed_traffic(bench)
@@ -132,7 +129,7 @@ def test_a_machine_that_becomes_slower_gets_smaller_chunks() -> None:
     assert max(seconds for _, _, seconds in machine.mixed[-20:]) <= 1.05 * TARGET_S
 
 
-def test_stats_tell_what_the_last_step_with_decodes_had_room_for() -> None:
+def test_stats_have_the_room_of_the_last_step_with_decodes() -> None:
     bench = paced(Machine())
     assert bench.engine.stats().paced_tokens is None
     mixed_traffic(bench)
@@ -141,7 +138,7 @@ def test_stats_tell_what_the_last_step_with_decodes_had_room_for() -> None:
     assert LEAST_TOKENS <= told < 512
 
 
-def test_nothing_is_held_back_before_anything_was_measured() -> None:
+def test_prefill_is_not_limited_before_a_measurement() -> None:
     assert Pacing(0.001).prefill_tokens(StepSize(0, 0, 1, 10), 0, 512) == 512
 
 

@@ -1,4 +1,4 @@
-"""Live requests share what they have in common."""
+"""Requests that run at the same time share their common prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from rootstock.engine.request import SamplingParams, TokenEvent
+from rootstock.engine.request import ResolvedSampling, TokenEvent
 
 PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
 
@@ -15,15 +15,13 @@ PREFIX = list(np.random.default_rng(3).integers(0, 97, 60))
 def test_two_requests_in_flight_with_the_same_prefix_store_and_compute_it_once() -> None:
     bench = Bench(chunk_tokens=16)
     first = bench.ask([*PREFIX, 1, 2, 3])
-    second = bench.ask([*PREFIX, 4, 5, 6, 7])
-    bench.run()
+    second = bench.answer([*PREFIX, 4, 5, 6, 7])
     assert bench.runtime.computed_tokens == 60 + 3 + 4 + 2 * 3, (
         "prefix once, tails, decoded tokens but the last"
     )
-    assert second.finished.usage.cached_tokens == 60
-    assert first.finished.usage.cached_tokens == 0
-    assert first.tokens == bench.alone([*PREFIX, 1, 2, 3], 4)
-    assert second.tokens == bench.alone([*PREFIX, 4, 5, 6, 7], 4)
+    assert second.cached_tokens == 60
+    assert first.cached_tokens == 0
+    bench.expect(first, second)
     assert bench.cache.stats().duplicate_blocks == 0
 
 
@@ -33,19 +31,18 @@ def test_many_requests_at_one_instant_compute_their_prefix_once() -> None:
     clients = [bench.ask([*PREFIX, i, i + 1]) for i in range(16)]
     bench.run()
     assert bench.runtime.computed_tokens == 60 + 16 * (2 + 3)
-    assert all(c.tokens == bench.alone(c.request.tokens, 4) for c in clients)
+    bench.expect(*clients)
 
 
-def test_waiters_share_what_they_have_in_common_beyond_the_producer() -> None:
+def test_waiters_share_a_prefix_longer_than_the_producers() -> None:
     bench = Bench(blocks=400, chunk_tokens=16)
     more = list(range(40))
     bench.ask([*PREFIX, 90])
     a = bench.ask([*PREFIX, *more, 91])
-    b = bench.ask([*PREFIX, *more, 92])
-    bench.run()
+    b = bench.answer([*PREFIX, *more, 92])
     assert bench.runtime.computed_tokens == 60 + 1 + 40 + 1 + 1 + 3 * 3
-    assert a.finished.usage.cached_tokens == 60
-    assert b.finished.usage.cached_tokens == 100
+    assert a.cached_tokens == 60
+    assert b.cached_tokens == 100
 
 
 def test_a_waiter_computes_for_itself_when_its_producer_is_cancelled() -> None:
@@ -56,20 +53,8 @@ def test_a_waiter_computes_for_itself_when_its_producer_is_cancelled() -> None:
     assert waiter.events == []
     bench.engine.abort(producer.request.id)
     bench.run()
-    assert waiter.tokens == bench.alone([*PREFIX, 2], 4)
-    assert waiter.finished.usage.cached_tokens == 32, "what the producer had computed was kept"
-
-
-def test_a_waiter_computes_for_itself_when_its_producer_fails() -> None:
-    def fault(batch: object) -> None:
-        if len(bench.batches) == 2:
-            raise RuntimeError("injected")
-
-    bench = Bench(chunk_tokens=16, fault=fault)
-    bench.ask([*PREFIX, 1])
-    waiter = bench.ask([*PREFIX, 2])
-    bench.run()
-    assert waiter.tokens == bench.alone([*PREFIX, 2], 4)
+    bench.expect(waiter)
+    assert waiter.cached_tokens == 32, "the tokens that the producer had computed were kept"
 
 
 def test_a_short_common_prefix_is_not_worth_waiting_for() -> None:
@@ -86,8 +71,7 @@ def test_cached_tokens_in_the_usage_are_the_tokens_that_were_not_computed() -> N
     asked = computed = 0
     for turn in range(6):
         before = bench.runtime.computed_tokens
-        client = bench.ask([*PREFIX[: 20 + 7 * turn], turn, turn], max_tokens=1)
-        bench.run()
+        client = bench.answer([*PREFIX[: 20 + 7 * turn], turn, turn], max_tokens=1)
         usage = client.finished.usage
         assert usage.prompt_tokens - usage.cached_tokens == bench.runtime.computed_tokens - before
         asked += usage.prompt_tokens
@@ -98,52 +82,35 @@ def test_cached_tokens_in_the_usage_are_the_tokens_that_were_not_computed() -> N
 
 def test_cached_tokens_come_with_the_first_token() -> None:
     bench = Bench()
-    bench.ask(PREFIX)
-    bench.run()
-    again = bench.ask(PREFIX)
-    bench.run()
+    bench.answer(PREFIX)
+    again = bench.answer(PREFIX)
     first = again.events[0]
     assert isinstance(first, TokenEvent)
-    assert first.cached_tokens == 59 == again.finished.usage.cached_tokens
+    assert first.cached_tokens == 59 == again.cached_tokens
 
 
 @pytest.mark.behaviour(9)
 def test_tenants_with_different_salts_never_share() -> None:
     bench = Bench()
-    bench.ask(PREFIX, salt="a")
-    bench.run()
+    bench.answer(PREFIX, salt="a")
     other, same = bench.ask(PREFIX, salt="b"), bench.ask(PREFIX, salt="a")
     bench.run()
-    assert other.finished.usage.cached_tokens == 0
-    assert same.finished.usage.cached_tokens == 59
-
-
-def test_a_conversation_hits_everything_but_its_new_tokens_and_the_last_sampled_one() -> None:
-    bench = Bench(blocks=400)
-    history = list(PREFIX)
-    for turn in range(5):
-        client = bench.ask(history, max_tokens=7)
-        bench.run()
-        if turn:
-            # The last token of an answer is sampled and never computed.
-            assert client.finished.usage.cached_tokens == len(history) - 3
-        history += [*client.tokens, turn, turn + 1]
+    assert other.cached_tokens == 0
+    assert same.cached_tokens == 59
 
 
 def test_a_scored_prompt_is_computed_whole_and_still_shared_with_others() -> None:
     bench = Bench()
-    bench.ask(PREFIX, max_tokens=1)
-    bench.run()
-    scored = bench.ask(PREFIX, max_tokens=1, prompt_logprobs=2)
-    bench.run()
-    assert scored.finished.usage.cached_tokens == 0
+    bench.answer(PREFIX, max_tokens=1)
+    scored = bench.answer(PREFIX, max_tokens=1, prompt_logprobs=2)
+    assert scored.cached_tokens == 0
     assert bench.cache.stats().duplicate_blocks == 15
     assert bench.cache.pool.cached_blocks == 15
 
 
 def test_n_choices_are_n_requests_that_share_one_prompt() -> None:
     bench = Bench(blocks=400, chunk_tokens=64)
-    sampling = [SamplingParams(temperature=1.0, seed=i) for i in range(4)]
+    sampling = [ResolvedSampling(temperature=1.0, seed=i) for i in range(4)]
     choices = [bench.ask(PREFIX, sampling=s) for s in sampling]
     bench.run()
     assert bench.runtime.computed_tokens == 60 + 3 * 1 + 4 * 3

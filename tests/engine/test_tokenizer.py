@@ -1,4 +1,4 @@
-"""Text streams on two real tokenizers, trained here: byte-level BPE, and SentencePiece-like with byte fallback."""
+"""Tokenizers and incremental detokenization, on byte-level BPE and a SentencePiece-like BPE that are trained here."""
 
 from __future__ import annotations
 
@@ -70,21 +70,23 @@ def sentencepiece() -> HFTokenizer:
     return HFTokenizer(wrapped)
 
 
-CODECS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "bytes": ByteTokenizer}
-every_codec = pytest.mark.parametrize("codec", [make() for make in CODECS.values()], ids=list(CODECS))
+TOKENIZERS = {"byte-level": byte_level, "sentencepiece": sentencepiece, "bytes": ByteTokenizer}
+every_tokenizer = pytest.mark.parametrize(
+    "tokenizer", [make() for make in TOKENIZERS.values()], ids=list(TOKENIZERS)
+)
 
 # Texts from which both trained tokenizers make merged, single-byte and multi-byte tokens.
 texts = st.text(
     st.one_of(st.sampled_from("The quick END ###\n é日😀👩‍👧"), st.characters(codec="utf-8")), max_size=60
 )
-# Not texts that spell a special token or SentencePiece's mark of a space: they become what they spell.
+# Without special tokens and SentencePiece's mark of a space, which a tokenizer does not read as plain text.
 texts = texts.filter(lambda text: "<" not in text and "▁" not in text)
 
 
 def streamed(
-    codec: ModelTokenizer, tokens: Sequence[int], stops: Sequence[str] = (), context: Sequence[int] = ()
+    tokenizer: ModelTokenizer, tokens: Sequence[int], stops: Sequence[str] = (), context: Sequence[int] = ()
 ) -> tuple[list[str], str | None]:
-    stream = Detokenizer(codec, stops, context)
+    stream = Detokenizer(tokenizer, stops, context)
     deltas: list[str] = []
     for token in tokens:
         delta = stream.push(int(token))
@@ -108,58 +110,58 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 # ---- detokenisation
 
 
-@every_codec
+@every_tokenizer
 @given(text=texts)
-def test_the_deltas_of_a_text_are_the_text_that_decoding_all_tokens_gives(
-    codec: ModelTokenizer, text: str
-) -> None:
-    tokens = codec.encode(text).tolist()
-    assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens) == text
+def test_the_deltas_of_a_text_add_up_to_the_decoded_text(tokenizer: ModelTokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text).tolist()
+    assert "".join(streamed(tokenizer, tokens)[0]) == tokenizer.decode(tokens) == text
 
 
-@pytest.mark.parametrize("codec", [byte_level(), ByteTokenizer()], ids=["byte-level", "bytes"])
+@pytest.mark.parametrize("tokenizer", [byte_level(), ByteTokenizer()], ids=["byte-level", "bytes"])
 @given(data=st.data())
-def test_the_deltas_of_any_bytes_even_broken_ones_are_what_decoding_all_tokens_gives(
-    codec: ModelTokenizer, data: st.DataObject
+def test_the_deltas_of_any_bytes_add_up_to_the_decoded_text(
+    tokenizer: ModelTokenizer, data: st.DataObject
 ) -> None:
     tokens = data.draw(st.lists(st.integers(0, 420), max_size=80))
-    assert "".join(streamed(codec, tokens)[0]) == codec.decode(tokens)
+    assert "".join(streamed(tokenizer, tokens)[0]) == tokenizer.decode(tokens)
 
 
 @given(tokens=st.lists(st.integers(0, 480), max_size=80))
 def test_broken_byte_fallback_never_raises_and_never_takes_back_a_character(tokens: list[int]) -> None:
-    codec = sentencepiece()
-    text = "".join(streamed(codec, tokens)[0])
+    tokenizer = sentencepiece()
+    text = "".join(streamed(tokenizer, tokens)[0])
     # A run of byte tokens that is broken anywhere decodes to U+FFFD for each byte; a stream has given out the
     # whole characters of the run already.
     replacement = "\N{REPLACEMENT CHARACTER}"
-    decoded = codec.decode(tokens)
+    decoded = tokenizer.decode(tokens)
     assert len(text) <= len(decoded)
     if replacement not in decoded:
         assert text == decoded
 
 
-@every_codec
+@every_tokenizer
 @given(prompt=texts, text=texts)
-def test_with_the_prompts_end_as_context_the_deltas_are_the_rest_of_the_text(
-    codec: ModelTokenizer, prompt: str, text: str
+def test_the_deltas_after_a_prompt_add_up_to_the_rest_of_the_text(
+    tokenizer: ModelTokenizer, prompt: str, text: str
 ) -> None:
-    before, after = codec.encode(prompt).tolist(), codec.encode(text).tolist()
-    whole = codec.decode(before + after)
-    assert "".join(streamed(codec, after, context=before)[0]) == whole.removeprefix(codec.decode(before))
+    before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(text).tolist()
+    whole = tokenizer.decode(before + after)
+    assert "".join(streamed(tokenizer, after, context=before)[0]) == whole.removeprefix(
+        tokenizer.decode(before)
+    )
 
 
 def test_the_space_before_a_word_is_kept_when_it_continues_a_prompt() -> None:
-    codec = sentencepiece()
-    prompt, answer = codec.encode("The quick").tolist(), codec.encode("brown fox").tolist()
-    assert "".join(streamed(codec, answer)[0]) == "brown fox"
-    assert "".join(streamed(codec, answer, context=prompt)[0]) == " brown fox"
+    tokenizer = sentencepiece()
+    prompt, answer = tokenizer.encode("The quick").tolist(), tokenizer.encode("brown fox").tolist()
+    assert "".join(streamed(tokenizer, answer)[0]) == "brown fox"
+    assert "".join(streamed(tokenizer, answer, context=prompt)[0]) == " brown fox"
 
 
-@every_codec
-def test_a_character_is_given_out_once_its_last_byte_is_there(codec: ModelTokenizer) -> None:
-    tokens = codec.encode("a👍z").tolist()
-    deltas, _ = streamed(codec, tokens)
+@every_tokenizer
+def test_a_character_is_given_out_once_its_last_byte_is_there(tokenizer: ModelTokenizer) -> None:
+    tokens = tokenizer.encode("a👍z").tolist()
+    deltas, _ = streamed(tokenizer, tokens)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(deltas)
     assert len([delta for delta in deltas if delta]) == 3
 
@@ -187,46 +189,46 @@ def test_a_prompt_that_ends_with_a_replacement_character_of_its_own_does_not_rep
         assert Detokenizer(ByteTokenizer(), context=ByteTokenizer().encode(text)).finish() == ""
 
 
-@every_codec
-def test_special_and_unknown_tokens_have_no_text_and_cost_nothing(codec: ModelTokenizer) -> None:
-    hidden = [*codec.eos_token_ids, 10**6]
-    tokens = [*codec.encode("The quick").tolist()]
+@every_tokenizer
+def test_special_and_unknown_tokens_have_no_text_and_cost_nothing(tokenizer: ModelTokenizer) -> None:
+    hidden = [*tokenizer.eos_token_ids, 10**6]
+    tokens = [*tokenizer.encode("The quick").tolist()]
     mixed = [each for token in tokens for each in (token, *hidden)]
-    stream = Detokenizer(codec)
+    stream = Detokenizer(tokenizer)
     assert "".join(stream.push(token).text for token in mixed) + stream.finish() == "The quick"
     assert len(stream._window) <= 4
 
 
 @pytest.mark.parametrize("broken", [[0x80], [0xF0, 0x9F], [0xE2, 0x82, 0xF0], [0xEF, 0xBF, 0xBD]])
 def test_a_window_of_broken_bytes_does_not_grow(broken: list[int]) -> None:
-    codec = ByteTokenizer()
+    tokenizer = ByteTokenizer()
     tokens = (broken * 300)[:600]
-    stream = Detokenizer(codec)
+    stream = Detokenizer(tokenizer)
     text = "".join(stream.push(token).text for token in tokens)
     assert len(stream._window) < 130
-    assert text + stream.finish() == codec.decode(tokens)
+    assert text + stream.finish() == tokenizer.decode(tokens)
 
 
 # ---- stop strings
 
 
-@every_codec
+@every_tokenizer
 @given(
     text=st.text("aAb#\nE é😀", max_size=40),
     stops=st.lists(st.text("aAb#\nE é😀", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
 )
 def test_the_text_is_cut_before_the_stop_string_that_is_complete_first(
-    codec: ModelTokenizer, text: str, stops: list[str]
+    tokenizer: ModelTokenizer, text: str, stops: list[str]
 ) -> None:
-    deltas, stopped_by = streamed(codec, codec.encode(text).tolist(), stops)
+    deltas, stopped_by = streamed(tokenizer, tokenizer.encode(text).tolist(), stops)
     assert ("".join(deltas), stopped_by) == cut(text, stops)
 
 
-@every_codec
-def test_what_may_begin_a_stop_string_is_held_back_until_it_is_certain(codec: ModelTokenizer) -> None:
-    stream = Detokenizer(codec, ["</answer>"])
+@every_tokenizer
+def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: ModelTokenizer) -> None:
+    stream = Detokenizer(tokenizer, ["</answer>"])
     so_far = ""
-    for token in codec.encode("x </answe z").tolist():
+    for token in tokenizer.encode("x </answe z").tolist():
         so_far += stream.push(token).text
         assert not so_far.endswith(("<", "</", "</a", "</answe"))
     assert so_far + stream.finish() == "x </answe z"
@@ -238,37 +240,39 @@ def test_a_held_beginning_is_given_out_at_the_end() -> None:
     assert stream.finish() == "EN"
 
 
-# ---- codecs
+# ---- tokenizers
 
 
-@every_codec
+@every_tokenizer
 @given(text=texts)
-def test_the_bytes_of_the_tokens_make_up_the_text(codec: ModelTokenizer, text: str) -> None:
-    data = b"".join(codec.token_bytes(token) for token in codec.encode(text).tolist())
-    prefix = b" " if codec is CODECS["sentencepiece"]() else b""  # the one that it drops at the very front
+def test_the_bytes_of_the_tokens_make_up_the_text(tokenizer: ModelTokenizer, text: str) -> None:
+    data = b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode(text).tolist())
+    prefix = (
+        b" " if tokenizer is TOKENIZERS["sentencepiece"]() else b""
+    )  # the one that it drops at the very front
     assert data.removeprefix(prefix) == text.encode()
 
 
 def test_a_special_token_has_a_name_but_no_text() -> None:
-    codec = byte_level()
-    end = codec.eos_token_ids[0]
-    assert codec.is_hidden(end)
-    assert token_text(codec, end) == "<|end|>"
-    assert codec.decode([end]) == ""
-    assert codec.token_bytes(10**6) == b""
+    tokenizer = byte_level()
+    end = tokenizer.eos_token_ids[0]
+    assert tokenizer.is_hidden(end)
+    assert token_text(tokenizer, end) == "<|end|>"
+    assert tokenizer.decode([end]) == ""
+    assert tokenizer.token_bytes(10**6) == b""
 
 
 def test_a_conversation_is_rendered_by_the_models_template() -> None:
-    codec = byte_level()
+    tokenizer = byte_level()
     messages = [{"role": "user", "content": "The dog"}]
-    assert codec.render_chat(messages, []) == "<|user|>The dog<|end|><|assistant|>"
-    assert codec.render_chat(messages, [], thinking=True).endswith("<think>")
-    assert codec.render_chat(messages, [], add_generation_prompt=False) == "<|user|>The dog<|end|>"
-    tokens = codec.encode_chat(codec.render_chat(messages, [])).tolist()
-    assert [token for token in tokens if codec.is_hidden(token)] == [2, 1, 3]
+    assert tokenizer.render_chat(messages, []) == "<|user|>The dog<|end|><|assistant|>"
+    assert tokenizer.render_chat(messages, [], thinking=True).endswith("<think>")
+    assert tokenizer.render_chat(messages, [], add_generation_prompt=False) == "<|user|>The dog<|end|>"
+    tokens = tokenizer.encode_chat(tokenizer.render_chat(messages, [])).tolist()
+    assert [token for token in tokens if tokenizer.is_hidden(token)] == [2, 1, 3]
 
 
-def test_what_a_template_refuses_is_answered_with_the_templates_own_words() -> None:
+def test_the_templates_own_error_message_is_kept() -> None:
     with pytest.raises(ChatTemplateFailed, match="Roles are system, user and assistant, not wizard"):
         byte_level().render_chat([{"role": "wizard", "content": "abra"}], [])
 
@@ -295,7 +299,8 @@ def test_a_directory_without_a_tokenizer_is_one_clear_error(tmp_path: Any) -> No
 
 
 def test_a_truncation_saved_with_the_tokenizer_does_not_shorten_prompts() -> None:
-    tokenizer = Tokenizer.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
-    tokenizer.enable_truncation(4)
-    codec = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>"))
-    assert codec.decode(codec.encode("The quick brown fox jumps").tolist()) == "The quick brown fox jumps"
+    truncated = Tokenizer.from_str(byte_level()._tokenizer.backend_tokenizer.to_str())
+    truncated.enable_truncation(4)
+    tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=truncated, eos_token="<|end|>"))
+    text = "The quick brown fox jumps"
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text

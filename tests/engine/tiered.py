@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.helpers import Bench, Client
-from rootstock.cache.families import Family
+from engine.helpers import Bench, Client, Families, of_kinds
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity
 from rootstock.config import TierConfig
@@ -20,12 +19,13 @@ from rootstock.engine.tiers.connector import TierConnector, TierStats
 from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
 from rootstock.tiers.base import Buffer, LoadResult, Record, StoreOutcome
 from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.reader import TierReader
 from rootstock.tiers.writer import TierWriter
 from tiers.helpers import Clock
 from waiting import wait_for
 
 MIB = 2**20
-KINDS: list[tuple[Family, ...]] = [
+KINDS: list[Families] = [
     (FULL,),
     (FULL, window(7)),
     (FULL, STATE),
@@ -37,15 +37,16 @@ PROMPT = list(range(62))
 OTHER = [90, *range(1, 62)]  # begins with another token
 
 
-def of_kinds(families: Sequence[tuple[Family, ...]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("families", families, ids=lambda fs: "+".join(f.name for f in fs))
-
-
 kinds = of_kinds(KINDS)
 
 
+def options(**options: Any) -> pytest.MarkDecorator:
+    """Gives the fixtures `bench` and `stored` these options of `Tiered`."""
+    return pytest.mark.parametrize("options", [options], ids=["-".join(options)])
+
+
 class Gate:
-    """Whoever comes to it waits there while it is closed."""
+    """A gate that callers pass while it is open, and wait at while it is closed."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -70,8 +71,11 @@ class Gate:
 
 
 class Tiered(Bench):
-    """Time stands still for the engine, so that its forwards tell no speed: then whatever is found is loaded. Each
-    record takes the loader 0.1 ms, however busy the machine is."""
+    """An engine above a disk directory.
+
+    Its clock stands still, so that forwards tell no speed and every tier hit is loaded. Each record takes the reader
+    0.1 ms, however busy the machine is.
+    """
 
     def __init__(
         self,
@@ -84,14 +88,15 @@ class Tiered(Bench):
     ) -> None:
         self.clock = Clock()
         self.folder = folder
+        self._options = {"cap_bytes": cap_bytes, "write": write, "queue_bytes": queue_bytes, **options}
         tier = TierConfig(folder, cap_bytes, write, queue_bytes=queue_bytes)
         ticks = itertools.count()
         super().__init__(tier=tier, clock=self.clock, load_clock=lambda: next(ticks) * 1e-4, **options)
         self.stores, self.loads = Gate(), Gate()
-        if self.tiering._disk is not None:
-            _put_gates(self.tiering._disk, self.stores, self.loads)
-        self.tiering._reader.drain()  # it has looked how fast the directory is
-        self.tiering.follow()
+        if self.connector._disk is not None:
+            _put_gates(self.connector._disk, self.stores, self.loads)
+        self.reader.drain()  # of the probe of the directory's speed
+        self.connector.follow()
 
     def __enter__(self) -> Tiered:
         return self
@@ -101,85 +106,91 @@ class Tiered(Bench):
         self.loads.open()
         self.engine.stop()
 
+    def restart(self, **changed: Any) -> None:
+        """Stops the engine, and starts another one with changed options above the same directory."""
+        self.__exit__()
+        Tiered.__init__(self, self.folder, **{**self._options, **changed})
+
     def crash(self) -> None:
-        """Memory is gone, and nothing of it is written down any more."""
-        self.tiering.close()
+        """Ends without writing the rows that only memory has."""
+        self.connector.close()
 
     @property
-    def tiering(self) -> TierConnector:
+    def connector(self) -> TierConnector:
         assert self.engine.tier_connector is not None
         return self.engine.tier_connector
 
     @property
-    def mover(self) -> TierWriter:
-        return self.tiering._writer
+    def reader(self) -> TierReader:
+        return self.connector._reader
+
+    @property
+    def writer(self) -> TierWriter:
+        return self.connector._writer
 
     @property
     def disk(self) -> DiskTier:
-        assert self.tiering._disk is not None
-        return self.tiering._disk
+        assert self.connector._disk is not None
+        return self.connector._disk
 
     @property
     def tier(self) -> TierStats:
-        self.tiering.follow()
-        return self.tiering.stats(self.tiering.measure())
+        self.connector.follow()
+        return self.connector.stats(self.connector.measure())
 
-    def answer(self, tokens: Sequence[int] | Tokens, max_tokens: int = 4, **request: object) -> Client:
-        """Asks, runs to the end, and compares with what the tokens alone say."""
-        client = self.ask(tokens, max_tokens, **request)
-        self.run()
-        self.expect(client, max_tokens)
+    def answer(self, tokens: Sequence[int] | Tokens, max_tokens: int | None = 4, **request: object) -> Client:
+        """Submits a request, runs to the end and checks the answer."""
+        client = super().answer(tokens, max_tokens, **request)
+        self.expect(client)
         return client
 
-    def expect(self, client: Client, max_tokens: int = 4) -> None:
-        assert client.finished.reason == "length"
-        assert client.tokens == self.alone(client.request.tokens, max_tokens)
-
     def forget(self) -> None:
-        """All that memory holds goes to the disk, and only there."""
-        self.tiering.flush()
+        """Moves the whole cache from memory to the disk."""
+        self.connector.flush()
         self.cache.clear()
-        self.tiering.follow()
+        self.connector.follow()
 
     def begin_load(self, tokens: Sequence[int], max_tokens: int = 4) -> Client:
-        """A request whose load is held up by the disk."""
+        """Submits a request whose load the disk holds up."""
         self.loads.close()
         client = self.ask(tokens, max_tokens)
         self.engine.step()
         self.loads.wait_until_reached()
         return client
 
-    def client(self, tokens: Sequence[int]) -> Client:
-        """One that asks for nothing yet."""
-        return Client(tokens)
+    def end_loads(self) -> None:
+        self.loads.open()
+        self.reader.drain()
+        self.engine.step()
+
+    def finish(self, *clients: Client) -> None:
+        """Lets loads go on, runs to the end and checks the answers."""
+        self.loads.open()
+        self.run()
+        self.expect(*clients)
 
     @staticmethod
-    def when_reached(gate: Gate, what: Callable[[], None]) -> threading.Thread:
+    def when_reached(gate: Gate, function: Callable[[], None]) -> threading.Thread:
         def wait() -> None:
             gate.wait_until_reached()
-            what()
+            function()
 
         thread = threading.Thread(target=wait)
         thread.start()
         return thread
 
-    def end_loads(self) -> None:
-        self.loads.open()
-        self.tiering._reader.drain()
-        self.engine.step()
-
     def set_speeds(self, prefill_tokens_per_s: float, load_bytes_per_s: float) -> None:
-        """As if that had been measured, and nothing else."""
-        self.tiering._reader.drain()
-        self.tiering.follow()
-        self.tiering.prefill_speed = PrefillSpeed()
-        self.tiering.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
-        self.tiering.load_speed = LoadSpeed()
-        self.tiering.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)
+        """Sets the measured speeds to these alone."""
+        self.reader.drain()
+        self.connector.follow()
+        self.connector.prefill_speed = PrefillSpeed()
+        self.connector.prefill_speed.observe([(0, 1000)], 1000 / prefill_tokens_per_s)
+        self.connector.load_speed = LoadSpeed()
+        self.connector.load_speed.observe(1, 1000, 1000 / load_bytes_per_s)
 
 
 def opened_by(gate: Gate, owner: object, method: str) -> None:
-    """The gate opens when the method is called, which then waits for what the gate held up."""
+    """Opens the gate when the method is called, which then waits for the calls that the gate held up."""
     call = getattr(owner, method)
 
     def opening(*arguments: object) -> object:
@@ -187,10 +198,6 @@ def opened_by(gate: Gate, owner: object, method: str) -> None:
         return call(*arguments)
 
     setattr(owner, method, opening)
-
-
-def cached(client: Client) -> int:
-    return client.finished.usage.cached_tokens
 
 
 def _put_gates(disk: DiskTier, stores: Gate, loads: Gate) -> None:

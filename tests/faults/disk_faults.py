@@ -30,7 +30,7 @@ from unittest import mock
 import numpy as np
 
 from engine.helpers import Client, alone
-from engine.tiered import Tiered, cached
+from engine.tiered import Tiered
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace, prefix_digest
@@ -147,7 +147,7 @@ class Case:
         life.run()
         for client in clients:
             self.judge(client)
-        life.mover.drain()
+        life.writer.drain()
 
     def judge(self, client: Client) -> None:
         if not client.terminals or not isinstance(client.terminals[0], Finished):
@@ -528,7 +528,7 @@ def slow_reads(case: Case) -> None:
         loads = {how: n for how, n in life.tier.counters.loads.items() if n}
         expected = {"overdue": 1, "cancelled": 1} if given_up else {"loaded": 1}
         case.check(loads == expected, f"loads ended: {loads}")
-        found = cached(slow)
+        found = slow.cached_tokens
         case.check((found == 0) == given_up, f"{found} tokens found, given up: {given_up}")
         case.ask(life, *case.prompts)
         misses = life.disk.counts.misses

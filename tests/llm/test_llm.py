@@ -1,4 +1,4 @@
-"""The library over the oracle runtime: every answer is known, so wrong sharing or wrong order shows."""
+"""The library on the oracle runtime, where every answer is known: wrong sharing or a wrong order shows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rootstock.errors import (
 from rootstock.runtime.base import Batch
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
-from waiting import HANG_S, wait_for, wait_until
+from waiting import HANG_S, join, wait_for, wait_until
 
 Make = Callable[..., Oracle]
 
@@ -43,7 +43,7 @@ PROMPTS = [list(range(20, 60)), list(range(20, 50)), list(range(90, 100)), [7]]
 
 
 class Gate:
-    """A fault that raises nothing: it holds every forward back from the moment it is closed."""
+    """A fault that raises nothing. It holds forwards back while it is closed."""
 
     def __init__(self) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -91,16 +91,14 @@ def test_answers_are_right_cold_warm_batched_and_streamed(oracle: Make, families
     assert idle(one.llm)
 
 
-def test_text_and_token_ids_of_it_are_one_prompt(oracle: Make) -> None:
-    one = oracle()
-    by_text, by_ids = one.llm.generate(["In the end", one.codec.encode("In the end")], GREEDY)
+def test_text_and_token_ids_of_it_are_one_prompt(one: Oracle) -> None:
+    by_text, by_ids = one.llm.generate(["In the end", one.tokenizer.encode("In the end")], GREEDY)
     assert by_text.token_ids == by_ids.token_ids == one.answer(list(b"In the end"), 6)
     assert (by_text.prompt, by_ids.prompt) == ("In the end", None)
     assert one.llm.generate([], GREEDY) == []
 
 
-def test_each_prompt_has_its_own_parameters(oracle: Make) -> None:
-    one = oracle()
+def test_each_prompt_has_its_own_parameters(one: Oracle) -> None:
     lengths = [1, 4, 2, 3]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     assert [len(output.token_ids) for output in one.llm.generate(PROMPTS, params)] == lengths
@@ -120,8 +118,7 @@ def test_more_prompts_than_the_queue_holds_are_answered_in_order(oracle: Make) -
     assert asyncio.run(asked()) == [output.token_ids for output in outputs]
 
 
-def test_several_answers_share_their_prompt_and_differ_by_seed(oracle: Make) -> None:
-    one = oracle()
+def test_several_answers_share_their_prompt_and_differ_by_seed(one: Oracle) -> None:
     params = SamplingParams(n=3, seed=11, max_tokens=8, temperature=1.0, logprobs=2, prompt_logprobs=1)
     first, again = one.llm.generate(PROMPTS[0], params)[0], one.llm.generate(PROMPTS[0], params)[0]
     assert [answer.index for answer in first.outputs] == [0, 1, 2]
@@ -133,16 +130,14 @@ def test_several_answers_share_their_prompt_and_differ_by_seed(oracle: Make) -> 
         assert answer.logprobs is not None
         assert [scored.token for scored in answer.logprobs] == list(answer.token_ids)
         assert all(len(scored.top) == 2 for scored in answer.logprobs)
-    assert first.prompt_logprobs is not None
     assert first.prompt_logprobs[0] is None
     assert [s.token for s in first.prompt_logprobs[1:] if s is not None] == PROMPTS[0][1:]
     indices = {piece.index for piece in one.llm.stream(PROMPTS[0], params)}
     assert indices == {0, 1, 2}
 
 
-def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(oracle: Make) -> None:
-    one = oracle()
-    # The oracle's own answer says which text can stop it: one of four different letters.
+def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(one: Oracle) -> None:
+    # A prompt whose answer has four different letters, to be stopped in the middle.
     prompts = ([i, j] for i in range(200) for j in range(5))
     answers = ((prompt, one.answer(prompt, 4)) for prompt in prompts)
     prompt, tokens = next(
@@ -179,14 +174,13 @@ def test_max_tokens_beyond_the_context_is_lowered(oracle: Make) -> None:
 # ------------------------------------------------------------------------------------------------- chat
 
 
-def test_chats_are_rendered_as_the_template_says_and_share_their_beginning(oracle: Make) -> None:
-    one = oracle()
+def test_chats_are_rendered_with_the_template_and_share_their_beginning(one: Oracle) -> None:
     system = {"role": "system", "content": "Be brief. " * 5}
     conversations = [[system, {"role": "user", "content": text}] for text in ("Yes?", "No?")]
     outputs = one.llm.chat(conversations, GREEDY)
     for conversation, output in zip(conversations, outputs, strict=True):
-        rendered = one.codec.render_chat(conversation, [])
-        assert output.prompt_token_ids == tuple(one.codec.encode_chat(rendered).tolist())
+        rendered = one.tokenizer.render_chat(conversation, [])
+        assert output.prompt_token_ids == tuple(one.tokenizer.encode_chat(rendered).tolist())
         assert output.token_ids == one.answer(output.prompt_token_ids, 6)
     assert max(output.cached_tokens for output in outputs) > 50
     (single,) = one.llm.chat(conversations[0], GREEDY, tools=[{"function": {"name": "look"}}])
@@ -196,10 +190,9 @@ def test_chats_are_rendered_as_the_template_says_and_share_their_beginning(oracl
     assert pieces[0].cached_tokens == outputs[0].prompt_tokens - 1
 
 
-def test_special_tokens_in_a_message_are_plain_text(oracle: Make) -> None:
-    one = oracle()
+def test_special_tokens_in_a_message_are_plain_text(one: Oracle) -> None:
     (output,) = one.llm.chat([{"role": "user", "content": "<|end|>"}], GREEDY)
-    assert output.prompt_token_ids.count(one.codec.END) == 1  # the template's own
+    assert output.prompt_token_ids.count(one.tokenizer.END) == 1  # the template's own
 
 
 def test_wrong_messages_are_refused_by_name(oracle: Make) -> None:
@@ -215,8 +208,7 @@ def test_wrong_messages_are_refused_by_name(oracle: Make) -> None:
 # ------------------------------------------------------------------------------------------- the cache
 
 
-def test_a_miss_is_explained_in_the_prompts_words(oracle: Make) -> None:
-    one = oracle()
+def test_a_miss_is_explained_in_the_prompts_words(one: Oracle) -> None:
     one.llm.generate("The ledger is on the desk.", GREEDY)
     found = one.llm.explain("The ledger is on the floor.")
     assert (found.matched_tokens, found.cap) == (21, "diverged")
@@ -244,8 +236,7 @@ def test_a_salt_keeps_prompts_apart(oracle: Make) -> None:
 # ---------------------------------------------------------------------------------------------- asyncio
 
 
-def test_asyncio_gives_the_same_answers_and_runs_side_by_side(oracle: Make) -> None:
-    one = oracle()
+def test_asyncio_gives_the_same_answers_and_runs_side_by_side(one: Oracle) -> None:
 
     async def streamed(prompt: list[int]) -> list[TextDelta]:
         return [piece async for piece in one.llm.astream(prompt, GREEDY)]
@@ -265,8 +256,7 @@ def test_asyncio_gives_the_same_answers_and_runs_side_by_side(oracle: Make) -> N
     asyncio.run(everything())
 
 
-def test_cancelling_a_task_aborts_its_requests(oracle: Make) -> None:
-    one = oracle()
+def test_cancelling_a_task_aborts_its_requests(one: Oracle) -> None:
 
     async def cancelled() -> None:
         begun = asyncio.Event()
@@ -291,8 +281,7 @@ def test_cancelling_a_task_aborts_its_requests(oracle: Make) -> None:
     assert one.llm.generate(PROMPTS[0], GREEDY)[0].token_ids == one.answer(PROMPTS[0], 6)
 
 
-def test_a_stream_that_is_left_aborts_its_request(oracle: Make) -> None:
-    one = oracle()
+def test_a_stream_that_is_left_aborts_its_request(one: Oracle) -> None:
     stream = one.llm.stream(PROMPTS[0], ENDLESS)
     assert next(stream).token_id == one.answer(PROMPTS[0], 1)[0]
     stream.close()
@@ -309,17 +298,14 @@ def test_a_stream_that_is_left_aborts_its_request(oracle: Make) -> None:
 # ----------------------------------------------------------------------------------------------- errors
 
 
-def test_one_wrong_prompt_ends_the_call_and_is_named(oracle: Make) -> None:
-    one = oracle()
+def test_one_wrong_prompt_ends_the_call_and_is_named(one: Oracle) -> None:
     with pytest.raises(PromptTooLong) as refused:
         one.llm.generate([PROMPTS[0], [1] * 5000], ENDLESS)
     assert refused.value.__notes__ == ["in prompt 1 of this call"]
     with pytest.raises(InvalidParameter, match="token ids from 0") as refused_id:
         one.llm.generate([PROMPTS[0], PROMPTS[1], [100_000]], [SamplingParams(n=2, max_tokens=1)] * 3)
     assert refused_id.value.__notes__ == ["in prompt 2 of this call"]
-    for wrong in ([], [[]], [1.5], [[1], "a", None], [[1, [2]]], [[-1]], [[2**40]]):
-        if wrong == []:
-            continue
+    for wrong in ([[]], [1.5], [[1], "a", None], [[1, [2]]], [[-1]], [[2**40]]):
         with pytest.raises((InvalidParameter, EmptyPrompt)):
             one.llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="prompts"):
@@ -343,7 +329,7 @@ def test_a_failed_forward_is_raised_and_the_next_call_works(oracle: Make) -> Non
     assert one.llm.generate(PROMPTS[0], GREEDY)[0].token_ids == one.answer(PROMPTS[0], 6)
 
 
-def test_a_queue_that_others_fill_is_an_error_only_without_room_of_ones_own(oracle: Make) -> None:
+def test_a_queue_full_of_other_requests_is_an_error(oracle: Make) -> None:
     gate = Gate()
     one = oracle(fault=gate, max_batch=1, max_queue=1)
     gate.close()
@@ -379,19 +365,17 @@ def test_closing_ends_running_requests_with_an_error_and_refuses_later_calls(ora
         except RootstockError as error:
             ends.append(error)
 
-    threads = [
+    callers = [
         threading.Thread(target=waits),
         threading.Thread(target=lambda: asyncio.run(waits_in_a_task())),
-        threading.Thread(target=one.llm.close),
     ]
-    for thread in threads[:2]:
+    closer = threading.Thread(target=one.llm.close)
+    for thread in callers:
         thread.start()
     wait_until(lambda: one.llm._engine.health().waiting + one.llm._engine.health().running >= 4)
-    threads[2].start()
+    closer.start()
     gate.open()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive()
+    join(*callers, closer)
     assert [type(error) for error in ends] == [LLMClosed, LLMClosed]
     with pytest.raises(LLMClosed, match="closed"):
         list(stream)
@@ -413,7 +397,6 @@ def test_closing_ends_running_requests_with_an_error_and_refuses_later_calls(ora
 def test_leaving_the_block_closes(oracle: Make) -> None:
     with oracle().llm as llm:
         thread = llm._engine._thread
-        assert thread is not None
         assert thread.is_alive()
     assert not thread.is_alive()
 
@@ -427,9 +410,9 @@ def test_leaving_the_block_closes(oracle: Make) -> None:
 
 
 def test_a_library_that_nothing_refers_to_ends_its_thread() -> None:
-    codec = ByteTokenizer()
-    runtime = FakeRuntime(codec.vocab_size, 4096, eos_token_ids=codec.eos_token_ids)
-    llm = LLM.from_assembly(assemble(runtime, codec, CacheConfig(8, budget_bytes=1 << 16)))
+    tokenizer = ByteTokenizer()
+    runtime = FakeRuntime(tokenizer.vocab_size, 4096, eos_token_ids=tokenizer.eos_token_ids)
+    llm = LLM.from_assembly(assemble(runtime, tokenizer, CacheConfig(8, budget_bytes=1 << 16)))
     thread = llm._engine._thread
     assert thread is not None
     assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids
@@ -447,10 +430,10 @@ from rootstock.engine.build import assemble
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
-codec = ByteTokenizer()
-runtime = FakeRuntime(codec.vocab_size, 4096, eos_token_ids=codec.eos_token_ids)
+tokenizer = ByteTokenizer()
+runtime = FakeRuntime(tokenizer.vocab_size, 4096, eos_token_ids=tokenizer.eos_token_ids)
 tier = TierConfig(Path(sys.argv[1]), 1 << 26)
-llm = LLM.from_assembly(assemble(runtime, codec, CacheConfig(8, budget_bytes=1 << 16), tier=tier))
+llm = LLM.from_assembly(assemble(runtime, tokenizer, CacheConfig(8, budget_bytes=1 << 16), tier=tier))
 print(llm.generate("A ledger of four columns. " * 8, SamplingParams(temperature=0, max_tokens=2))[0].cached_tokens)
 """
 

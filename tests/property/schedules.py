@@ -33,7 +33,7 @@ from rootstock.engine.request import (
     PromptScored,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -247,7 +247,8 @@ def _live(
         engine.step()
         if tiering is not None:
             tiering.run()
-            while engine.hit_verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
+            verifier = engine.hit_verifier
+            while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
                 engine.verify_hits()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
@@ -259,9 +260,11 @@ def _live(
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
     if tiering is not None:
-        engine.hit_verifier.pause()
-        engine.hit_verifier.forget()
-        assert not engine.hit_verifier.counts["differs"], "a false alarm"
+        if engine.hit_verifier is not None:
+            engine.hit_verifier.pause()
+            engine.hit_verifier.forget()
+            assert not engine.hit_verifier.counts["differs"], "a false alarm"
+            outcome.verified += engine.hit_verifier.counts["agrees"]
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
@@ -291,7 +294,6 @@ def _live(
         outcome.loads_missed += tiering.counters.loads["missed"]
         outcome.loads_cancelled += tiering.counters.loads["cancelled"]
         outcome.declined += tiering.counters.choices["recompute"]
-        outcome.verified += engine.hit_verifier.counts["agrees"]
         if rng.random() < 0.5:
             engine.stop()  # what memory has goes down; else it is a crash
     cache.clear()
@@ -378,7 +380,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
     return Request(
         id=RequestId(f"r{len(clients)}-{rng.integers(10**9)}"),
         tokens=tokens,
-        sampling=SamplingParams(
+        sampling=ResolvedSampling(
             temperature=float(rng.choice([0.0, 0.0, 1.0])),
             seed=int(rng.integers(1000)),
             top_logprobs=None if rng.random() < 0.9 else 2,

@@ -22,7 +22,7 @@ from rootstock.engine.request import (
     Logprobs,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
     TokenLogprob,
@@ -288,7 +288,7 @@ def call_of(
         Request(
             RequestId(f"{prompt}-{choice}"),
             np.zeros(tokens, np.int32),
-            SamplingParams(top_logprobs=top),
+            ResolvedSampling(top_logprobs=top),
             StopParams(max_tokens=max_tokens),
             prompt_logprobs=scored if choice == 0 else None,
         )

@@ -43,10 +43,10 @@ def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> Non
     description = ModelDescription(
         name="m", architecture="A", vocab_size=10, context_limit=4096, families=(FULL, STATE),
         weights_fingerprint="w", dtype="bfloat16", kv_dtype="bfloat16", device="cpu", parameters=1234,
-        rope_regime="longrope<=4096", rung="one sequence per forward", rung_reason="its layers ask for it",
+        rope_regime="longrope<=4096", execution_mode="one sequence per forward", mode_reason="its layers ask for it",
     )  # fmt: skip
     numbers = numbers_of(description, 16)
-    assert numbers["rung"] == "one sequence per forward"
+    assert numbers["execution_mode"] == "one sequence per forward"
     assert (numbers["speculation"], numbers["speculation_reason"]) == ("prompt lookup", "")
     assert numbers_of(description, 16, "not asked for")["speculation_reason"] == "not asked for"
     assert numbers["families"] == [

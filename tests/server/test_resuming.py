@@ -163,7 +163,7 @@ def test_stats_and_metrics_count_checkpoints_and_the_rows_of_each_family(serve: 
         assert served.metric("rootstock_checkpoint_events_total", event="taken") == stats["checkpoints_taken"]
         assert served.metric("rootstock_cache_rows", family="state", state="cached") == stats["checkpoints"]
         [model] = served.client.get("/v1/models").json()["data"]
-        assert model["rung"] == "packed"
+        assert model["execution_mode"] == "packed"
         assert model["bytes_per_checkpoint"] == 64 + 4 * 8 * 16
 
 

@@ -28,7 +28,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Request, RequestId, SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import Event, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
 from rootstock.kernels import reference
 from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.spans import Span
@@ -94,7 +94,7 @@ def greedy_mismatches(runtime: TorchRuntime, dense: Dense) -> int:
     engine = Engine(runtime, cache, EngineConfig(max_batch=5, chunk_tokens=48))
     for i, prompt in enumerate(prompts):
         stop = StopParams(max_tokens=GREEDY_TOKENS, ignore_eos=True)
-        engine.submit(Request(RequestId(str(i)), prompt, SamplingParams(temperature=0.0), stop), listen)
+        engine.submit(Request(RequestId(str(i)), prompt, ResolvedSampling(temperature=0.0), stop), listen)
     while engine.step():
         pass
     assert engine.stats().cache.hit_tokens > 0

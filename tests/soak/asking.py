@@ -21,7 +21,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -77,7 +77,7 @@ class Asker:
 
         self._count += 1
         stop = StopParams(max_tokens=self._answer_tokens, ignore_eos=True)
-        sampling = SamplingParams(temperature=0.0)
+        sampling = ResolvedSampling(temperature=0.0)
         self._engine.submit(Request(RequestId(f"r{self._count}"), prompt, sampling, stop), sink)
 
     def next(self) -> Answer:

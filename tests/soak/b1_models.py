@@ -58,8 +58,8 @@ class Measured:
     architecture: str = ""
     families: str = ""
     attention: str = ""  # how K and V get there: "plain", "latent", "alone"
-    rung: str = ""
-    rung_reason: str = ""
+    mode: str = ""
+    mode_reason: str = ""
     noise: float = 0.0
     differences: dict[str, float] = field(default_factory=dict)  # way → largest difference
     refused: str = ""  # with which reason
@@ -84,7 +84,7 @@ class Measured:
         ways = " ".join(f"{way} {difference:.1e}" for way, difference in self.differences.items())
         return (
             f"{self.model_type:18} factor {self.factor:5.2f}  own {self.noise:.1e}  {ways}  "
-            f"[{self.families}; {self.rung}] {self.seconds:.1f} s"
+            f"[{self.families}; {self.mode}] {self.seconds:.1f} s"
         )
 
 
@@ -137,7 +137,7 @@ def describe(measured: Measured, runtime: TorchRuntime) -> None:
     described = runtime.description
     measured.families = ", ".join(family.name for family in described.families)
     measured.attention = ", ".join(sorted({layer.kind for layer in runtime._layout.layers}))
-    measured.rung, measured.rung_reason = described.rung, described.rung_reason
+    measured.mode, measured.mode_reason = described.execution_mode, described.mode_reason
 
 
 def reason_of(refusal: ModelUnsupported | SelfCheckFailed) -> str:
@@ -154,7 +154,7 @@ page. Windows are 7 and chunks 8 positions long, so that they really slide. {cou
 *Families* are the kinds of state that the cache keeps for a model. *Attention* tells how K and V get there: plain; as
 latents (MLA), which
 are attended as they are; or alone, where a module runs one sequence at a time because it does what no other does.
-*Rung* is how a step is run.
+*Execution mode* is how a step is run.
 
 *Own noise* is the largest difference, over all sequences, between a logit of the model's one pass and its own cached
 run by transformers, prefilled and decoded and filled in pieces, in float32. Then, for each way of running the model
@@ -167,7 +167,7 @@ here, the largest difference from the one pass, in multiples of that noise; at m
 - *readmitted*: through a cache that holds hardly more than the longest sequence, so that each turns the others out
 - *served*: by the engine, four requests at a time that share prefixes, with room for hardly more than two
 
-| architecture | families | attention | rung | own noise | {ways} | remark |
+| architecture | families | attention | execution mode | own noise | {ways} | remark |
 |---|---|---|---|---|{rules}---|
 """
 
@@ -177,7 +177,7 @@ def table(all_measured: Sequence[Measured]) -> str:
     for measured in all_measured:
         if measured.is_served:
             factors = [f"{difference / measured.noise:.2f}" for difference in measured.differences.values()]
-            cells = [measured.families, measured.attention, measured.rung, f"{measured.noise:.1e}", *factors]
+            cells = [measured.families, measured.attention, measured.mode, f"{measured.noise:.1e}", *factors]
         else:
             cells = ["", "", "refused" if measured.refused else "failed", *[""] * (1 + len(WAYS))]
         name = f"{measured.architecture} (`{measured.model_type}`)"
@@ -206,8 +206,8 @@ def remark(measured: Measured) -> str:
         )
     if measured.tied is not None:
         said.append("over other tokens, since the first draw met a tie between two experts")
-    if measured.rung_reason:
-        said.append(measured.rung_reason)
+    if measured.mode_reason:
+        said.append(measured.mode_reason)
     return "; ".join(said)
 
 

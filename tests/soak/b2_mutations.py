@@ -2,8 +2,8 @@
 
 Every mutation changes one thing at run time: drops the sinks, widens a window by one position, forgets to restore a
 state, … For each of them a tiny model that needs the thing is loaded with the mutation, which the self-check must
-refuse or avoid by stepping down to a rung that does not use it; and the tests of tests/twins are run on a model
-that was loaded without it. A mutation is caught if either notices; both are reported.
+refuse or avoid by falling back to an execution mode that does not use it; and the tests of tests/twins are run on a
+model that was loaded without it. A mutation is caught if either notices; both are reported.
 
 The same models without a mutation must load as expected, and pass the same tests before and after.
 """
@@ -341,14 +341,14 @@ MUTATIONS = (
 # ------------------------------------------------------------------------------------------------- who notices
 
 
-def self_check_says(mutation: Mutation, directory: Path, rung: str) -> str:
+def self_check_says(mutation: Mutation, directory: Path, mode: str) -> str:
     """What a load does about the mutation; nothing if it does not notice."""
     with mutation.made():
         try:
             described = load(directory).description
         except Exception as refusal:
             return f"refused ({type(refusal).__name__})"
-    return "" if described.rung == rung else f"stepped down to {described.rung!r}"
+    return "" if described.execution_mode == mode else f"fell back to {described.execution_mode!r}"
 
 
 def failing_test(mutation: Mutation, twin: Twin) -> str:
@@ -387,7 +387,7 @@ def main() -> None:
             twin = twin_in(directory, model_type)
             control(twin, broken)
             for mutation in (each for each in MUTATIONS if each.model_type == model_type):
-                said = self_check_says(mutation, directory, twin.runtime.description.rung)
+                said = self_check_says(mutation, directory, twin.runtime.description.execution_mode)
                 failed = failing_test(mutation, twin)
                 by_self_check, by_tests = by_self_check + bool(said), by_tests + bool(failed)
                 if not (said or failed):

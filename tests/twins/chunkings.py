@@ -22,7 +22,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -35,7 +35,7 @@ LONGEST = 70  # tokens of a prompt
 ANSWER_TOKENS = 4
 _SHORT, _LONG_ANSWER = 9, 32  # tokens of a prompt and its answer, where requests are preempted
 # No token twice in an answer: equal tokens make equal scores, and their order is a matter of rounding.
-_GREEDY = SamplingParams(temperature=0.0, presence_penalty=1000.0)
+_GREEDY = ResolvedSampling(temperature=0.0, presence_penalty=1000.0)
 _BATCH = 16  # sequences of one forward: as many as the pools of `allocate` hold
 
 

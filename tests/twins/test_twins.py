@@ -15,7 +15,7 @@ import torch
 
 from checkpoints import save
 from rootstock.errors import ModelUnsupported, SelfCheckFailed
-from rootstock.runtime.base import Rung
+from rootstock.runtime.base import ExecutionMode
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings, ways
 from twins.architectures import VOCAB
@@ -25,14 +25,14 @@ from twins.reference import Reference, largest_difference
 PROMPTS = chunkings.Prompts.drawn(0)
 TOLERANCE = 1e-3  # of the standard deviation of the logits
 
-TOKEN_WISE: Rung = "packed, token-wise mixers"
-SEQUENTIAL: Rung = "one sequence per forward"
+TOKEN_WISE: ExecutionMode = "packed, token-wise mixers"
+SEQUENTIAL: ExecutionMode = "one sequence per forward"
 
 
 @dataclass(frozen=True)
 class Expected:
     families: str
-    rung: Rung = "packed"
+    execution_mode: ExecutionMode = "packed"
 
 
 FULL = {name: Expected("full") for name in ("llama", "gpt2", "qwen3_moe")}
@@ -108,8 +108,8 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_loader_finds_what_each_layer_keeps(twin: Twin) -> None:
     expected, described = EXPECTED[twin.model_type], twin.runtime.description
     assert ", ".join(family.name for family in described.families) == expected.families
-    assert described.rung == expected.rung
-    assert described.rung == "packed" or described.rung_reason
+    assert described.execution_mode == expected.execution_mode
+    assert described.execution_mode == "packed" or described.mode_reason
 
 
 @pytest.mark.behaviour(23)

@@ -13,7 +13,7 @@ from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Failed, Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.request import Event, Failed, Request, RequestId, ResolvedSampling, StopParams
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.architectures import VOCAB
 from twins.driving import ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
@@ -134,7 +134,7 @@ def _greedy(prompt: Tokens, boundaries: Sequence[int]) -> Request:
     stop = StopParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     marks = tuple(Boundary(position, CheckpointKind.USER) for position in boundaries)
     return Request(
-        RequestId(str(uuid.uuid4())), prompt, SamplingParams(temperature=0.0), stop, boundaries=marks
+        RequestId(str(uuid.uuid4())), prompt, ResolvedSampling(temperature=0.0), stop, boundaries=marks
     )
 
 

@@ -19,7 +19,7 @@ from rootstock.bench.tiny_model import NAME, ensure_tiny_model
 from rootstock.bench.workloads import SIZES, Workload, make_workload
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
-from rootstock.engine.request import Finished, Request, RequestId, SamplingParams, StopParams
+from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.runtime.base import ModelDescription
 
@@ -194,7 +194,7 @@ def _warmed_up(made: Assembly) -> EngineTarget:
     for i, tokens in enumerate((256, 8)):
         prompt = np.full(min(tokens, made.engine.context_limit // 2), vocab_size - 1, np.int32)
         request = Request(
-            RequestId(f"warm-up-{i}"), prompt, SamplingParams(temperature=0.0), StopParams(max_tokens=4)
+            RequestId(f"warm-up-{i}"), prompt, ResolvedSampling(temperature=0.0), StopParams(max_tokens=4)
         )
         *_, last = made.engine.generate(request)
         if not isinstance(last, Finished):

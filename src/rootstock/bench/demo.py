@@ -37,6 +37,7 @@ from rootstock.bench.agents import (
 from rootstock.bench.scenario import AGENTS, Agent
 from rootstock.bench.serving import ServerProcess
 from rootstock.bench.tiny_model import NAME, ensure_tiny_model
+from rootstock.units import in_units
 
 KV_BUDGET = "256MiB"
 BAR_WIDTH = 12  # characters
@@ -176,7 +177,7 @@ class _Demo:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        """The table, live on a terminal; elsewhere a line for each answer, and the table once at the end."""
+        """Shows the table: live on a terminal, elsewhere once at the end, after a line for each answer."""
         if self._console.is_terminal:
             with Live(get_renderable=self._render, console=self._console, refresh_per_second=10):
                 yield
@@ -249,7 +250,7 @@ def summary(found: Savings) -> RenderableType:
     )
     rows.add_row(
         "KV bytes",
-        f"[bold]{_in_units(found.saved_bytes)}[/bold] not computed ({found.bytes_per_token:,} bytes a token)",
+        f"[bold]{in_units(found.saved_bytes)}[/bold] not computed ({found.bytes_per_token:,} bytes a token)",
     )
     rows.add_row(
         "first token",
@@ -268,17 +269,6 @@ def summary(found: Savings) -> RenderableType:
         verdict = f"[bold green]yes[/bold green], {same} of {found.requests} answers, to the last character"
     rows.add_row("identical", f"with the cache on and off: {verdict}")
     return Group(Text("\n Saved by the cache\n", style="bold"), Padding(rows, (0, 1)), Text())
-
-
-def _in_units(size_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:,.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:,.1f} GiB"
-
-
-# ---- small helpers
 
 
 def _outcome(answers: Mapping[Asked, Answered], asked: Asked) -> object:

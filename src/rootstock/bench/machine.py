@@ -78,7 +78,7 @@ def _cores() -> int:
 def _ram_gib() -> float:
     try:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3, 1)
-    except (AttributeError, OSError, ValueError):  # not everywhere
+    except (AttributeError, OSError, ValueError):  # not on every system
         return 0.0
 
 

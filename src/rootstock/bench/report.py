@@ -44,7 +44,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def same_answers(rows: Sequence[Row]) -> str:
-    """One line: did the state of the cache change any answer?"""
+    """Says in one line whether the state of the cache changed any answer."""
     digests: dict[str, set[str]] = {}
     for row in rows:
         digests.setdefault(row.workload, set()).add(row.answers_digest)
@@ -60,7 +60,7 @@ def same_answers(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """A PNG: time to first token, and prompt tokens computed against the least possible."""
+    """Draws a PNG: time to first token, prompt tokens computed against the least possible, and speed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -92,8 +92,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     speed.set_title("Generated tokens a second")
     figure.legend(*tokens.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     setting = rows[0].setting
-    what = [setting.model, setting.dtype, setting.device, setting.machine.cpu, setting.source.commit]
-    figure.suptitle(" · ".join(str(each) for each in what if each), fontsize=9)
+    known = [setting.model, setting.dtype, setting.device, setting.machine.cpu, setting.source.commit]
+    figure.suptitle(" · ".join(str(each) for each in known if each), fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -77,7 +77,7 @@ class Row:
 
 
 def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """By linear interpolation between the two nearest values."""
+    """Computes quantiles by linear interpolation. Returns None without values."""
     if not values:
         return None
     p50, p95 = np.quantile(values, [0.5, 0.95]).tolist()

@@ -21,7 +21,7 @@ LAST_LINES = 12
 
 
 class ServerProcess:
-    """`with ServerProcess(["MODEL", "--port", "0"]) as server:` then `server.url`.
+    """A running server: `with ServerProcess(["MODEL", "--port", "0"]) as server:` then `server.url`.
 
     The process is ended on every way out of the block, by its handle. Raises StartupError if it does not get ready,
     with the last lines that it wrote.
@@ -78,7 +78,7 @@ class ServerProcess:
                 )
 
     def _read_output(self, process: subprocess.Popen[str]) -> None:
-        """To the end, on a thread: the server must never wait for a reader."""
+        """Reads the output to its end, so that the server never waits for a reader."""
         assert process.stdout is not None
         for line in process.stdout:
             if self._url is None and (found := READY.search(line)):

@@ -26,7 +26,7 @@ from rootstock.engine.request import (
     Finished,
     Request,
     RequestId,
-    SamplingParams,
+    ResolvedSampling,
     StopParams,
     TokenEvent,
 )
@@ -117,7 +117,7 @@ class _EngineDialogue:
         request = Request(
             self._target.next_id(),
             prompt,
-            SamplingParams(temperature=0.0),
+            ResolvedSampling(temperature=0.0),
             StopParams(max_tokens=answer_tokens, ignore_eos=True),
         )
         try:
@@ -227,7 +227,7 @@ class UrlTarget:
                     yield _checked(json.loads(data))
 
     def _probe(self) -> None:
-        """Sends a first request, which warms the server up and shows whether it refuses extra fields."""
+        """Sends a first request: it warms the server up and shows whether the server refuses extra fields."""
         messages = [{"role": "user", "content": f"{self._nonce} hello"}]
         try:
             list(self.stream(messages, 4))
@@ -238,9 +238,8 @@ class UrlTarget:
             list(self.stream(messages, 4))
 
     def _close(self) -> None:
-        self._threads.shutdown(
-            wait=False, cancel_futures=True
-        )  # on Ctrl-C some are in the middle of an answer
+        # Does not wait: on Ctrl-C some threads are in the middle of an answer.
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
 

@@ -1,9 +1,9 @@
 """A small model with a tokenizer and a chat template, made on the spot: nothing is downloaded.
 
-It is a Llama as Hugging Face saves it, of some 6 million parameters. It is not trained: its embeddings and its
-head factor the statistics of which token follows which in a made-up text (`corpus.py`), so that it writes in words,
-and its layers are random, so that every token of the context bears on the next. Both are needed for an honest
-demo: an answer that is read back must give the tokens that were cached, and a wrong block must change it.
+It is a Llama of about 6 million parameters in Hugging Face's format. It is not trained. Its embeddings and its head
+factor the bigram statistics of a made-up text (`corpus.py`), so that it writes in words. Its layers are random, so
+that every token of the context changes the next one. The demo needs both: an answer that returns in the next prompt
+must have the cached tokens again, and a wrong block must change the answer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ CHAT_TEMPLATE = """\
 @dataclass(frozen=True, slots=True)
 class TinyModelSpec:
     seed: int = 0
-    vocab_size: int = 4096  # at most: small texts have fewer pairs to merge
+    vocab_size: int = 4096  # at most: a small text has fewer pairs to merge
     hidden_size: int = 256
     intermediate_size: int = 640
     layers: int = 6
@@ -88,8 +88,8 @@ class TinyModelSpec:
         return f"{NAME}-v{VERSION}-{sizes}-{more}-s{self.seed}"
 
 
-# With this seed the closest call of the demo's 480 tokens is a gap of 1.2e-3 standard deviations between the best two
-# logits; splitting a prefill differently moves float32 logits by less than 1e-5.
+# With this seed the best two logits of each of the demo's 480 tokens differ by at least 1.2e-3 standard deviations.
+# Another division of a prefill into chunks moves float32 logits by less than 1e-5.
 DEMO_SPEC = TinyModelSpec()
 
 
@@ -98,7 +98,7 @@ def ensure_tiny_model(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """The directory of the model below `folder` (the user's cache), made unless it is there and whole."""
+    """Returns the model's directory below `folder` (the user's cache). Makes the model if it is missing or broken."""
     target = (folder or user_cache_folder()) / spec.directory_name
     if _is_whole(target):
         return target
@@ -107,7 +107,7 @@ def ensure_tiny_model(
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         write_tiny_model(spec, made)
-        made.chmod(0o755)  # mkdtemp gives it to its owner alone
+        made.chmod(0o755)  # mkdtemp makes it readable for its owner only
         _move_into_place(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -138,7 +138,7 @@ def write_tiny_model(spec: TinyModelSpec, directory: Path) -> None:
         directory / "generation_config.json",
         {"bos_token_id": ids[BEGIN], "eos_token_id": [ids[TURN_END], ids[END]], "do_sample": False},
     )
-    prose = [line for line in text if not line.endswith("\n")]  # an answer of table cells is no pleasure
+    prose = [line for line in text if not line.endswith("\n")]  # without tables and code
     encoded = [encoding.ids for encoding in tokenizer.encode_batch(prose)]
     _write_weights(directory / "model.safetensors", _weights(spec, vocab_size, encoded))
 
@@ -213,7 +213,7 @@ def _training_text(spec: TinyModelSpec) -> list[str]:
 
 
 def _train_tokenizer(text: list[str], vocab_size: int) -> Any:
-    """Byte-level BPE (GPT-2's, Radford et al. 2019): every string has tokens, and they give it back."""
+    """Trains byte-level BPE (GPT-2, Radford et al. 2019), which can encode and restore every string."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -272,11 +272,11 @@ def _model_config(spec: TinyModelSpec, vocab_size: int, ids: dict[str, int]) -> 
     }
 
 
-# How much each kind of layer adds to the stream, of which an embedding has root mean square 1: enough to choose
-# among the words that may follow, not enough to choose others.
+# Gain of each kind of layer, where an embedding has root mean square 1. Layers choose among the words that may
+# follow, and are too weak to choose others.
 _ATTENTION_SHARE = 0.3
 _MLP_SHARE = 0.3
-_QUERY_SCALE = 8.0  # attention that singles positions out, where 1 averages over them
+_QUERY_SCALE = 8.0  # attention selects single positions; with 1 it would average over all
 
 
 def _weights(
@@ -314,30 +314,30 @@ def _weights(
 def _bigram_factors(
     encoded: list[list[int]], vocab_size: int, hidden: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """([vocab, hidden], [vocab, hidden]) whose product is close to log p(next | token), up to each row's scale.
+    """Factors log p(next | token), up to each row's scale, into embeddings and head [vocab, hidden] each.
 
     A truncated SVD by random projection (Halko, Martinsson and Tropp 2011).
     """
     counts = np.zeros((vocab_size, vocab_size))
     for ids in encoded:
         np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    anyhow = counts.sum(0) + 0.01  # add a little of each, so that every logarithm exists
-    anyhow /= anyhow.sum()
+    prior = counts.sum(0) + 0.01  # positive for every token, so that each logarithm exists
+    prior /= prior.sum()
     seen = counts.sum(1, keepdims=True)
-    logs = np.log((counts + anyhow) / (seen + 1))
+    logs = np.log((counts + prior) / (seen + 1))
     logs -= logs.mean(1, keepdims=True)  # a constant for all next tokens changes nothing
     basis = rng.normal(size=(vocab_size, hidden + 32))
     basis = np.linalg.qr(logs @ basis)[0]
     basis = np.linalg.qr(logs.T @ basis)[0]
     left, values, right = np.linalg.svd(logs @ basis, full_matrices=False)
-    # A singular vector's sign is free, and LAPACKs differ in it: with it fixed, every machine makes one model.
+    # Fixes the signs of singular vectors, which depend on the LAPACK, so that every machine makes the same model.
     signs = np.sign(rng.normal(size=vocab_size) @ left[:, :hidden])
     root = signs * np.sqrt(values[:hidden])
     embeddings = left[:, :hidden] * root
     head = (basis @ right.T)[:, :hidden] * root
-    # The last norm undoes a row's scale anyhow, and equal rows let the layers bear equally on all tokens.
+    # Rows of equal norm give the layers equal influence on all tokens. The last norm removes a row's scale.
     embeddings /= np.sqrt((embeddings**2).mean(1, keepdims=True)) + 1e-9
-    # The special tokens belong to the template: a model that is not trained has no business to write them.
+    # Only the template writes special tokens.
     specials = len(SPECIAL_TOKENS)
     head[:specials] = 0
     return np.ascontiguousarray(embeddings, np.float32), np.ascontiguousarray(head, np.float32)

@@ -24,7 +24,7 @@ ALPHABET = 1024
 _WORDS = tuple(dict.fromkeys(NOUNS + VERBS + ADJECTIVES))[:ALPHABET]
 assert len(_WORDS) == ALPHABET
 
-# Ids of small value are special in most vocabularies.
+# Small ids are special tokens in most vocabularies.
 _FIRST_TOKEN = 64
 
 

@@ -273,7 +273,7 @@ class KVCache:
         plan = NOTHING if kind is None else self._checkpoints.leave(lease, kind)
         return self._with_stores(plan)
 
-    def make_way(self) -> Plan:
+    def take_pending_plan(self) -> Plan:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
         resident memory stays within the budget. Execute the plan before the next write to newly allocated rows."""
         plan = self._with_stores(NOTHING)

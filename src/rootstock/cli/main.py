@@ -390,8 +390,8 @@ def ready_line(made: Assembly, url: str, block_size: int = _CACHE.block_size) ->
         costs += f" and {in_units(checkpoint)} per checkpoint"
     return (
         f"Rootstock serves {described.name} at {url}/v1 · {described.architecture}, "
-        f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, {described.rung} · "
-        f"{costs}, "
+        f"{families_in_words(families)}, {dtypes_in_words(described)} on {described.device}, "
+        f"{described.execution_mode} · {costs}, "
         f"pool of {made.pool_tokens:,} tokens, {in_units(made.pool_bytes)}{_tiers_in_words(made.tier)}"
         f"{'' if made.serves_chat else NO_CHAT}"
     )

@@ -55,7 +55,7 @@ def _idle_chunks(described: ModelDescription) -> int:
     A model that runs one sequence per forward uses its own attention, with the scores of the whole chunk in memory at
     once: a larger chunk takes more memory and saves no time.
     """
-    return 1 if described.rung == "one sequence per forward" else 4
+    return 1 if described.execution_mode == "one sequence per forward" else 4
 
 
 class Engine:
@@ -92,7 +92,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
 
-        # Why drafts are off. None: they are on.
+        # Reason why drafts are off. None: they are on.
         self.why_no_drafts = why_not(runtime.description, config.draft_tokens)
         self.proposer: Proposer | None = None
         if self.why_no_drafts is None:
@@ -110,9 +110,11 @@ class Engine:
             max(1, SCORED_LOGITS_BYTES // (4 * runtime.description.vocab_size)),
         )
         executor = PlanExecutor(runtime, tier_connector)
-        self.hit_verifier = HitVerifier(
-            runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
-        )
+        self.hit_verifier: HitVerifier | None = None
+        if verify_hits:
+            self.hit_verifier = HitVerifier(
+                runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
+            )
         self.steps = StepRunner(
             runtime,
             cache,
@@ -169,7 +171,7 @@ class Engine:
         return replace(self._namespace, salt=salt)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Validates and queues a request. Its outcome is told by events.
+        """Validates and queues a request. `sink` gets its events.
 
         Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
         """
@@ -185,8 +187,8 @@ class Engine:
         if self._tokenizer is not None:
             detokenizer = Detokenizer(self._tokenizer, request.stop.stop_strings, context=request.tokens)
         return Sequence(
-            request,
-            sink,
+            request=request,
+            sink=sink,
             namespace=self.namespace(request.salt),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
@@ -199,7 +201,7 @@ class Engine:
             ),
             detokenizer=detokenizer,
             stop_tokens=frozenset(ends),
-            now=self._clock(),
+            submitted_at=self._clock(),
         )
 
     def _next_seed(self) -> int:
@@ -209,7 +211,7 @@ class Engine:
     def call_after_events(self, function: Callable[[], None]) -> None:
         """Registers a function that the engine's thread calls after each group of events, at least once a step.
 
-        A sink may collect its events and pass them on together then.
+        Sinks that collect events pass them on in it, all at once.
         """
         with self._lock:
             self._after_events += (function,)
@@ -259,7 +261,7 @@ class Engine:
                 self.scheduler.waiting,
                 replace(self.steps.counters),
                 None if self.tier_connector is None else self.tier_connector.stats(space),
-                dict(self.hit_verifier.counts),
+                {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
             )
         )
@@ -272,7 +274,8 @@ class Engine:
         namespace = None if salt is None else self.namespace(salt)
 
         def clear() -> Cleared:
-            self.hit_verifier.pause()  # its leases protect cached rows
+            if self.hit_verifier is not None:
+                self.hit_verifier.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
             blocks = self._cache.clear(namespace)
             if self.proposer is not None:
@@ -292,14 +295,14 @@ class Engine:
             cleared = self.call(clear)
             # On the caller's thread: the disk must not delay other tenants' requests.
             self.tier_connector.clear_below(namespace)
-            # Stores that ended meanwhile have added records to the index.
+            # Stores that ended in between have added records to the index.
             self.call(clear)
         finally:
             self._clearing.release()
         return cleared
 
     def health(self) -> Health:
-        """Reports on the engine's thread, by the calling thread: a dead or hung engine is reported too."""
+        """Reports whether the engine works. Runs on the caller's thread, so that it reports a hung engine too."""
         thread, began = self._thread, self._step_began
         alive, detail = True, "ok"
         if self._requests.closed:
@@ -346,9 +349,11 @@ class Engine:
 
     def _run(self) -> None:
         is_sound = False  # False after an exception: memory may be half written
+        verifier = self.hit_verifier
         try:
             while not self._requests.closed:
-                if self.hit_verifier.has_work and not self.scheduler.has_work and self._commands.empty():
+                is_idle = not self.scheduler.has_work and self._commands.empty()
+                if verifier is not None and is_idle and verifier.has_work:
                     self.verify_hits()
                 else:
                     self.step(self.next_command())
@@ -429,7 +434,7 @@ class Engine:
             if flush:
                 self.tier_connector.flush()
         except Exception:
-            log.exception("the cache could not be written to the tier below")
+            log.exception("the cache could not be written to the tiers")
         finally:
             self.tier_connector.close()
 
@@ -440,7 +445,7 @@ def _limits(
     limits = [described.context_limit, cache.capacity_tokens]
     if config.context_limit is not None:
         limits.append(config.context_limit)
-    # A fine-tune's tokenizer often knows an end of turn that its configuration does not name.
+    # The tokenizer of a fine-tuned model often has an end of turn that the model's configuration does not name.
     of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
     return RequestLimits(
         min(limits),

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from rootstock.engine.cost_model import StepSize, StepSpeed
 
-LEAST_TOKENS = 16  # of a prompt in every step, whatever the target: no prefill starves
-_AIM = 0.9  # of the target: half of all steps take longer than predicted
-_DECODES_OBSERVED = 8  # one of so many steps without prefill is observed: they are all alike
+LEAST_TOKENS = 16  # of a prompt in every step, even above the target, so that no prefill starves
+_AIM = 0.9  # share of the target to plan for, because half of all steps take longer than predicted
+_DECODES_OBSERVED = 8  # one in so many steps without prefill is observed, because they are all alike
 
 
 class Pace(Protocol):

@@ -21,7 +21,7 @@ RequestId = NewType("RequestId", str)
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class ResolvedSampling:
     """Parameters of sampling. Filters apply in this order: penalties and bias, temperature, top-k, top-p, min-p.
 
     `temperature` 0 is greedy.
@@ -67,13 +67,13 @@ class Request:
 
     id: RequestId
     tokens: Tokens  # [prompt] int32, owned by the request
-    sampling: SamplingParams = SamplingParams()
+    sampling: ResolvedSampling = ResolvedSampling()
     stop: StopParams = StopParams()
     salt: str = ""  # tenant: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
     boundaries: tuple[
         Boundary, ...
-    ] = ()  # positions at which later requests may diverge: each gets a checkpoint
+    ] = ()  # positions where later requests may diverge: each gets a checkpoint
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -87,14 +87,14 @@ def requests_for(
     id: str,
     prompts: Sequence[Tokens],
     choices: int,
-    sampling: SamplingParams,
+    sampling: ResolvedSampling,
     stop: StopParams,
     *,
     salt: str,
     prompt_logprobs: int | None = None,
     boundaries: tuple[Boundary, ...] = (),
 ) -> tuple[Request, ...]:
-    """Make one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
+    """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
     A seed is increased by the choice's index: choices of one prompt with one seed would all be the same.
     """

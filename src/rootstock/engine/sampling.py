@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.plan import Tokens
-from rootstock.engine.request import Logprobs, SamplingParams, TokenLogprob
+from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
 
 Row = NDArray[np.float32]  # [vocab] logits, or weights made of them
@@ -44,7 +44,7 @@ class Sampler:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: ResolvedSampling,
         prompt: Tokens,
         vocab_size: int,
         seed: int,
@@ -65,9 +65,7 @@ class Sampler:
     def sample(self, logits: Row) -> SampledToken:
         """Samples the next token from `logits` [vocab], which stay unchanged. Raises SamplingFailed."""
         assert logits.shape == (self._vocab_size,), logits.shape
-        best = int(
-            logits.argmax()
-        )  # NumPy's argmax answers the first NaN if there is one, else the lowest id
+        best = int(logits.argmax())  # the first NaN if there is one, else the lowest id of the largest
         if not np.isfinite(logits[best]):
             raise SamplingFailed(f"the model gave the logit {logits[best]} for token {best}")
 
@@ -99,7 +97,7 @@ class Sampler:
         return row
 
 
-def leaves_no_token(params: SamplingParams, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
+def leaves_no_token(params: ResolvedSampling, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:
     """Returns whether `logit_bias`, and `min_tokens` with the end tokens, ban the whole vocabulary."""
     forbidden = {token for token in ends if 0 <= token < vocab_size} if min_tokens > 0 else set()
     bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
@@ -150,7 +148,7 @@ def best_ids(row: Row, count: int) -> Ids:
 # ---- drawing
 
 
-def _draw(row: Row, best: int, params: SamplingParams, uniform: float) -> int:
+def _draw(row: Row, best: int, params: ResolvedSampling, uniform: float) -> int:
     """Inverts the cumulative distribution of `row` at `uniform` in [0, 1), after temperature and filters."""
     temperature = max(params.temperature, _LEAST_TEMPERATURE)
     top = row[best]
@@ -176,7 +174,7 @@ def _draw(row: Row, best: int, params: SamplingParams, uniform: float) -> int:
 
 
 def _weights(logits: Row, top: np.float32, temperature: float) -> Row:
-    """exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
+    """Computes exp((logits - top) / temperature): proportional to the probabilities, 1 for the best token."""
     weights = logits - top
     weights /= np.float32(temperature)
     np.exp(weights, out=weights)
@@ -194,10 +192,10 @@ def _nucleus(weights: Row, top_p: float) -> Ids:
     Avoids sorting the vocabulary: weights are counted in bins, and only the bin on the border is sorted.
     """
     total = float(weights.sum(dtype=np.float64))
-    # All that are lighter than this make up less than 1 - top_p together.
+    # All lighter weights together are less than 1 - top_p of the total.
     ids = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
     weights = weights[ids]
-    # Positive floats are ordered as their bits are; the upper half tells 128 bins per power of two apart.
+    # Positive floats have the order of their bits. The upper half makes 128 bins per power of two.
     bins = weights.view(np.uint32) >> 16
     reached = np.cumsum(np.bincount(bins, weights)[::-1])  # from the heaviest bin down
     mass = top_p * total
@@ -253,20 +251,23 @@ def _uniform(draws: np.random.Philox) -> float:
 
 
 class _Penalties:
-    """Repetition (CTRL: divide a positive logit, multiply a negative one) over prompt and output; presence
-    and frequency (OpenAI: subtract once, and once per occurrence) over the output."""
+    """Penalties of one request's tokens.
 
-    def __init__(self, params: SamplingParams, ids: Ids) -> None:
+    Repetition, over prompt and output, divides positive logits and multiplies negative ones (CTRL). Presence and
+    frequency, over the output, are subtracted once and once per occurrence (OpenAI).
+    """
+
+    def __init__(self, params: ResolvedSampling, ids: Ids) -> None:
         self._repetition = np.float32(params.repetition_penalty)
         self._presence = np.float32(params.presence_penalty)
         self._frequency = np.float32(params.frequency_penalty)
-        # Every distinct token so far, in arrays that double when full, so that a step costs no Python loop.
+        # The distinct tokens so far, in arrays that double when full: a step needs no Python loop.
         self._index = {int(token): index for index, token in enumerate(ids)}
         self._ids = ids
         self._counts = np.zeros(len(ids), dtype=np.float32)  # occurrences in the output
 
     @staticmethod
-    def of(params: SamplingParams, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
+    def of(params: ResolvedSampling, prompt: Tokens, past: list[int], vocab_size: int) -> _Penalties | None:
         repeats = params.repetition_penalty != 1.0
         if not repeats and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
             return None
@@ -299,10 +300,10 @@ class _Penalties:
 class _Bias:
     added: tuple[Ids, Row]
     banned: Ids
-    only: Ids  # if there are any, nothing else may be chosen
+    only: Ids  # if there are any, no other token may be chosen
 
     @staticmethod
-    def of(params: SamplingParams, vocab_size: int) -> _Bias | None:
+    def of(params: ResolvedSampling, vocab_size: int) -> _Bias | None:
         bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
         if not bias:
             return None

@@ -1,4 +1,4 @@
-"""What a request gets for a sampling parameter that it does not name."""
+"""Default values of the sampling parameters that a request does not name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rootstock.runtime.model_files import GENERATION_CONFIG, read_json
 
 Rule = tuple[Callable[[float], bool], str]
 
-_LARGEST = 1e9  # no parameter is meant to be; integers beyond floats, infinity and NaN are above, too
+_LARGEST = 1e9  # also refuses infinity, NaN and integers that no float can hold
 
-# The same as for the fields of a request.
+# The same limits as for the fields of a request.
 _RULES: dict[str, Rule] = {
     "temperature": (lambda value: value >= 0, "a number, 0 or more"),
     "top_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
@@ -25,7 +25,7 @@ _RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """OpenAI's, unless the model's generation_config.json says what it was tuned for."""
+    """Defaults of OpenAI's API, or the values that the model's generation_config.json recommends."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ class SamplingDefaults:
 
     @classmethod
     def of_model(cls, model: str, directory: Path) -> SamplingDefaults:
-        """Read generation_config.json, if there is one. Raises ModelFileInvalid."""
+        """Reads generation_config.json, if there is one. Raises ModelFileInvalid."""
         if not (directory / GENERATION_CONFIG).exists():
             return cls()
         config = read_json(model, directory, GENERATION_CONFIG)

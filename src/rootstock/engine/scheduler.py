@@ -167,7 +167,7 @@ class Scheduler:
         2. Running prefills, first come first served, each the next chunk within the token budget.
         3. Admissions from the queue, first come first served, while the batch and the budget have room. A request
            waits if a running one is computing more of its prefix. It is loaded if a tier holds more of its prefix
-           and loading is faster than computing. Else its first chunk is computed in this step.
+           and loading is faster than computing. Otherwise its first chunk is computed in this step.
         4. Drafts for the decodes, from the rest of the budget.
 
         Steps 1 and 2 preempt when a sequence gets no block: the running sequence with the least progress goes back
@@ -186,14 +186,16 @@ class Scheduler:
     def _protect_hits_of_queued(self) -> None:
         """Protects the entries that the first queued requests would hit. Renews the claim when the cache changed."""
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
-            if sequence.prompt_scored and not self._cache.is_current(sequence.want):
+            if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
-                sequence.want = self._cache.protect(self._cache.match(sequence.tokens, sequence.namespace))
+                sequence.hit_protection = self._cache.protect(
+                    self._cache.match(sequence.tokens, sequence.namespace)
+                )
 
     def _unprotect_hit(self, sequence: Sequence) -> None:
-        if sequence.want is not None:
-            self._cache.unprotect(sequence.want)
-            sequence.want = None
+        if sequence.hit_protection is not None:
+            self._cache.unprotect(sequence.hit_protection)
+            sequence.hit_protection = None
 
     def _schedule_decodes(self, step: _Step) -> None:
         for sequence in list(self._running):
@@ -289,7 +291,7 @@ class Scheduler:
         return self._cache.match(sequence.tokens, sequence.namespace, reusable)
 
     def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
-        """Lets a request wait if a running one is computing at least a block more of its prefix."""
+        """Makes a request wait if a running one is computing at least a block more of its prefix."""
         pending = match.pending
         if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
             return False
@@ -418,7 +420,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def loaded(self, sequence: Sequence, lease: Lease) -> None:
-        """Lets a sequence whose prefix has been loaded take part in the next step."""
+        """Makes a sequence whose prefix has been loaded part of the next step."""
         sequence.state = Prefilling(lease)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.hit_tokens
@@ -471,7 +473,7 @@ class Scheduler:
         self._running.clear()
         self._waiting.clear()
         for sequence in left:
-            sequence.state, sequence.want = Waiting(), None
+            sequence.state, sequence.hit_protection = Waiting(), None
 
     def check(self) -> None:
         """Asserts the invariants between two steps."""
@@ -500,10 +502,10 @@ def size_of(scheduled: list[ScheduledSequence]) -> StepSize:
 
 def _up_to_checkpoint(item: ScheduledSequence) -> ScheduledSequence:
     """Shortens a chunk to the checkpoint position that a later admission asked for inside it."""
-    cut = item.lease.next_cut
-    if cut is None or item.lease.computed + len(item.tokens) <= cut:
+    position = item.lease.next_cut
+    if position is None or item.lease.computed + len(item.tokens) <= position:
         return item
-    return ScheduledSequence(item.sequence, item.lease, item.tokens[: cut - item.lease.computed])
+    return ScheduledSequence(item.sequence, item.lease, item.tokens[: position - item.lease.computed])
 
 
 def _progress(sequence: Sequence) -> tuple[int, int, int]:

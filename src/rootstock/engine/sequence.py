@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -71,75 +71,40 @@ class Ended:
 State = Waiting | WaitingForPrefix | Loading | Prefilling | Decoding | Preempted | Ended
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Sequence:
     """A request in the engine. Owned by the engine's thread."""
 
-    __slots__ = (
-        "acceptance",
-        "accepted_draft_tokens",
-        "admitted_at",
-        "arrival",
-        "cached_tokens",
-        "detokenizer",
-        "draft_tokens",
-        "first_token_at",
-        "generated",
-        "history",
-        "load_choice",
-        "max_tokens",
-        "may_load",
-        "namespace",
-        "plan",
-        "prompt_scored",
-        "prompt_scores",
-        "request",
-        "sampler",
-        "sink",
-        "state",
-        "stop_tokens",
-        "submitted_at",
-        "want",
-    )
+    request: Request
+    sink: Sink
+    namespace: Namespace
+    max_tokens: int
+    sampler: Sampler
+    detokenizer: Detokenizer | None
+    stop_tokens: frozenset[int]
+    submitted_at: float
+    arrival: int = -1  # order of submission, set by the request table: breaks ties
+    state: State = field(default_factory=Waiting)
+    generated: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None  # None: not admitted yet
+    prompt_scored: bool = field(init=False)  # no prompt tokens are left to score
+    prompt_scores: list[Logprobs] = field(default_factory=list)  # one for each chunk
+    plan: Plan = NOTHING  # to be executed before its next forward
+    hit_protection: HitProtection | None = None
+    load_choice: LoadChoice | None = None  # the last decision about loading
+    may_load: bool = True  # from a tier: False after a load that took too long
+    acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)  # of its drafts
+    draft_tokens: int = 0  # verified
+    accepted_draft_tokens: int = 0
+    history: TokenHistory | None = None  # its own tokens, once a draft was looked up
+    admitted_at: float | None = None
+    first_token_at: float | None = None
 
-    def __init__(
-        self,
-        request: Request,
-        sink: Sink,
-        *,
-        namespace: Namespace,
-        max_tokens: int,
-        sampler: Sampler,
-        detokenizer: Detokenizer | None,
-        stop_tokens: frozenset[int],
-        now: float,
-    ) -> None:
-        self.request = request
-        self.sink = sink
-        self.arrival = -1  # order of submission, set when it is accepted: breaks ties
-        self.namespace = namespace
-        self.max_tokens = max_tokens
-        self.sampler = sampler
-        self.detokenizer = detokenizer
-        self.stop_tokens = stop_tokens
-        self.state: State = Waiting()
-        self.generated: list[int] = []
-        self.cached_tokens: int | None = None  # None: not admitted yet
-        self.prompt_scores: list[Logprobs] = []  # chunk by chunk
-        self.prompt_scored = request.prompt_logprobs is None  # no prompt tokens are left to score
-        self.plan: Plan = NOTHING  # to be executed before its next forward
-        self.want: HitProtection | None = None
-        self.load_choice: LoadChoice | None = None  # the last decision about loading
-        self.may_load = True  # from a tier: False after a load that took too long
-        self.acceptance = AcceptanceRate()  # of its drafts
-        self.draft_tokens = 0  # verified
-        self.accepted_draft_tokens = 0
-        self.history: TokenHistory | None = None  # its own tokens, once a draft was looked up
-        self.submitted_at = now
-        self.admitted_at: float | None = None
-        self.first_token_at: float | None = None
+    def __post_init__(self) -> None:
+        self.prompt_scored = self.request.prompt_logprobs is None
 
     def did_not_load(self) -> None:
-        """Records that the sequence computes, whatever was decided about loading."""
+        """Records that the sequence computes its prefix although a load was chosen."""
         if self.load_choice is not None:
             self.load_choice = replace(self.load_choice, load=False)
 
@@ -152,7 +117,7 @@ class Sequence:
 
     @property
     def tokens_left(self) -> int:
-        """The number of tokens that it may still generate."""
+        """Tokens that it may still generate."""
         return self.max_tokens - len(self.generated)
 
     @property

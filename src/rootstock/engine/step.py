@@ -1,4 +1,4 @@
-"""Steps of the engine: plan → apply → forward → commit → sample → tell."""
+"""Steps of the engine: plan → apply → forward → commit → sample → emit events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StepRunner:
         scheduler: Scheduler,
         requests: RequestTable,
         executor: PlanExecutor,
-        hit_verifier: HitVerifier,
+        hit_verifier: HitVerifier | None,
         tier_connector: TierConnector | None,
         proposer: Proposer | None,
         pacing: Pacing | None,
@@ -85,7 +85,7 @@ class StepRunner:
     # --------------------------------------------------------------------------------------- a request
 
     def add(self, sequence: Sequence) -> None:
-        if self._requests.holds(sequence):  # else it was failed before it was queued
+        if self._requests.holds(sequence):  # it may have failed before this command ran
             self._scheduler.add(sequence)
 
     def abort(self, request: RequestId) -> None:
@@ -114,7 +114,8 @@ class StepRunner:
     def run(self) -> None:
         """Runs one step. The scheduler has work."""
         began = self._clock()
-        self._hit_verifier.pause()
+        if self._hit_verifier is not None:
+            self._hit_verifier.pause()
         if self._tier_connector is not None and self._loads is not None:
             self._tier_connector.follow()
             self._loads.requeue_overdue()
@@ -129,13 +130,15 @@ class StepRunner:
             assert plan.given_up or self.is_stalled or not self._scheduler.has_work, (
                 "requests wait and nothing runs"
             )
-            self._apply(self._cache.make_way())
+            self._apply(self._cache.take_pending_plan())
             return
         self.is_stalled = False
         self._tell()  # of requests that ended before this forward
         size = None if self._pacing is None else plan.size()
         try:
-            self._apply(together([self._cache.make_way(), *(item.sequence.plan for item in plan.scheduled)]))
+            self._apply(
+                together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
+            )
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except Exception as error:
@@ -153,7 +156,7 @@ class StepRunner:
             else:
                 self._take(item, rows)
             row += segment.logits_to_keep
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
         if self._tier_connector is not None:
             self._tier_connector.follow()
         if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
@@ -238,7 +241,8 @@ class StepRunner:
             sequence.first_token_at = self._clock()
             if self._tier_connector is not None:
                 self._tier_connector.count(sequence.load_choice)
-            self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.namespace)
+            if self._hit_verifier is not None:
+                self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.namespace)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, lease, "stop", sampled.token, text=sequence.rest_of_text())
             return
@@ -269,9 +273,10 @@ class StepRunner:
     # ------------------------------------------------------------------------------------- other turns
 
     def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. Called when there is nothing else to do."""
+        """Verifies a piece of a sampled hit. Call it when there is nothing else to do."""
+        assert self._hit_verifier is not None
         self._hit_verifier.step()
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
         """Fails every request and empties the cache, after an exception of our own."""
@@ -279,6 +284,7 @@ class StepRunner:
         self._scheduler.drain()
         if self._tier_connector is not None:
             self._tier_connector.settle()  # no load writes to rows that are reused
-        self._hit_verifier.forget()
+        if self._hit_verifier is not None:
+            self._hit_verifier.forget()
         self._cache.reset()
         self.fail_all(EngineFault(error))

@@ -34,7 +34,7 @@ Message = Mapping[str, Any]  # {"role": …, "content": …}, as chat templates 
 Tool = Mapping[str, Any]
 
 _SLICE_CHARS = 16_384
-_MAX_DETAIL_CHARS = 300  # of others' messages
+_MAX_DETAIL_CHARS = 300  # of messages of other libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class HFTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-        except Exception as error:  # whatever a tokenizer's own code raises
+        except Exception as error:  # a tokenizer's own code may raise anything
             if _has_no_tokenizer_file(model):
                 raise TokenizerUnusable(model, "the directory has no tokenizer file") from error
             message = " ".join(str(error).split())[:_MAX_DETAIL_CHARS]
@@ -216,7 +216,7 @@ class HFTokenizer:
     def encode(self, text: str) -> Tokens:
         if self._fast is None:
             return np.array(self._tokenizer.encode(text), dtype=np.int32)
-        # As a batch: `Tokenizer.encode` holds the interpreter's lock, for 0.3 s in 360 kB, and no other thread runs.
+        # A batch of one: `Tokenizer.encode` holds the interpreter's lock, for 0.3 s in 360 kB of text.
         return np.array(self._fast.encode_batch_fast([text])[0].ids, dtype=np.int32)
 
     def encode_chat(self, rendered: str) -> Tokens:
@@ -373,7 +373,7 @@ def _normalizes(fast: Any, added: Iterable[Any], names: Collection[str]) -> bool
 
 
 def _has_no_tokenizer_file(model: str) -> bool:
-    """Return whether a directory holds none of the files that tokenizers are read from; False for a hub name."""
+    """Returns whether a directory holds none of the files that tokenizers are read from; False for a hub name."""
     directory = Path(model)
     names = ("tokenizer*.json", "*.model*", "*.tiktoken", "tekken.json", "vocab*")
     found = (path for name in names for path in directory.glob(name) if path.name != "tokenizer_config.json")
@@ -381,7 +381,7 @@ def _has_no_tokenizer_file(model: str) -> bool:
 
 
 def _is_made_up(tokenizer: Any, model: str) -> bool:
-    """Return whether transformers has made a tokenizer without a vocabulary, of special tokens only.
+    """Returns whether transformers has made a tokenizer without a vocabulary, of special tokens only.
 
     It does so, without a warning, for model types that have a tokenizer class of their own.
     """
@@ -394,7 +394,7 @@ def _is_made_up(tokenizer: Any, model: str) -> bool:
 
 
 def _refuse_broken_template(template: Any, source: str) -> None:
-    """Compile Jinja as transformers will. Raises ChatTemplateInvalid."""
+    """Compiles Jinja as transformers will. Raises ChatTemplateInvalid."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

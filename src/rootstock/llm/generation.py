@@ -15,9 +15,9 @@ Indexed = tuple[int, Event]  # the index of a request in its call, and one of it
 
 
 class Generation:
-    """Submits requests as the engine's queue has room for them, and says how each event concerns the call.
+    """The requests of a call. Submits them as the engine's queue has room, and keeps track of their ends.
 
-    Exactly one thread takes the events; `close` may be called from any.
+    Exactly one thread takes the events. Any thread may call `close`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Generation:
         return not self._closed and self._next < len(self.requests) and len(self._open) < self._most_open
 
     def submit(self) -> None:
-        """Submits as many further requests as there is room for. Raises what `Engine.submit` raises.
+        """Submits as many further requests as there is room for. Raises the errors of `Engine.submit`.
 
         QueueFull is raised only if none of this call's own requests would make room by ending.
         """
@@ -70,7 +70,7 @@ class Generation:
         return lambda event: put((index, event))
 
     def note(self, index: int, event: Event) -> None:
-        """Takes note of an end. Raises the error of a request that failed or that was aborted by others."""
+        """Records the end of a request. Raises the error of one that failed or that another caller aborted."""
         match event:
             case Finished():
                 self._open.discard(index)
@@ -95,8 +95,10 @@ class Generation:
 
 
 class Events:
-    """Events of a call in the order in which they happened, for a thread. What has not ended is aborted by `close`,
-    by an error, and when the last reference goes."""
+    """Events of a call in the order in which they happened, for a thread.
+
+    `close`, an error and the end of the last reference abort the requests that have not ended.
+    """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], prompt_of: Sequence[int]) -> None:
         self._arrived: queue.SimpleQueue[Indexed] = queue.SimpleQueue()
@@ -132,7 +134,7 @@ class Events:
 
 
 class AsyncInbox:
-    """Carries events from the engine's thread into an event loop."""
+    """Queue from the engine's thread into an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -156,9 +158,10 @@ class AsyncInbox:
 async def events_of(
     engine: Engine, requests: Sequence[Request], prompt_of: Sequence[int]
 ) -> AsyncGenerator[Indexed, None]:
-    """Yields the events of a call, for a task. Cancelling the task or closing the iterator aborts what has not ended.
+    """Yields the events of a call, for a task.
 
-    Requests are submitted on another thread: a sampler with penalties looks at the whole prompt.
+    Cancelling the task or closing the iterator aborts the requests that have not ended. Requests are submitted on
+    another thread, because a sampler with penalties reads the whole prompt.
     """
     inbox = AsyncInbox()
     generation = Generation(engine, requests, prompt_of, inbox.put)

@@ -53,7 +53,7 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 Params = (
     SamplingParams | Sequence[SamplingParams] | None
-)  # for all prompts, or one for each; None: the model's
+)  # for all, or one for each prompt; None: the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class LLM:
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
         made.engine.start()
-        # At the interpreter's end a disk tier is written; an LLM that nobody refers to any more ends its thread.
+        # The disk tier is written when the interpreter ends. An LLM without references ends its thread.
         atexit.register(made.engine.stop)
         self._finalizer = weakref.finalize(self, _stop_unreferenced, made.engine)
         self._finalizer.atexit = False
@@ -150,9 +150,9 @@ class LLM:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Ends the engine's thread and writes what a disk tier is to keep. Idempotent.
+        """Ends the engine's thread, after writing the cache to the disk tier if there is one. Idempotent.
 
-        Requests that run end with LLMClosed, and later calls raise it.
+        Running requests end with LLMClosed, and later calls raise it.
         """
         self._closed.set()
         self._finalizer.detach()
@@ -161,7 +161,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[Engine]:
-        """Gives the engine for one call. Raises LLMClosed, also where the LLM is closed during the call."""
+        """Yields the engine for one call. Raises LLMClosed, also if the LLM is closed during the call."""
         if self._closed.is_set():
             raise LLMClosed
         try:
@@ -223,7 +223,7 @@ class LLM:
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, cache_salt: str | None = None
     ) -> list[RequestOutput]:
-        """Does what `generate` does, for asyncio. Cancelling the task aborts its requests."""
+        """Generates like `generate`, for asyncio. Cancelling the task aborts its requests."""
         listed = _listed(prompts)
         each = _one_for_each(params, len(listed))
         return await self._acollect(lambda: self._prompts(listed), each, cache_salt)
@@ -238,7 +238,7 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Does what `chat` does, for asyncio. Cancelling the task aborts its requests."""
+        """Answers like `chat`, for asyncio. Cancelling the task aborts its requests."""
         conversations = _conversations(messages)
         options = _template_options(chat_template_kwargs, continue_final_message)
         each = _one_for_each(params, len(conversations))
@@ -295,7 +295,7 @@ class LLM:
     # --------------------------------------------------------------------------------------- the cache
 
     def explain(self, prompt: Prompt, *, cache_salt: str | None = None) -> Explanation:
-        """Explains how much of a prompt is cached now, and what stops the hit there (`message`, `cap`)."""
+        """Explains how much of a prompt is cached now, and the reason why no more (`message`, `cap`)."""
         return self._explain(self._prompt(prompt), cache_salt)
 
     def explain_chat(
@@ -307,7 +307,7 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str | None = None,
     ) -> Explanation:
-        """Explains how much of a conversation is cached now, and what stops the hit there."""
+        """Explains how much of a conversation is cached now, and the reason why no more."""
         options = _template_options(chat_template_kwargs, continue_final_message)
         return self._explain(self._chat(messages, tools, options, cache_salt), cache_salt)
 
@@ -360,12 +360,12 @@ class LLM:
             raise LLMClosed
         if not messages:
             raise EmptyPrompt("messages")
-        codec = self.tokenizer
+        tokenizer = self.tokenizer
         refuse_unread_variables(
-            {k: v for k, v in options.items() if k != "continue_final_message"}, codec.template_names
+            {k: v for k, v in options.items() if k != "continue_final_message"}, tokenizer.template_names
         )
         conversation: Conversation = conversation_of(messages, chosen_tools(tools, None), options)
-        refuse_dropped_roles(codec, conversation.messages)
+        refuse_dropped_roles(tokenizer, conversation.messages)
         conversation = escaped(conversation, self._tokenizer, parse=self._parse_special_tokens)
         if self._wants_boundaries:
             return _Asked(None, *chat_with_boundaries(conversation, self._tokenizer))
@@ -473,9 +473,8 @@ class _Batch:
         self.requests = [
             request for one, how in zip(asked, params, strict=True) for request in requests_of(one, how)
         ]
-        self.prompt_of = [
-            prompt for prompt, how in enumerate(params) for _ in range(how.n)
-        ]  # of each request
+        # The prompt of each request.
+        self.prompt_of = [prompt for prompt, how in enumerate(params) for _ in range(how.n)]
         self._answers = [CollectedAnswer(how.logprobs is not None) for how in params for _ in range(how.n)]
 
     def take(self, indexed: Indexed) -> None:
@@ -553,8 +552,10 @@ def _each(prompts: Sequence[S], prepare: Callable[[S], T]) -> list[T]:
 
 
 def _stop_unreferenced(engine: Engine) -> None:
-    """Stops the engine of an LLM that was collected unclosed. On another thread: collecting can happen on the
-    engine's own, in the middle of a step."""
+    """Stops the engine of an LLM that was collected unclosed.
+
+    Stops it on a thread of its own, because collection may happen on the engine's thread in the middle of a step.
+    """
     atexit.unregister(engine.stop)
     with contextlib.suppress(RuntimeError):  # no thread can be started when the interpreter ends
         threading.Thread(target=engine.stop, name="rootstock-stop", daemon=True).start()

@@ -33,8 +33,10 @@ _SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes
 
 
 class Options(TypedDict, total=False):
-    """Options of an `LLM`, with the configuration's defaults (`rootstock.config` explains each). Sizes are bytes, or
-    text such as "4GiB"."""
+    """Options of an `LLM`. `rootstock.config` explains each and has the defaults.
+
+    Sizes are bytes, or text such as "4GiB".
+    """
 
     # ModelConfig
     device: str

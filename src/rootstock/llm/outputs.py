@@ -1,4 +1,4 @@
-"""Answers of the library, and the pieces that they are streamed in."""
+"""Outputs of the library: whole answers, and pieces of streamed ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer. `text` ends before a stop string, and has no special tokens; `token_ids` holds all tokens but the
-    one that ended it."""
+    """One answer. `text` ends before a stop string and has no special tokens.
+
+    `token_ids` holds all tokens but the one that ended the answer.
+    """
 
     index: int  # among the `n` answers to one prompt
     text: str
@@ -36,7 +38,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt. The properties of the first answer save `outputs[0]`."""
+    """The answers to one prompt. Its own properties are those of the first answer."""
 
     prompt: str | None  # None: given as token ids. Of a chat, the rendered conversation is not kept
     prompt_token_ids: tuple[int, ...]
@@ -102,7 +104,7 @@ def delta_of(index: int, event: TokenEvent | Finished) -> TextDelta:
 
 
 class CollectedAnswer:
-    """The events of one request, put together."""
+    """Collector of one request's events."""
 
     def __init__(self, wants_logprobs: bool) -> None:
         self._tokens: list[int] = []

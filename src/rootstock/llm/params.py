@@ -1,4 +1,4 @@
-"""How a caller of the library asks for an answer to be sampled, and when it ends."""
+"""Public sampling parameters of the library, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class SamplingParams:
     repetition_penalty: float | None = None  # over prompt and output
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(
-        default_factory=dict
-    )  # token id → -100 (never) to 100 (only these)
+    # token id → -100 (never) to 100 (only these)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: another one for each request, drawn from the LLM's `seed`
     n: int = 1  # answers to each prompt; with a seed, answer i uses seed + i
     max_tokens: int | None = None
@@ -92,13 +91,13 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, defaults: SamplingDefaults) -> request.SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> request.ResolvedSampling:
         """Returns the part that chooses tokens, with `defaults` for the parameters that are None."""
 
         def given(value: float | None, default: float) -> float:
             return default if value is None else float(value)
 
-        return request.SamplingParams(
+        return request.ResolvedSampling(
             temperature=given(self.temperature, defaults.temperature),
             top_p=given(self.top_p, defaults.top_p),
             top_k=max(0, defaults.top_k if self.top_k is None else self.top_k),
@@ -127,7 +126,7 @@ def _is_int(value: object) -> bool:
 
 
 def _refuse_outside(name: str, value: float | None, least: float, most: float, allowed: str) -> None:
-    """Refuses no number, NaN, infinity, and a number that is not in the range. None is left to the model."""
+    """Raises InvalidParameter unless `value` is None or a finite number in the range."""
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

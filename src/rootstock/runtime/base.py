@@ -17,7 +17,7 @@ from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, Sl
 Logits = NDArray[np.float32]  # [rows, vocab]
 
 # Execution modes of a model, from best to last resort. The self-check at load falls back until the answers are right.
-Rung = Literal[
+ExecutionMode = Literal[
     "packed",  # one forward a step, for all sequences
     "packed, token-wise mixers",  # packed, but recurrent layers continue a stored state one token at a time
     "one sequence per forward",
@@ -40,8 +40,8 @@ class ModelDescription:
     parameters: int
     rope_regime: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    rung: Rung = "packed"  # the execution mode
-    rung_reason: str = ""  # reason why no better mode is used
+    execution_mode: ExecutionMode = "packed"
+    mode_reason: str = ""  # reason why no better mode is used
     quantize: str = "none"  # format of linear layers' weights: "none" | "int8" | "int4"
     # Identifies the byte layout of rows and the code that makes them; a tier must not mix two.
     layout: str = ""

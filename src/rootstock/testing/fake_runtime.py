@@ -66,8 +66,7 @@ def _chain(parent: int, tokens: Tokens, past: int) -> Hashes:
 
 
 def _sums(tokens: Tokens, positions: NDArray[np.int32], hashes: Hashes, first: int) -> Hashes:
-    """Computes running sums [1 + n] over items that depend on token, stored position, stored hash and true
-    position."""
+    """Computes running sums [1 + n] of hashes of token, stored position, stored hash and true position."""
     place = np.arange(first, first + len(tokens), dtype=np.uint64)
     items = _mix(hashes + _mix(tokens.astype(np.uint64) * _SEED + positions.astype(np.uint64)) + _mix(place))
     return np.concatenate((np.zeros(1, np.uint64), np.cumsum(items, dtype=np.uint64)))
@@ -130,8 +129,7 @@ def _seen(
 
 
 class FakeRuntime:
-    """Fake runtime. `fault` is called with every batch before it runs, and may raise to inject a failure of a
-    step."""
+    """Oracle runtime. Calls `fault` with every batch before it runs; an exception from it fails the step."""
 
     def __init__(
         self,
@@ -286,8 +284,7 @@ class FakeRuntime:
         return _mix(hashes + positions)
 
     def _logits(self, digests: Hashes) -> NDArray[np.float32]:
-        """Returns logits [digests, vocab], pseudo-random in [0, 8), so that outputs tell digests apart, greedy or
-        sampled."""
+        """Returns pseudo-random logits [digests, vocab] in [0, 8), which differ for different digests."""
         vocab = np.arange(self.description.vocab_size, dtype=np.uint64)
         bits = _mix(digests[:, None] + vocab[None, :] * _SEED)
         return np.asarray((bits >> np.uint64(40)) / np.uint64(1 << 21), np.float32)

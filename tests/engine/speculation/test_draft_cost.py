@@ -1,4 +1,4 @@
-"""When a draft pays."""
+"""Costs and gains of drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def learnt(cost_of_a_row: float, sequences: int = 1, drafts: int = 4) -> DraftCo
     return cost
 
 
-def test_a_sequence_whose_drafts_are_right_is_believed_and_one_whose_are_wrong_is_not() -> None:
+def test_right_drafts_raise_the_expected_acceptance_and_wrong_ones_lower_it() -> None:
     right, wrong = AcceptanceRate(), AcceptanceRate()
     for _ in range(10):
         right.verified(4, 4)
@@ -35,7 +35,7 @@ def test_a_sequence_whose_drafts_are_right_is_believed_and_one_whose_are_wrong_i
     assert wrong.probability(0.5) < 0.15
 
 
-def test_after_misses_in_a_row_drafts_are_left_out_ever_longer_and_tried_again() -> None:
+def test_after_misses_in_a_row_drafts_pause_longer_and_longer() -> None:
     acceptance = AcceptanceRate()
     tries = 0
     for _ in range(300):
@@ -77,12 +77,10 @@ def test_of_several_drafts_the_likelier_tokens_are_verified() -> None:
     assert worth_verifying(2, [np.empty(0), np.empty(0)], longer) == [0, 0]
 
 
-def test_what_verifying_costs_is_learnt_by_comparing_with_steps_without_drafts() -> None:
+def test_the_cost_of_verifying_is_learnt_from_steps_without_drafts() -> None:
     longer = learnt(0.2).longer(1, 500, 4)
-    assert longer is not None
     assert abs(longer[-1] - 0.8) < 0.01
     cheap = learnt(0.001).longer(1, 500, 4)
-    assert cheap is not None
     assert cheap[-1] < 0.01
 
 
@@ -99,7 +97,7 @@ def test_more_drafts_are_tried_step_by_step() -> None:
     assert tried[-1] == 64
 
 
-def test_without_anything_alike_to_compare_with_a_step_is_made_without_drafts() -> None:
+def test_without_a_similar_step_to_compare_with_there_are_no_drafts() -> None:
     cost = learnt(0.01)
     assert cost.longer(1, 500, 4) is not None
     assert cost.longer(2, 500, 4) is None  # another batch
@@ -124,7 +122,7 @@ def test_drafts_that_cost_too_much_are_left_out_and_tried_again_some_time() -> N
     assert 1 <= tried <= 20
 
 
-def test_where_even_right_drafts_cannot_pay_nothing_is_looked_up() -> None:
+def test_drafts_that_cannot_pay_even_if_right_are_recognized() -> None:
     assert could_pay(1, np.full(4, 0.5))
     assert not could_pay(32, np.arange(1, 5) / 8)
 
@@ -133,5 +131,4 @@ def test_a_step_that_hiccups_changes_little() -> None:
     cost = learnt(0.05)
     cost.observe(1, 4, 500, 50.0)
     longer = cost.longer(1, 500, 4)
-    assert longer is not None
     assert longer[-1] < 0.6

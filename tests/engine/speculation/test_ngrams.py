@@ -1,6 +1,8 @@
-"""Where tokens were seen before."""
+"""Lookups of earlier occurrences of n-grams."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 from hypothesis import given
@@ -20,15 +22,14 @@ def history_of(*values: int) -> TokenHistory:
     return history
 
 
-def test_the_latest_place_is_found_and_how_much_before_it_agrees() -> None:
+def test_the_latest_place_is_found_with_its_agreement() -> None:
     history = history_of(9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 8, 1, 2, 3)
     place = history.find(history.tokens)
-    assert place is not None
     assert place.agreement == 4  # 8 1 2 3, and not 9 1 2 3
     assert history.following(place, 3).tolist() == [5, 7, 8]
 
 
-def test_what_was_not_seen_before_is_not_found() -> None:
+def test_unseen_ngrams_are_not_found() -> None:
     history = history_of(1, 2, 3, 4, 5)
     assert history.find(history.tokens) is None
     assert history.find(tokens(2, 3)) is None  # shorter than any n-gram
@@ -46,9 +47,7 @@ def test_a_text_that_repeats_itself_is_guessed_to_go_on_repeating() -> None:
     st.lists(st.integers(0, 3), max_size=120),
     st.lists(st.integers(1, 30), max_size=30),
 )
-def test_whatever_the_pieces_it_came_in_what_is_found_is_the_last_occurrence(
-    values: list[int], pieces: list[int]
-) -> None:
+def test_the_last_occurrence_is_found_for_any_pieces(values: list[int], pieces: list[int]) -> None:
     history, at = TokenHistory(), 0
     for piece in [*pieces, len(values)]:
         history.append(tokens(*values[at : at + piece]))
@@ -60,15 +59,9 @@ def test_whatever_the_pieces_it_came_in_what_is_found_is_the_last_occurrence(
         assert not earlier or len(values) < NGRAM
         return
     assert place.next == earlier[-1]
-    agreed = next(
-        (
-            n
-            for n in range(LONGEST_AGREEMENT)
-            if n >= place.next or values[place.next - 1 - n] != values[-1 - n]
-        ),
-        LONGEST_AGREEMENT,
-    )
-    assert place.agreement == agreed
+    before, end = values[: place.next][::-1], values[::-1]
+    pairs = itertools.islice(zip(before, end, strict=False), LONGEST_AGREEMENT)
+    assert place.agreement == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def test_a_history_that_is_full_forgets_its_older_half() -> None:

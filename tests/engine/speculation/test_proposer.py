@@ -1,4 +1,4 @@
-"""Drafts: they change how many forwards an answer takes, and nothing about it."""
+"""Drafts change the number of forwards of an answer, and nothing else of it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.helpers import Bench, Client
-from rootstock.cache.families import Family
+from engine.helpers import Bench, Families, numbers
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
-from rootstock.engine.engine import Engine
-from rootstock.engine.request import SamplingParams, StopParams, TokenEvent
+from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running
 from rootstock.engine.speculation.proposer import NgramProposer, why_not
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
-Draft = Callable[[list[int]], Sequence[int]]  # from what was generated
+Draft = Callable[[list[int]], Sequence[int]]  # from the generated tokens
 
 
 class Scripted:
-    """Drafts that a test makes of what a sequence has generated."""
+    """A proposer whose drafts a test makes from the generated tokens."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -47,17 +45,9 @@ class Scripted:
         pass
 
 
-def numbers(seed: int, count: int, vocab_size: int = 97) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
-    return found
-
-
 def rightly(answer: list[int], most: int = 5) -> Scripted:
+    """Proposes the right tokens."""
     return Scripted(lambda generated: answer[len(generated) :][:most])
-
-
-def steps(bench: Bench) -> int:
-    return bench.engine.stats().counters.steps
 
 
 def test_right_drafts_save_forwards_and_wrong_ones_change_nothing() -> None:
@@ -66,10 +56,9 @@ def test_right_drafts_save_forwards_and_wrong_ones_change_nothing() -> None:
     right = Bench(proposer=rightly(alone))
     wrong = Bench(proposer=Scripted(lambda generated: [(alone[len(generated)] + 1) % 97] * 5))
     for bench in (right, wrong):
-        client = bench.ask(prompt, max_tokens=24)
-        bench.run()
+        client = bench.answer(prompt, max_tokens=24)
         assert client.tokens == alone
-    assert (steps(right), steps(wrong)) == (1 + 4, 24)  # 1 + 6 + 6 + 6 + 5
+    assert (right.steps, wrong.steps) == (1 + 4, 24)  # 1 + 6 + 6 + 6 + 5
     counters = right.engine.stats().counters
     assert (counters.draft_tokens, counters.accepted_draft_tokens) == (19, 19)
     assert wrong.engine.stats().counters.accepted_draft_tokens == 0
@@ -93,16 +82,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.behaviour(48)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("families", [(FULL,), (FULL, window(6), chunked(8))])
-def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
-    setting: str, families: tuple[Family, ...]
-) -> None:
-    """Every position is sampled as ever, from the same random numbers: the answers are equal, not only alike."""
+def test_a_seeded_answer_is_the_same_with_drafts_and_without(setting: str, families: Families) -> None:
+    """Each position is sampled from the same random numbers, so that answers are equal and not only alike."""
     prompt = numbers(2, 15)
-    sampling = SamplingParams(seed=11, **SETTINGS[setting])
+    sampling = ResolvedSampling(seed=11, **SETTINGS[setting])
     stop = StopParams(max_tokens=30, min_tokens=12, stop_tokens=(5, 17))
     plain = Bench(families=families)
-    expected = plain.ask(prompt, sampling=sampling, stop=stop)
-    plain.run()
+    expected = plain.answer(prompt, sampling=sampling, stop=stop)
     answer = [*expected.tokens, 5, 5, 5]
     rng = np.random.default_rng(0)
 
@@ -113,8 +99,7 @@ def test_a_seeded_answer_is_the_same_token_by_token_with_drafts_and_without(
         return draft
 
     bench = Bench(families=families, proposer=Scripted(partly_right))
-    client = bench.ask(prompt, sampling=sampling, stop=stop)
-    bench.run()
+    client = bench.answer(prompt, sampling=sampling, stop=stop)
     given = [event for event in client.events if isinstance(event, TokenEvent)]
     assert given == [
         replace(event, id=client.request.id) for event in expected.events if isinstance(event, TokenEvent)
@@ -133,15 +118,13 @@ def test_a_stop_string_within_an_accepted_run_ends_it_there() -> None:
     alone = bench.alone(prompt, 12)
     text = bytes(alone).decode("utf-8", errors="replace")
     stop = StopParams(max_tokens=12, stop_strings=(text[5:7],))
-    plain = bench.ask(prompt, stop=stop)
-    bench.run()
+    plain = bench.answer(prompt, stop=stop)
     drafted = Bench(vocab_size=256, tokenizer=ByteTokenizer(), proposer=rightly(alone, 11))
-    client = drafted.ask(prompt, stop=stop)
-    drafted.run()
-    assert steps(drafted) == 2
+    client = drafted.answer(prompt, stop=stop)
+    assert drafted.steps == 2
     assert (client.tokens, client.text) == (plain.tokens, plain.text)
     assert client.finished.usage.completion_tokens == len(plain.tokens)
-    # What was accepted and computed behind the stop is not kept.
+    # Tokens that were accepted behind the stop are not kept.
     assert drafted.cache.stats().cached_tokens == bench.cache.stats().cached_tokens
     assert drafted.cache.pool.live_blocks == 0
 
@@ -150,8 +133,7 @@ def test_a_stop_token_within_an_accepted_run_ends_it_there() -> None:
     prompt = numbers(3, 10)
     alone = Bench().alone(prompt, 12)
     bench = Bench(proposer=rightly(alone, 11))
-    client = bench.ask(prompt, stop=StopParams(max_tokens=12, stop_tokens=(alone[6],)))
-    bench.run()
+    client = bench.answer(prompt, stop=StopParams(max_tokens=12, stop_tokens=(alone[6],)))
     first = alone.index(alone[6])
     assert client.tokens == alone[:first]
     assert client.finished.stopped_by == alone[6]
@@ -165,20 +147,18 @@ def test_a_draft_never_reaches_beyond_the_last_token() -> None:
     prompt = numbers(4, 10)
     alone = Bench().alone(prompt, 30)
     bench = Bench(proposer=rightly(alone, 16))
-    client = bench.ask(prompt, max_tokens=5)
-    bench.run()
+    client = bench.answer(prompt, max_tokens=5)
     assert client.tokens == alone[:5]
     assert client.finished.usage.draft_tokens == 3
     assert bench.cache.stats().cached_tokens == 10 + 4
 
 
-def test_drafts_take_what_the_steps_tokens_leave() -> None:
+def test_drafts_take_the_rest_of_the_steps_tokens() -> None:
     proposer = Scripted(lambda generated: [1] * 8)
     bench = Bench(chunk_tokens=6, proposer=proposer)
     bench.ask(numbers(5, 3), max_tokens=20)
     bench.run(1)
-    bench.ask(numbers(6, 40), max_tokens=2)
-    bench.run()
+    bench.answer(numbers(6, 40), max_tokens=2)
     assert all(batch.new_tokens <= 6 for batch in bench.batches)
     assert any(len(batch.segments) == 1 and batch.new_tokens == 6 for batch in bench.batches)
     mixed = [batch for batch in bench.batches if len(batch.segments) == 2 and batch.segments[1].past < 35]
@@ -186,7 +166,7 @@ def test_drafts_take_what_the_steps_tokens_leave() -> None:
     assert all(len(batch.segments[0].tokens) == 1 for batch in mixed), "a draft held up a prefill"
 
 
-def test_drafts_take_no_block_that_anybody_may_miss() -> None:
+def test_drafts_take_no_block_that_a_request_may_need() -> None:
     def preemptions(proposer: Scripted | None) -> tuple[int, list[list[int]]]:
         bench = Bench(blocks=24, block_size=4, proposer=proposer)
         clients = [bench.ask(numbers(seed, 9), max_tokens=14) for seed in range(4)]
@@ -209,8 +189,8 @@ def test_no_new_blocks_go_to_drafts_while_a_request_waits_for_blocks() -> None:
     bench.run()
 
 
-def test_rejected_positions_are_void_for_everybody() -> None:
-    """Another request goes on right behind what was accepted, inside the block in which a draft was rejected."""
+def test_rejected_positions_are_void_for_other_requests() -> None:
+    """Another request continues right behind the accepted tokens, inside the block of the rejected ones."""
     prompt = numbers(7, 9)
     alone = Bench().alone(prompt, 6)
     bench = Bench(block_size=16, proposer=Scripted(lambda generated: [*alone[len(generated) :][:2], 1, 1, 1]))
@@ -219,32 +199,25 @@ def test_rejected_positions_are_void_for_everybody() -> None:
     bench.engine.abort(first.request.id)
     bench.run()
     longer = [*prompt, *first.tokens, *numbers(8, 6)]
-    second = bench.ask(longer, max_tokens=4)
-    bench.run()
-    assert second.finished.usage.cached_tokens == len(prompt) + len(first.tokens) - 1
+    second = bench.answer(longer, max_tokens=4)
+    assert second.cached_tokens == len(prompt) + len(first.tokens) - 1
     assert second.tokens == bench.alone(longer, 4)
 
 
-# ------------------------------------------------------------------------------------------ prompt lookup
+# ----------------------------------------------------------------------------------------- n-gram proposer
 
 
 def lookup(**options: Any) -> Bench:
-    """With a clock by which every forward takes as long, so that any draft pays."""
+    """Makes an engine whose clock gives every forward the same time, so that any draft pays."""
     ticks = iter(range(10**9))
     return Bench(clock=lambda: float(next(ticks)), draft_tokens=8, **options)
 
 
-def asked(bench: Bench, prompt: Sequence[int], max_tokens: int = 24, **request: Any) -> Client:
-    client = bench.ask(prompt, max_tokens=max_tokens, **request)
-    bench.run()
-    return client
-
-
-def test_what_the_tree_has_behind_the_same_prefix_is_drafted() -> None:
+def test_tokens_that_followed_the_same_prefix_are_drafted() -> None:
     bench = lookup()
     prompt = numbers(9, 20)
-    first, again = asked(bench, prompt), asked(bench, prompt)
-    assert again.tokens == first.tokens == bench.alone(prompt, 24)
+    first, again = bench.answer(prompt, 24), bench.answer(prompt, 24)
+    bench.expect(first, again)
     usage = again.finished.usage
     assert usage.accepted_draft_tokens == usage.draft_tokens >= 14
 
@@ -252,18 +225,18 @@ def test_what_the_tree_has_behind_the_same_prefix_is_drafted() -> None:
 def test_another_tenants_text_is_never_drafted() -> None:
     bench = lookup()
     prompt = numbers(9, 20)
-    asked(bench, prompt, salt="one")
-    other = asked(bench, prompt, salt="another")
+    bench.answer(prompt, 24, salt="one")
+    other = bench.answer(prompt, 24, salt="another")
     assert other.finished.usage.draft_tokens == 0
-    same = asked(bench, prompt, salt="one")
+    same = bench.answer(prompt, 24, salt="one")
     assert same.finished.usage.accepted_draft_tokens > 0
 
 
-def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
+def test_of_two_continuations_the_last_used_one_is_drafted() -> None:
     bench = lookup()
     prompt = numbers(9, 20)
     for last in (2, 3, 2):
-        asked(bench, [*prompt, 1, last], max_tokens=1)
+        bench.answer([*prompt, 1, last], max_tokens=1)
         match = bench.cache.match(np.array(prompt, np.int32), bench.engine.namespace(""))
         admitted = bench.cache.admit(match)
         assert isinstance(admitted, Admitted)
@@ -273,20 +246,20 @@ def test_of_two_ways_on_the_one_that_was_used_last_is_drafted() -> None:
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_itself() -> None:
-    """The oracle never repeats itself, so bias makes it: only one token may be chosen."""
+    """A bias makes the oracle repeat itself: it may choose only one token."""
     bench = lookup()
-    only = SamplingParams(temperature=0.0, logit_bias={7: 100.0})
-    client = asked(bench, numbers(1, 5), max_tokens=60, sampling=only)
+    only = ResolvedSampling(temperature=0.0, logit_bias={7: 100.0})
+    client = bench.answer(numbers(1, 5), max_tokens=60, sampling=only)
     assert client.tokens == [7] * 60
     assert client.finished.usage.accepted_draft_tokens > 30
 
 
-def test_what_recent_requests_of_the_namespace_computed_is_drafted_elsewhere() -> None:
+def test_tokens_of_recent_requests_of_the_namespace_are_drafted() -> None:
     bench = lookup()
     phrase = numbers(2, 40)
     proposer = bench.engine.proposer
     assert isinstance(proposer, NgramProposer)
-    asked(bench, [*numbers(3, 10), *phrase], max_tokens=1)
+    bench.answer([*numbers(3, 10), *phrase], max_tokens=1)
     client = bench.ask([*numbers(4, 10), *phrase[:10]], max_tokens=30)
     bench.run(1)
     (running,) = bench.engine.scheduler.sequences()
@@ -302,32 +275,31 @@ def test_what_recent_requests_of_the_namespace_computed_is_drafted_elsewhere() -
 def test_a_cache_that_is_cleared_leaves_nothing_to_draft_from() -> None:
     bench = lookup()
     prompt = numbers(9, 20)
-    asked(bench, prompt)
+    bench.answer(prompt, 24)
     bench.engine.clear_cache()
-    assert asked(bench, prompt).finished.usage.draft_tokens == 0
+    assert bench.answer(prompt, 24).finished.usage.draft_tokens == 0
 
 
 def test_wrong_drafts_are_soon_left_out() -> None:
-    bench = lookup(vocab_size=3)  # every n-gram was seen before, and says nothing of what comes next
-    sampling = SamplingParams(temperature=1.0, seed=1)
-    client = asked(bench, numbers(1, 50, 3), max_tokens=300, sampling=sampling)
+    bench = lookup(vocab_size=3)  # every n-gram was seen before and predicts nothing
+    sampling = ResolvedSampling(temperature=1.0, seed=1)
+    client = bench.answer(numbers(1, 50, 3), max_tokens=300, sampling=sampling)
     usage = client.finished.usage
     assert 0 < usage.draft_tokens < 300
     plain = Bench(vocab_size=3)
-    assert asked(plain, numbers(1, 50, 3), max_tokens=300, sampling=sampling).tokens == client.tokens
+    assert plain.answer(numbers(1, 50, 3), max_tokens=300, sampling=sampling).tokens == client.tokens
 
 
-def test_a_model_with_a_state_or_one_that_runs_one_sequence_per_forward_has_no_drafts() -> None:
+def test_models_with_states_or_one_sequence_per_forward_have_no_drafts() -> None:
     with_state = FakeRuntime(families=(FULL, STATE)).description
-    alone = replace(FakeRuntime().description, rung="one sequence per forward")
+    alone = replace(FakeRuntime().description, execution_mode="one sequence per forward")
     assert "state" in str(why_not(with_state, None))
     assert "one sequence" in str(why_not(alone, None))
     assert why_not(FakeRuntime().description, None) is None
     assert why_not(FakeRuntime().description, 0) == "not asked for"
     bench = Bench(families=(FULL, STATE), proposer=Scripted(lambda generated: [1] * 8))
-    assert asked(bench, numbers(1, 10)).tokens == bench.alone(numbers(1, 10), 24)
+    bench.expect(bench.answer(numbers(1, 10), 24))
     assert bench.engine.stats().counters.draft_tokens == 0
-    assert isinstance(bench.engine, Engine)
     assert bench.engine.why_no_drafts is not None
 
 
@@ -336,8 +308,5 @@ def test_the_option_is_auto_off_or_a_number() -> None:
     for text in ("", "some", "-3", "1.5", "99999"):
         with pytest.raises(InvalidOption, match="--speculate"):
             parse_draft_tokens(text)
-
-
-def test_a_negative_number_of_drafts_is_refused() -> None:
     with pytest.raises(InvalidOption, match="--speculate"):
         EngineConfig(draft_tokens=-1)

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, cached, kinds, of_kinds, opened_by
+from engine.helpers import Client
+from engine.tiered import KINDS, MIB, OTHER, PROMPT, Families, Tiered, kinds, of_kinds, opened_by, options
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.cache.families import Family
 from rootstock.cache.pools import Rows
 from rootstock.cache.record_identity import Identity, RecordKey
-from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.request import Aborted, Failed
+from rootstock.engine.request import Failed
 from rootstock.engine.step import PlanExecutor
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S
 from rootstock.errors import EngineFault, EngineStopped
@@ -35,12 +34,12 @@ from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind
 from tiers.helpers import directory_bytes
 from waiting import first_wait_on, join, wait_for, wait_until
 
-evicted_kinds = of_kinds(KINDS[:-1])  # as many states as fit into these budgets are never had
+evicted_kinds = of_kinds(KINDS[:-1])  # states alone never fill these budgets
 
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
-    """Those of every directory that is opened."""
+    """The files of every directory that a test opens."""
     files = FaultyFiles()
     monkeypatch.setattr("rootstock.tiers.disk.tier.Files", lambda: files)
     return files
@@ -50,7 +49,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
 
 
 @pytest.mark.behaviour(39)
-def test_on_the_disk_a_store_is_invisible_until_it_is_complete(files: FaultyFiles, bench: Tiered) -> None:
+def test_a_store_is_invisible_on_disk_until_it_is_complete(files: FaultyFiles, bench: Tiered) -> None:
     bench.answer(PROMPT)
     stores = [store.identity for store in bench.cache.take_all_stores()]
     load, seen, committed = bench.disk.load, [], set[RecordKey]()
@@ -67,7 +66,7 @@ def test_on_the_disk_a_store_is_invisible_until_it_is_complete(files: FaultyFile
                 assert found == (identity.key in committed)
 
     files.boundary = look
-    bench.tiering.flush()
+    bench.connector.flush()
     files.boundary = lambda name: None
     assert {"open_new", "write", "sync", "sync_folder"} <= set(seen)
     assert committed == {identity.key for identity in stores}
@@ -76,8 +75,8 @@ def test_on_the_disk_a_store_is_invisible_until_it_is_complete(files: FaultyFile
 
 @kinds
 @pytest.mark.behaviour(39)
-def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(bench: Tiered) -> None:
-    """Each record of a prompt once: garbage is left in its row, and a miss is told."""
+def test_no_row_of_a_failed_load_is_used(bench: Tiered) -> None:
+    """Each record of a prompt fails once: it leaves garbage in its row and reports a miss."""
     bench.answer(PROMPT, 1)
     bench.forget()
     records = len(list(bench.disk.entries()))
@@ -97,7 +96,7 @@ def test_of_a_load_that_fails_in_the_middle_nothing_is_believed(bench: Tiered) -
 
         bench.disk.load = spoilt  # type: ignore[method-assign]
         client = bench.answer([*PROMPT, 70])
-        assert cached(client) <= len(PROMPT)
+        assert client.cached_tokens <= len(PROMPT)
         bench.disk.load = load  # type: ignore[method-assign]
         bench.forget()
     assert bench.tier.counters.loads["missed"] > 0
@@ -113,23 +112,20 @@ from engine.tiered import KINDS, PROMPT, Tiered
 bench = Tiered(Path(sys.argv[1]), families=KINDS[int(sys.argv[3])], write="through")
 for first in range(int(sys.argv[4]), 97):
     bench.answer([first, *PROMPT], 3)
-    bench.mover.drain()  # everything is acknowledged
+    bench.writer.drain()  # everything is acknowledged
     print(first, flush=True)
-    bench.answer([first, 1, *PROMPT], 3)  # is not
+    bench.answer([first, 1, *PROMPT], 3)  # not acknowledged
 """
 
 
 @pytest.mark.behaviour(41)
 @pytest.mark.parametrize("kind", [0, 3], ids=["full", "everything"])
-def test_a_killed_engine_loses_at_most_what_was_not_acknowledged_and_the_next_serves_the_rest(
-    tmp_path: Path, kind: int
-) -> None:
+def test_a_killed_engine_loses_only_stores_that_were_not_acknowledged(tmp_path: Path, kind: int) -> None:
     served: list[int] = []
     waits = random.Random(kind)
     for start in (0, 40):
         command = [sys.executable, "-c", SERVES, str(tmp_path), str(Path(__file__).parents[2])]
         process = subprocess.Popen([*command, str(kind), str(start)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(waits.randint(2, 12))]
         os.kill(process.pid, signal.SIGKILL)
         lines += process.stdout.read().splitlines()
@@ -138,8 +134,8 @@ def test_a_killed_engine_loses_at_most_what_was_not_acknowledged_and_the_next_se
         with Tiered(tmp_path, families=KINDS[kind]) as bench:
             assert bench.tier.state == "ready"
             for first in served:
-                assert cached(bench.answer([first, *PROMPT, 70])) == 1 + len(PROMPT)
-            bench.answer([served[-1], 1, *PROMPT, 70])  # whatever is left of it
+                assert bench.answer([first, *PROMPT, 70]).cached_tokens == 1 + len(PROMPT)
+            bench.answer([served[-1], 1, *PROMPT, 70])  # of which some records may be stored
             assert bench.tier.misses == {}
     assert len(served) >= 4
 
@@ -148,24 +144,24 @@ def test_a_killed_engine_loses_at_most_what_was_not_acknowledged_and_the_next_se
 
 
 @pytest.mark.behaviour(42)
-def test_the_cap_holds_for_the_whole_directory_while_an_engine_stores_more_than_that(tmp_path: Path) -> None:
+def test_the_cap_holds_for_the_whole_directory(tmp_path: Path) -> None:
     with Tiered(tmp_path, cap_bytes=MIB):
         pass
-    (tmp_path / "left-by-somebody.tmp").write_bytes(bytes(100_000))
+    (tmp_path / "left-by-another-program.tmp").write_bytes(bytes(100_000))
     (tmp_path / "000001.older").write_bytes(bytes(100_000))
     with Tiered(
         tmp_path, cap_bytes=MIB, write="through", block_size=256, blocks=40, chunk_tokens=2048
     ) as bench:
         for first in range(28):
             bench.answer([first, *([first] * 2000)], 1)
-            bench.mover.drain()
+            bench.writer.drain()
             assert directory_bytes(tmp_path) <= MIB
         tier = bench.tier
         assert tier.stored_bytes > MIB
         assert tier.used_bytes <= tier.cap_bytes == MIB
-        assert tier.records < tier.stored_records, "what was evicted from the disk is not looked for there"
+        assert tier.records < tier.stored_records, "the index still holds records that the disk evicted"
         assert tier.records == len(list(bench.disk.entries()))
-        assert cached(bench.answer([27, *([27] * 2000), 1])) >= 2000
+        assert bench.answer([27, *([27] * 2000), 1]).cached_tokens >= 2000
         bench.answer([0, *([0] * 2000), 1])
     assert directory_bytes(tmp_path) <= MIB
     with Tiered(tmp_path, cap_bytes=MIB, block_size=256, blocks=40) as bench:
@@ -173,7 +169,7 @@ def test_the_cap_holds_for_the_whole_directory_while_an_engine_stores_more_than_
 
 
 @pytest.mark.behaviour(42)
-def test_a_full_disk_is_no_tier_with_one_warning_and_requests_go_on(
+def test_a_full_disk_only_loads_and_gives_one_warning(
     tmp_path: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), Tiered(tmp_path, blocks=40) as bench:
@@ -182,11 +178,11 @@ def test_a_full_disk_is_no_tier_with_one_warning_and_requests_go_on(
         files.free_bytes = 0
         for first in range(20):
             bench.answer([70 + first, *PROMPT])
-            bench.mover.drain()
+            bench.writer.drain()
         assert bench.tier.state == "loads only"
         assert "No space left" in bench.tier.reason
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT), "what was there before is still loaded"
+        assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT), "older records are not loaded"
         bench.crash()
     assert len(caplog.records) == 1
 
@@ -196,72 +192,66 @@ def test_a_full_disk_is_no_tier_with_one_warning_and_requests_go_on(
 
 @kinds
 @pytest.mark.behaviour(43)
-def test_a_hit_deeper_on_disk_than_in_memory_is_used(tmp_path: Path, families: tuple[Family, ...]) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer([*PROMPT, *range(20, 50)], boundaries=(Boundary(40, CheckpointKind.USER),))
-    with Tiered(tmp_path, families=families) as bench:
-        assert cached(bench.answer([*PROMPT[:40], 70], 1)) == 40
-        loaded = bench.cache.stats().loaded_tokens
-        deeper = bench.answer([*PROMPT, *range(20, 50), 70])
-        assert cached(deeper) == 62 + 30
-        assert bench.cache.stats().loaded_tokens - loaded <= 62 + 30 - 36, (
-            "what memory has is not loaded again"
-        )
-        memory_only = bench.answer([*PROMPT, *range(20, 50), 71])
-        assert cached(memory_only) == 62 + 30
-        assert bench.tier.counters.loads == {"loaded": 2}
+def test_a_hit_deeper_on_disk_than_in_memory_is_used(bench: Tiered) -> None:
+    bench.answer([*PROMPT, *range(20, 50)], boundaries=(Boundary(40, CheckpointKind.USER),))
+    bench.restart()
+    assert bench.answer([*PROMPT[:40], 70], 1).cached_tokens == 40
+    loaded = bench.cache.stats().loaded_tokens
+    deeper = bench.answer([*PROMPT, *range(20, 50), 70])
+    assert deeper.cached_tokens == 62 + 30
+    assert bench.cache.stats().loaded_tokens - loaded <= 62 + 30 - 36, "what memory has is not loaded again"
+    memory_only = bench.answer([*PROMPT, *range(20, 50), 71])
+    assert memory_only.cached_tokens == 62 + 30
+    assert bench.tier.counters.loads == {"loaded": 2}
 
 
 @kinds
 @pytest.mark.behaviour(43)
-def test_loading_is_chosen_only_where_it_was_measured_to_be_faster(stored: Tiered) -> None:
+def test_a_load_is_chosen_only_if_it_was_measured_to_be_faster(stored: Tiered) -> None:
     stored.set_speeds(prefill_tokens_per_s=1e6, load_bytes_per_s=10)
-    assert cached(stored.answer([*PROMPT, 70], 1)) == 0
+    assert stored.answer([*PROMPT, 70], 1).cached_tokens == 0
     assert stored.tier.counters.choices == {"recompute": 1}
     assert stored.tier.counters.loads == {}
     stored.forget()
     stored.set_speeds(prefill_tokens_per_s=10, load_bytes_per_s=1e6)
-    assert cached(stored.answer([*PROMPT, 71], 1)) == len(PROMPT)
+    assert stored.answer([*PROMPT, 71], 1).cached_tokens == len(PROMPT)
     assert stored.tier.counters.choices == {"recompute": 1, "load": 1}
 
 
 @pytest.mark.behaviour(43)
-def test_what_waits_to_be_loaded_counts_against_loading(bench: Tiered) -> None:
+def test_waiting_loads_count_against_another_load(bench: Tiered) -> None:
     bench.answer(PROMPT, 1)
     bench.answer(OTHER, 1)
     bench.forget()
-    # 992 bytes and 62 tokens each: 0.99 s against 1.55 s, but not after the other's.
+    # 992 bytes and 62 tokens each: loading takes 0.99 s, computing 1.55 s, but a second load waits for the first.
     bench.set_speeds(prefill_tokens_per_s=40, load_bytes_per_s=1000)
     loading = bench.begin_load([*PROMPT, 70])
     computing = bench.ask([*OTHER, 70])
     bench.run(steps=6)
     bench.expect(computing)
-    assert cached(computing) == 0
-    bench.loads.open()
-    bench.run()
-    bench.expect(loading)
-    assert cached(loading) == len(PROMPT)
+    assert computing.cached_tokens == 0
+    bench.finish(loading)
+    assert loading.cached_tokens == len(PROMPT)
     assert bench.tier.counters.choices == {"load": 1, "recompute": 1}
 
 
 @pytest.mark.behaviour(43)
-def test_while_nothing_was_measured_loading_is_tried(stored: Tiered) -> None:
-    below = stored.engine.explain(stored.client([*PROMPT, 70]).request.tokens).below
-    assert below is not None
+def test_a_load_is_tried_before_anything_was_measured(stored: Tiered) -> None:
+    below = stored.engine.explain(Client([*PROMPT, 70]).request.tokens).below
     assert below.load
     assert below.load_s is below.compute_s is None
     assert below.message.endswith("loading is estimated at unknown, computing at unknown. It is loaded.")
 
 
 @pytest.mark.behaviour(43)
-def test_an_estimate_that_speaks_against_loading_is_checked_again_after_a_while(stored: Tiered) -> None:
+def test_an_estimate_against_loading_is_checked_again_later(stored: Tiered) -> None:
     stored.set_speeds(prefill_tokens_per_s=1000, load_bytes_per_s=100)
     for turn in range(8):
         stored.clock.now_s += STALE_S + 1
         client = stored.answer([*PROMPT, 70 + turn], 1)
-        stored.tiering._reader.drain()
+        stored.reader.drain()
         stored.forget()
-    assert cached(client) == len(PROMPT), "the directory became fast"
+    assert client.cached_tokens == len(PROMPT), "the directory became fast"
 
 
 # -- 44 ----------------------------------------------------------------------------------------------------------
@@ -269,50 +259,43 @@ def test_an_estimate_that_speaks_against_loading_is_checked_again_after_a_while(
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_aborting_while_loading_keeps_the_rows_until_the_load_has_ended(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families, blocks=40) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        before = live(bench)
-        client = bench.begin_load([*PROMPT, 70])
-        held = live(bench)
-        assert all(now >= was for now, was in zip(held, before, strict=True))
-        assert held != before
-        bench.engine.abort(client.request.id)
-        bench.run(steps=1)
-        assert isinstance(client.events[-1], Aborted)
-        assert len(client.terminals) == 1
-        assert live(bench) == held
-        for first in range(3):  # which need all the rows that there are, but for these
-            bench.answer([80 + first, *range(50)])
-        assert live(bench) == held
-        bench.end_loads()
-        assert live(bench) == before
-        assert bench.cache.stats().leases == 0
-        assert bench.tiering.loading == 0
-        bench.cache.check()
-        bench.answer([*PROMPT, 70])
+@options(blocks=40)
+def test_an_abort_keeps_the_rows_until_the_load_has_ended(stored: Tiered) -> None:
+    before = live(stored)
+    client = stored.begin_load([*PROMPT, 70])
+    held = live(stored)
+    assert all(now >= was for now, was in zip(held, before, strict=True))
+    assert held != before
+    stored.engine.abort(client.request.id)
+    stored.run(steps=1)
+    assert client.is_aborted
+    assert live(stored) == held
+    for first in range(3):  # these need all other rows
+        stored.answer([80 + first, *range(50)])
+    assert live(stored) == held
+    stored.end_loads()
+    assert live(stored) == before
+    assert stored.cache.stats().leases == 0
+    assert stored.connector.loading == 0
+    stored.cache.check()
+    stored.answer([*PROMPT, 70])
 
 
 @pytest.mark.behaviour(44)
-def test_what_was_loaded_for_a_request_that_was_aborted_is_found_by_the_next(tmp_path: Path) -> None:
-    with Tiered(tmp_path, block_size=64) as bench:  # one record: its load cannot be stopped half way
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        bench.engine.abort(client.request.id)
-        bench.run(steps=1)
-        bench.end_loads()
-        assert bench.cache.stats().leases == 0
-        assert bench.tier.counters.loads == {"loaded": 1}
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
-        assert bench.tier.counters.loads == {"loaded": 1}
+@options(block_size=64)  # one record: its load cannot be stopped half way
+def test_a_load_of_an_aborted_request_serves_the_next_one(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    stored.engine.abort(client.request.id)
+    stored.run(steps=1)
+    stored.end_loads()
+    assert stored.cache.stats().leases == 0
+    assert stored.tier.counters.loads == {"loaded": 1}
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
+    assert stored.tier.counters.loads == {"loaded": 1}
 
 
 @pytest.mark.behaviour(44)
-def test_a_load_that_nobody_wants_any_more_ends_with_the_record_under_way(stored: Tiered) -> None:
+def test_a_load_of_an_aborted_request_ends_with_its_current_record(stored: Tiered) -> None:
     passed = stored.loads.passed
     client = stored.begin_load([*PROMPT, 70])
     stored.engine.abort(client.request.id)
@@ -320,28 +303,24 @@ def test_a_load_that_nobody_wants_any_more_ends_with_the_record_under_way(stored
     stored.end_loads()
     assert stored.loads.passed == passed + 1
     assert stored.tier.counters.loads == {"cancelled": 1}
-    assert cached(stored.answer([*PROMPT, 70])) == len(PROMPT), "and is there to be loaded again"
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT), "its records are gone"
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_who_waits_for_a_load_that_is_aborted_is_loaded_or_computes(stored: Tiered) -> None:
+def test_a_waiter_loads_the_prefix_after_the_abort_of_the_loading_request(stored: Tiered) -> None:
     client = stored.begin_load([*PROMPT, 70])
     waiter = stored.ask([*PROMPT, 71])
     stored.run(steps=1)
     stored.engine.abort(client.request.id)
     stored.run(steps=1)
-    stored.loads.open()
-    stored.run()
-    stored.expect(waiter)
-    assert cached(waiter) == len(PROMPT)
+    stored.finish(waiter)
+    assert waiter.cached_tokens == len(PROMPT)
 
 
 @evicted_kinds
 @pytest.mark.behaviour(44)
-def test_aborting_with_stores_queued_changes_nothing_of_what_is_stored(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
+def test_aborts_do_not_change_queued_stores(tmp_path: Path, families: Families) -> None:
     with Tiered(tmp_path, families=families, blocks=30) as bench:
         bench.answer(PROMPT)
         bench.stores.close()
@@ -353,59 +332,54 @@ def test_aborting_with_stores_queued_changes_nothing_of_what_is_stored(
             bench.engine.abort(client.request.id)
         bench.run()
         assert bench.cache.stats().leases == 0
-        for first in range(4):  # its rows are written again and again
+        for first in range(4):  # these overwrite its rows many times
             bench.answer([85 + first, *range(50)], 10)
         bench.stores.open()
-        bench.mover.drain()
+        bench.writer.drain()
         bench.crash()
     with Tiered(tmp_path, families=families) as bench:
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+        assert bench.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
         assert bench.tier.counters.loads == {"loaded": 1}
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_stopping_an_engine_waits_for_the_record_that_is_being_loaded(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        stopping = threading.Thread(target=bench.engine.stop)
-        stopping.start()
-        wait_until(lambda: client.terminals)  # it is failed at once …
-        assert isinstance(client.events[-1], Failed)
-        assert isinstance(client.events[-1].error, EngineStopped)
-        assert stopping.is_alive()  # … and the rows are kept until the disk has let go of them
-        bench.loads.open()
-        join(stopping)
-    with Tiered(tmp_path, families=families) as bench:
-        assert cached(bench.answer([*PROMPT, 70])) == len(PROMPT)
+def test_a_stop_waits_for_the_record_in_flight(stored: Tiered) -> None:
+    client = stored.begin_load([*PROMPT, 70])
+    stopping = threading.Thread(target=stored.engine.stop)
+    stopping.start()
+    wait_until(lambda: client.terminals)  # it fails at once …
+    assert isinstance(client.error, EngineStopped)
+    assert stopping.is_alive()  # … and the rows stay until the load has ended
+    stored.loads.open()
+    join(stopping)
+    stored.restart()
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_a_request_whose_load_takes_far_too_long_computes_and_the_load_keeps_its_rows(stored: Tiered) -> None:
+def test_a_request_with_an_overdue_load_computes(stored: Tiered) -> None:
     client = stored.begin_load([*PROMPT, 70])
     held = live(stored)
     stored.clock.now_s += OVERDUE_LEAST_S + 0.1
     stored.run(steps=10)
     stored.expect(client)
-    assert cached(client) == 0
+    assert client.cached_tokens == 0
     assert live(stored) == held
     assert stored.tier.counters.loads == {"overdue": 1}
+    assert stored.tier.counters.choices == {"recompute": 1}
     stored.end_loads()
     assert stored.cache.stats().leases == 0
     assert sum(live(stored)) == 0
     stored.cache.check()
     stored.clock.now_s += STALE_S + 1
-    assert cached(stored.answer([*PROMPT, 71])) == len(PROMPT)
+    assert stored.answer([*PROMPT, 71]).cached_tokens == len(PROMPT)
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_nobody_waits_for_a_load_that_takes_far_too_long(stored: Tiered) -> None:
+def test_waiters_do_not_wait_for_an_overdue_load(stored: Tiered) -> None:
     client = stored.begin_load([*PROMPT, 70])
     waiter = stored.ask([*PROMPT, 71])
     stored.run(steps=1)
@@ -413,13 +387,13 @@ def test_nobody_waits_for_a_load_that_takes_far_too_long(stored: Tiered) -> None
     stored.run(steps=14)
     stored.expect(client)
     stored.expect(waiter)
-    assert (cached(client), cached(waiter)) == (0, len(PROMPT)), "one computes it for both"
+    assert (client.cached_tokens, waiter.cached_tokens) == (0, len(PROMPT)), "one computes it for both"
     stored.end_loads()
     assert sum(live(stored)) == 0
 
 
 @pytest.mark.behaviour(44)
-def test_a_started_engine_notices_that_a_load_takes_far_too_long(stored: Tiered) -> None:
+def test_a_started_engine_notices_an_overdue_load(stored: Tiered) -> None:
     stored.loads.close()
     stored.engine.start()
     client = stored.ask([*PROMPT, 70])
@@ -430,37 +404,29 @@ def test_a_started_engine_notices_that_a_load_takes_far_too_long(stored: Tiered)
     stored.engine.call(lambda: None)
     wait_for(client.ended)
     stored.expect(client)
-    assert cached(client) == 0
+    assert client.cached_tokens == 0
 
 
 @kinds
 @pytest.mark.behaviour(44)
-def test_a_forward_that_raises_leaves_a_load_alone(tmp_path: Path, families: tuple[Family, ...]) -> None:
-    failing = threading.Event()
-
+def test_a_failed_forward_does_not_end_a_load(stored: Tiered) -> None:
     def fault(batch: Batch) -> None:
-        if failing.is_set():
-            raise RuntimeError("injected")
+        raise RuntimeError("injected")
 
-    with Tiered(tmp_path, families=families, fault=fault) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        running = bench.ask(OTHER, 20)
-        bench.run(steps=3)
-        client = bench.begin_load([*PROMPT, 70])
-        failing.set()
-        bench.run(steps=1)
-        failing.clear()
-        assert isinstance(running.events[-1], Failed)
-        assert not client.events
-        bench.loads.open()
-        bench.run()
-        bench.expect(client)
-        assert cached(client) == len(PROMPT)
+    running = stored.ask(OTHER, 20)
+    stored.run(steps=3)
+    client = stored.begin_load([*PROMPT, 70])
+    stored.runtime.fault = fault
+    stored.run(steps=1)
+    stored.runtime.fault = None
+    assert running.error
+    assert not client.events
+    stored.finish(client)
+    assert client.cached_tokens == len(PROMPT)
 
 
 @pytest.mark.behaviour(44)
-def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
+def test_emptying_the_cache_waits_for_loads_into_its_rows(
     stored: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = stored.begin_load([*PROMPT, 70])
@@ -471,20 +437,19 @@ def test_an_engine_that_starts_anew_waits_for_the_loads_into_its_rows(
     with monkeypatch.context() as patch:
         patch.setattr(stored.engine.scheduler, "schedule", bug)
         stepping = threading.Thread(target=stored.engine.step)
-        waits = first_wait_on(stored.tiering._reader._changed)
+        waits = first_wait_on(stored.reader._changed)
         stepping.start()
         wait_for(waits)
         assert stepping.is_alive()
         assert not client.terminals
         stored.loads.open()
         join(stepping)
-    assert isinstance(client.events[-1], Failed)
-    assert isinstance(client.events[-1].error, EngineFault)
-    assert cached(stored.answer([*PROMPT, 70])) == len(PROMPT)
+    assert isinstance(client.error, EngineFault)
+    assert stored.answer([*PROMPT, 70]).cached_tokens == len(PROMPT)
 
 
 def live(bench: Tiered) -> list[int]:
-    """Rows that somebody uses, of each family."""
+    """Counts the rows in use, of each family."""
     return [family.live_rows for family in bench.cache.stats().families]
 
 
@@ -493,35 +458,31 @@ def live(bench: Tiered) -> list[int]:
 
 @evicted_kinds
 @pytest.mark.behaviour(45)
-def test_what_was_evicted_is_served_from_the_queue_while_the_disk_has_not_taken_it(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families, blocks=30) as bench:
-        bench.answer(PROMPT)
-        bench.stores.close()
-        for first in range(4):
-            bench.answer([80 + first, *range(80)])
-        bench.stores.wait_until_reached()
-        assert bench.tier.stored_records == 0
-        again = bench.answer([*PROMPT, 70])
-        assert cached(again) == len(PROMPT)
-        assert bench.disk.counts.loaded_records == 0
-        bench.stores.open()
-        bench.mover.drain()
-        bench.forget()
-        assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT)
-        assert bench.disk.counts.loaded_records > 0
+@options(blocks=30)
+def test_evicted_blocks_are_served_from_the_queue_before_they_are_on_disk(bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    bench.stores.close()
+    for first in range(4):
+        bench.answer([80 + first, *range(80)])
+    bench.stores.wait_until_reached()
+    assert bench.tier.stored_records == 0
+    again = bench.answer([*PROMPT, 70])
+    assert again.cached_tokens == len(PROMPT)
+    assert bench.disk.counts.loaded_records == 0
+    bench.stores.open()
+    bench.writer.drain()
+    bench.forget()
+    assert bench.answer([*PROMPT, 71]).cached_tokens == len(PROMPT)
+    assert bench.disk.counts.loaded_records > 0
 
 
 @kinds
 @pytest.mark.behaviour(45)
-def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
-    files: FaultyFiles, stored: Tiered
-) -> None:
-    """Whatever the disk is about to do, the record can be had: from the queue, and from the disk once it is there."""
+def test_evicted_blocks_are_served_before_each_call_of_the_disk(files: FaultyFiles, stored: Tiered) -> None:
+    """A record is loaded from the queue until it is on disk."""
     payloads = {entry.identity.key: loaded(stored, entry.identity) for entry in stored.disk.entries()}
     stored.disk.clear()
-    stored.tiering.follow()
+    stored.connector.follow()
     stored.answer(PROMPT)
     misses: list[str] = []
 
@@ -536,18 +497,18 @@ def test_what_was_evicted_is_served_at_every_instant_of_its_way_down(
     assert {identity.key for identity in queued} == set(payloads)
     for store in stored.cache.take_all_stores():
         stored.stores.close()
-        stored.tiering.store([store])
+        stored.connector.store([store])
     files.boundary = look
     stored.stores.open()
-    stored.mover.drain()
+    stored.writer.drain()
     files.boundary = lambda name: None
     look("stored")
     assert misses == []
 
 
 def loaded(bench: Tiered, identity: Identity) -> bytes:
-    """As the loader loads it."""
-    result = bench.mover.load(identity)
+    """Loads a record like the reader."""
+    result = bench.writer.load(identity)
     return b"".join(bytes(view) for view in result.payload) if isinstance(result, Loaded) else b"missed"
 
 
@@ -556,34 +517,29 @@ def loaded(bench: Tiered, identity: Identity) -> bytes:
 
 @kinds
 @pytest.mark.behaviour(46)
-def test_clearing_while_something_is_loaded_is_put_off_until_it_has_ended(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    with Tiered(tmp_path, families=families) as bench:
-        bench.answer(PROMPT)
-        bench.answer(OTHER)
-        bench.forget()
-        loading = bench.begin_load([*PROMPT, 70])
-        assert bench.engine.clear_cache().later
-        assert list(bench.disk.entries()) != []
-        newcomer = bench.ask([*OTHER, 70])
-        bench.run(steps=8)
-        bench.expect(newcomer)
-        assert cached(newcomer) == 0, "what is to go is not loaded any more"
-        bench.loads.open()
-        bench.run()
-        bench.expect(loading)
-        assert cached(loading) == len(PROMPT), "what was under way was not torn"
-        assert list(bench.disk.entries()) == []
-        assert bench.tier.records == 0
-        assert not bench.engine.clear_cache().later
-    with Tiered(tmp_path, families=families) as bench:
-        assert cached(bench.answer([*PROMPT, 70])) == 0
+def test_a_clear_waits_for_loads_in_flight(bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    bench.answer(OTHER)
+    bench.forget()
+    loading = bench.begin_load([*PROMPT, 70])
+    assert bench.engine.clear_cache().later
+    assert list(bench.disk.entries()) != []
+    newcomer = bench.ask([*OTHER, 70])
+    bench.run(steps=8)
+    bench.expect(newcomer)
+    assert newcomer.cached_tokens == 0, "a record that is to be cleared was loaded"
+    bench.finish(loading)
+    assert loading.cached_tokens == len(PROMPT), "the load in flight was cut off"
+    assert list(bench.disk.entries()) == []
+    assert bench.tier.records == 0
+    assert not bench.engine.clear_cache().later
+    bench.restart()
+    assert bench.answer([*PROMPT, 70]).cached_tokens == 0
 
 
 @kinds
 @pytest.mark.behaviour(46)
-def test_clearing_with_requests_that_run_leaves_them_alone_and_the_disk_empty(bench: Tiered) -> None:
+def test_a_clear_empties_the_disk_and_leaves_running_requests_alone(bench: Tiered) -> None:
     bench.answer(PROMPT)
     bench.answer(OTHER)
     bench.forget()
@@ -594,113 +550,90 @@ def test_clearing_with_requests_that_run_leaves_them_alone_and_the_disk_empty(be
     assert list(bench.disk.entries()) == []
     assert bench.tier.records == 0
     bench.run()
-    bench.expect(running, 30)
-    assert cached(bench.answer([*OTHER, 70])) == 0
+    bench.expect(running)
+    assert bench.answer([*OTHER, 70]).cached_tokens == 0
 
 
 @evicted_kinds
 @pytest.mark.behaviour(46)
-def test_clearing_takes_what_is_still_on_its_way_down(tmp_path: Path, families: tuple[Family, ...]) -> None:
-    with Tiered(tmp_path, families=families, blocks=30) as bench:
-        bench.answer(PROMPT)
-        bench.stores.close()
-        for first in range(4):
-            bench.answer([80 + first, *range(80)])
-        bench.stores.wait_until_reached()
-        opened_by(bench.stores, bench.mover, "drain")
-        assert not bench.engine.clear_cache().later
-        assert list(bench.disk.entries()) == []
-        assert cached(bench.answer([*PROMPT, 70])) == 0
-        assert bench.tier.counters.loads == {}
+@options(blocks=30)
+def test_a_clear_removes_queued_stores(bench: Tiered) -> None:
+    bench.answer(PROMPT)
+    bench.stores.close()
+    for first in range(4):
+        bench.answer([80 + first, *range(80)])
+    bench.stores.wait_until_reached()
+    opened_by(bench.stores, bench.writer, "drain")
+    assert not bench.engine.clear_cache().later
+    assert list(bench.disk.entries()) == []
+    assert bench.answer([*PROMPT, 70]).cached_tokens == 0
+    assert bench.tier.counters.loads == {}
 
 
 @pytest.mark.behaviour(46)
 @pytest.mark.parametrize("end", ["stop", "fault"])
-def test_a_clear_that_was_put_off_happens_though_the_engine_stops_or_fails_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+def test_a_delayed_clear_happens_though_the_engine_stops_or_fails(
+    monkeypatch: pytest.MonkeyPatch, end: str, stored: Tiered
 ) -> None:
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        client = bench.begin_load([*PROMPT, 70])
-        assert bench.engine.clear_cache().later
-        opened_by(bench.loads, bench.tiering._reader, "drain")
-        if end == "fault":
-            with monkeypatch.context() as patch:
-                patch.setattr(bench.engine.scheduler, "schedule", lambda *_: 1 / 0)
-                bench.engine.step()
-            assert isinstance(client.events[-1], Failed)
-            assert cached(bench.answer([*PROMPT, 70])) == 0
-            bench.forget()
-            assert cached(bench.answer([*PROMPT, 71])) == len(PROMPT), (
-                "and what is stored from then on is loaded"
-            )
-            bench.engine.clear_cache()
-        bench.engine.stop()
-    with Tiered(tmp_path) as bench:
-        assert cached(bench.answer([*PROMPT, 70])) == 0
-
-
-def test_who_computed_after_an_overdue_load_is_counted_as_such(stored: Tiered) -> None:
-    stored.begin_load([*PROMPT, 70])
-    stored.clock.now_s += OVERDUE_LEAST_S + 0.1
-    stored.run(steps=10)
-    assert stored.tier.counters.choices == {"recompute": 1}
-
-
-def test_a_salt_without_a_tenant_is_stored_like_any_other(tmp_path: Path) -> None:
-    salt = salt_of("", "mine")
-    with Tiered(tmp_path) as bench:
-        bench.answer(PROMPT, 4, salt=salt)
-        bench.forget()
-        assert cached(bench.answer([*PROMPT, 90], 4, salt=salt)) == len(PROMPT)
+    client = stored.begin_load([*PROMPT, 70])
+    assert stored.engine.clear_cache().later
+    opened_by(stored.loads, stored.reader, "drain")
+    if end == "fault":
+        with monkeypatch.context() as patch:
+            patch.setattr(stored.engine.scheduler, "schedule", lambda *_: 1 / 0)
+            stored.engine.step()
+        assert client.error
+        assert stored.answer([*PROMPT, 70]).cached_tokens == 0
+        stored.forget()
+        assert stored.answer([*PROMPT, 71]).cached_tokens == len(PROMPT), "later stores are not loaded"
+        stored.engine.clear_cache()
+    stored.engine.stop()
+    stored.restart()
+    assert stored.answer([*PROMPT, 70]).cached_tokens == 0
 
 
 @pytest.mark.behaviour(45)
 @pytest.mark.parametrize("families", [(FULL, STATE), (FULL, window(7)), (FULL, window(7), STATE)], ids=str)
-def test_a_block_that_is_evicted_in_part_is_stored_whole(
-    tmp_path: Path, families: tuple[Family, ...]
-) -> None:
-    """A leaf is cut at a checkpoint inside a block: what was deeper must still find the block's end."""
-    with Tiered(tmp_path, families=families, blocks=60, block_size=8, chunk_tokens=512) as bench:
-        prompt = list(range(80))
-        bench.answer(prompt, 1, boundaries=(Boundary(43, CheckpointKind.SYSTEM),))
-        bench.answer([*prompt, 3], 1)
-        while bench.cache.stats().cached_tokens:
-            rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
-            bench.cache.tree._evict(rows, None)
-            PlanExecutor(bench.runtime, bench.tiering).apply(bench.cache.make_way())
-        assert cached(bench.answer([*prompt, 90, 91], 2)) == 80
+@options(blocks=60, block_size=8, chunk_tokens=512)
+def test_a_block_that_is_evicted_in_part_is_stored_whole(bench: Tiered) -> None:
+    """Eviction cuts a leaf at a checkpoint inside a block. Deeper records need the block's end."""
+    prompt = list(range(80))
+    bench.answer(prompt, 1, boundaries=(Boundary(43, CheckpointKind.SYSTEM),))
+    bench.answer([*prompt, 3], 1)
+    while bench.cache.stats().cached_tokens:
+        rows = Rows(bench.cache.pool.free_blocks + 1, (0,) * len(bench.cache.pools.windows))
+        bench.cache.tree._evict(rows, None)
+        PlanExecutor(bench.runtime, bench.connector).apply(bench.cache.take_pending_plan())
+    assert bench.answer([*prompt, 90, 91], 2).cached_tokens == 80
 
 
 @pytest.mark.behaviour(41)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_in_a_forward_stores_nothing_of_what_it_left_half_done(tmp_path: Path) -> None:
-    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
-        forward, calls = bench.runtime.forward, iter(range(1000))
+@options(families=(FULL, STATE))
+def test_an_engine_that_dies_in_a_forward_stores_no_half_written_rows(bench: Tiered) -> None:
+    forward, calls = bench.runtime.forward, iter(range(1000))
 
-        def dying(batch: Batch) -> Logits:
-            logits = forward(batch)
-            if next(calls) == 2:
-                raise SystemExit
-            return logits
+    def dying(batch: Batch) -> Logits:
+        logits = forward(batch)
+        if next(calls) == 2:
+            raise SystemExit
+        return logits
 
-        bench.runtime.forward = dying  # type: ignore[method-assign]
-        bench.engine.start()
-        client = bench.ask(PROMPT)
-        wait_for(client.ended)
-        assert bench.engine._thread is not None
-        join(bench.engine._thread)
-        given = client.tokens
+    bench.runtime.forward = dying
+    bench.engine.start()
+    client = bench.ask(PROMPT)
+    wait_for(client.ended)
+    join(bench.engine._thread)
+    given = client.tokens
     assert given
-    with Tiered(tmp_path, families=(FULL, STATE)) as bench:
-        bench.answer([*PROMPT, *given, 5, 6], 4)  # compares with what it would be given alone
+    bench.restart()
+    bench.answer([*PROMPT, *given, 5, 6], 4)  # checks the answer
 
 
-def test_a_record_that_cannot_be_read_just_now_is_not_asked_for_for_ever(
+def test_a_record_with_a_read_error_is_not_tried_forever(
     stored: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk says nothing against the record, which stays where it is."""
+    """The error does not make the disk drop the record."""
     asked: list[Identity] = []
 
     def busy(identity: Identity, into: object = None) -> LoadResult:
@@ -713,35 +646,31 @@ def test_a_record_that_cannot_be_read_just_now_is_not_asked_for_for_ever(
 
 
 @pytest.mark.behaviour(44)
-def test_who_needs_the_rows_of_a_load_that_was_given_up_waits_for_it_to_end(tmp_path: Path) -> None:
-    """The last running request is failed if there is no memory for it, but not if there will be."""
-    with Tiered(tmp_path, blocks=12, block_size=8) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        loading = bench.begin_load([*PROMPT, 70])
-        bench.engine.abort(loading.request.id)
-        client = bench.ask(OTHER[:10], 60)
-        for _ in range(80):
-            bench.engine.step()
-        assert not client.events or not isinstance(client.events[-1], Failed), client.events[-1]
-        bench.end_loads()
-        bench.run()
-        bench.expect(client, 60)
+@options(blocks=12, block_size=8)
+def test_a_request_waits_for_the_rows_of_a_load_that_was_given_up(stored: Tiered) -> None:
+    """The last running request fails without memory, but not if a load in flight will free some."""
+    loading = stored.begin_load([*PROMPT, 70])
+    stored.engine.abort(loading.request.id)
+    client = stored.ask(OTHER[:10], 60)
+    for _ in range(80):
+        stored.engine.step()
+    assert not client.events or not isinstance(client.events[-1], Failed), client.events[-1]
+    stored.end_loads()
+    stored.run()
+    stored.expect(client)
 
 
 @pytest.mark.behaviour(44)
-def test_what_was_loaded_below_a_part_that_memory_had_is_found_though_its_request_is_gone(
-    tmp_path: Path,
+@options(block_size=8)
+def test_a_load_below_a_prefix_in_memory_is_cached_though_its_request_was_aborted(
+    stored: Tiered,
 ) -> None:
-    with Tiered(tmp_path, block_size=8) as bench:
-        bench.answer(PROMPT)
-        bench.forget()
-        bench.answer([*PROMPT[:32], 71])
-        loading = bench.begin_load([*PROMPT[:40], 70])  # one block, which is under way
-        bench.engine.abort(loading.request.id)
-        bench.engine.step()
-        bench.end_loads()
-        bench.cache.check()
-        loads = bench.loads.passed
-        assert cached(bench.answer([*PROMPT[:40], 72])) == 40
-        assert bench.loads.passed == loads
+    stored.answer([*PROMPT[:32], 71])
+    loading = stored.begin_load([*PROMPT[:40], 70])  # one block, which is under way
+    stored.engine.abort(loading.request.id)
+    stored.engine.step()
+    stored.end_loads()
+    stored.cache.check()
+    loads = stored.loads.passed
+    assert stored.answer([*PROMPT[:40], 72]).cached_tokens == 40
+    assert stored.loads.passed == loads

@@ -79,16 +79,16 @@ def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
     with caplog.at_level(logging.WARNING):
         runtime = load(directory)
     described, before = runtime.description, kernel.used
-    assert described.rung == "packed"
+    assert described.execution_mode == "packed"
     assert_agrees(directory, runtime)
     warnings = [record.getMessage() for record in caplog.records]
     if kernel is Right:
-        assert (described.rung_reason, warnings) == ("", [])
+        assert (described.mode_reason, warnings) == ("", [])
         assert kernel.used > before
         return
     assert kernel.used == before
     said = "of a first chunk is" if kernel is Wrong else "RuntimeError: ptxas fatal: no such target"
-    assert said in described.rung_reason
+    assert said in described.mode_reason
     assert len(warnings) == 1
     assert "without triton" in warnings[0]
     assert said in warnings[0]
@@ -109,7 +109,7 @@ def test_compiled_decodes_that_miss_a_position_are_given_up(
     monkeypatch.setattr(attention, "_lay_out", less)
     with caplog.at_level(logging.WARNING):
         runtime = load(directory, dtype)
-    assert (runtime.description.rung, runtime._served.compiled) == ("packed", None)
+    assert (runtime.description.execution_mode, runtime._served.compiled) == ("packed", None)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "without numba" in warning
 
@@ -120,8 +120,8 @@ def test_a_model_that_cannot_be_packed_blames_no_kernel(
     monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
     with caplog.at_level(logging.WARNING):
         described = load(save(tmp_path, "bloom")).description
-    assert described.rung == "one sequence per forward"
-    assert described.rung_reason.count("does not call attention") == 1
+    assert described.execution_mode == "one sequence per forward"
+    assert described.mode_reason.count("does not call attention") == 1
     assert not caplog.records
 
 
@@ -160,7 +160,7 @@ def test_models_are_served_by_triton(
     directory = save(tmp_path, model_type)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runtime = runner.load_model(ModelConfig(str(directory), dtype="float32", device=device))
-    assert (runtime.description.rung, runtime.description.rung_reason) == ("packed", "")
+    assert (runtime.description.execution_mode, runtime.description.mode_reason) == ("packed", "")
     assert runtime._served.compiled == "triton"
     assert_agrees(directory, runtime)
     assert runtime._pool is not None

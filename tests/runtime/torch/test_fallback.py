@@ -1,4 +1,4 @@
-"""The ladder: on which rung a model ends, why, and in what condition it is left."""
+"""Fallbacks: in which execution mode a model ends, why, and in what condition it is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_parts(model: nn.Module) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "rung", "reason"),
+    ("model_type", "mode", "reason"),
     [
         ("llama", "packed", ""),
         ("gemma3n_text", "packed", ""),
@@ -55,11 +55,11 @@ def in_parts(model: nn.Module) -> dict[str, bool]:
         ("bloom", "one sequence per forward", "BloomForCausalLM does not call attention"),
     ],
 )
-def test_the_rung_and_why_no_better_one(tmp_path: Path, model_type: str, rung: str, reason: str) -> None:
+def test_the_execution_mode_and_its_reason(tmp_path: Path, model_type: str, mode: str, reason: str) -> None:
     described = load(save(tmp_path, model_type)).description
-    assert described.rung == rung
-    assert reason in described.rung_reason
-    assert bool(reason) == bool(described.rung_reason)
+    assert described.execution_mode == mode
+    assert reason in described.mode_reason
+    assert bool(reason) == bool(described.mode_reason)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -72,12 +72,12 @@ def test_a_mixer_that_forgets_is_found_however_noisy_its_model_is(
 ) -> None:
     """In bfloat16 the logits of one Jamba in three hide it."""
     described = load(save(tmp_path, model_type, seed), dtype).description
-    assert described.rung == ("packed, token-wise mixers" if forgets else "packed")
+    assert described.execution_mode == ("packed, token-wise mixers" if forgets else "packed")
 
 
 def test_a_context_too_short_to_be_cut_is_left_to_the_self_check(tmp_path: Path) -> None:
     directory = save(tmp_path, "qwen3_next", max_position_embeddings=2)
-    assert load(directory).description.rung == "packed"
+    assert load(directory).description.execution_mode == "packed"
 
 
 def test_a_model_whose_decodes_differ_for_an_unknown_reason_is_served_as_it_decodes(
@@ -85,8 +85,8 @@ def test_a_model_whose_decodes_differ_for_an_unknown_reason_is_served_as_it_deco
 ) -> None:
     monkeypatch.setattr(runner, "limit_time_steps", lambda model, found: False)
     described = load(save(tmp_path, "zamba2")).description
-    assert described.rung == "packed"
-    assert "a decode by the model itself differs from one pass" in described.rung_reason
+    assert described.execution_mode == "packed"
+    assert "a decode by the model itself differs from one pass" in described.mode_reason
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_pattern_that_is_no_family_is_evaluated_for_one_sequence_at_a_time(
         lambda self, device: None if self.local_size else rule(self, device),
     )
     runtime = load(tmp_path)
-    assert runtime.description.rung == "packed"
+    assert runtime.description.execution_mode == "packed"
     assert [family.name for family in runtime.description.families] == ["full"]
     assert in_parts(runtime._model) == {"Gemma3Attention": True}
     assert_agrees(tmp_path)
@@ -132,8 +132,8 @@ def test_one_sequence_per_forward_serves_windows_and_states_too(
     for model_type in ("gemma3_text", "llama4_text", "qwen3_next", "deepseek_v32"):
         directory = save(tmp_path / model_type, model_type)
         described = load(directory).description
-        assert described.rung == "one sequence per forward"
-        assert described.rung_reason == "the model cannot be packed today"
+        assert described.execution_mode == "one sequence per forward"
+        assert described.mode_reason == "the model cannot be packed today"
         assert {family.name for family in described.families} <= {"full", "state"}
         assert_agrees(directory)
 

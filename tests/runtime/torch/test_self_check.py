@@ -1,6 +1,6 @@
 """The self-check: it passes what is right in every dtype, and catches each mistake that is made here on purpose.
 
-A mistake in the packed path alone makes the model step down the ladder; one that no rung is free of refuses it.
+A mistake in the packed path alone makes the model fall back to another execution mode; one in every mode refuses it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def assert_refused(directory: Path, dtype: str) -> None:
 
 def assert_steps_down(directory: Path, dtype: str) -> None:
     described = load(directory, dtype).description
-    assert described.rung == "one sequence per forward"
-    assert re.search(r"(difference|error) of .* is \S+, at most \S+ is allowed", described.rung_reason)
+    assert described.execution_mode == "one sequence per forward"
+    assert re.search(r"(difference|error) of .* is \S+, at most \S+ is allowed", described.mode_reason)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -190,7 +190,7 @@ def test_a_dropped_window_or_chunk(
 ) -> None:
     """The layers are taken for full attention, and so are their pools."""
     save(tmp_path, model_type)
-    assert load(tmp_path, dtype).description.rung == "packed"
+    assert load(tmp_path, dtype).description.execution_mode == "packed"
     monkeypatch.setattr(mask_pattern.MaskPattern, "rule", lambda self, device: EVERYTHING)
     assert_steps_down(tmp_path, dtype)
 
@@ -293,5 +293,5 @@ def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
     asked = []
     noise = self_check.noise
     monkeypatch.setattr(self_check, "noise", lambda *args: asked.append(noise(*args)) or asked[-1])
-    assert load(tmp_path).description.rung == "packed"
+    assert load(tmp_path).description.execution_mode == "packed"
     assert asked

@@ -76,7 +76,7 @@ class DraftCost:
     def __init__(self) -> None:
         self._steps = 0
         self._plain: dict[int, _Plain] = {}  # by sequences
-        # [sequences, drafts] in buckets: how much longer, relative to a step without drafts; NaN: not known.
+        # [sequences, drafts] in buckets: extra time relative to a step without drafts. NaN: unknown.
         self._longer: Floats = np.full((_BUCKETS, _BUCKETS), np.nan)
         self._tried = np.zeros((_BUCKETS, _BUCKETS), np.int64)
 

@@ -137,7 +137,7 @@ def why_not(described: ModelDescription, most: int | None) -> str | None:
         return "not asked for"
     if any(isinstance(family, RecurrentState) for family in described.families):
         return "a recurrent state cannot be taken back to before a draft that was wrong"
-    if described.rung == "one sequence per forward":
+    if described.execution_mode == "one sequence per forward":
         return "it is run one sequence per forward"
     return None
 

@@ -193,7 +193,7 @@ class TierConnector:
     def loading(self) -> int:
         return len(self._under_way)
 
-    # -- going down ------------------------------------------------------------------------------------
+    # -- stores ----------------------------------------------------------------------------------------
 
     def store(self, stores: Sequence[Store]) -> None:
         """Copies rows and queues them to be written. Rows that do not fit into the queue are not stored."""
@@ -229,7 +229,7 @@ class TierConnector:
                 self.quarantine(wrong)
 
     def quarantine(self, keys: Sequence[RecordKey]) -> None:
-        """Removes records for good, also those still in the writer's queue."""
+        """Removes records permanently, also those still in the writer's queue."""
         self._writer.drain()
         self._tier.quarantine(keys)
         for key in keys:
@@ -247,7 +247,7 @@ class TierConnector:
                 self._put(store)
         self._writer.drain()
 
-    # -- coming up -------------------------------------------------------------------------------------
+    # -- loads -----------------------------------------------------------------------------------------
 
     def choose(self, match: Match) -> tuple[TierHit | None, LoadChoice | None]:
         """Compares loading the deeper prefix that the tier holds with computing it. (None, None): there is none.
@@ -257,16 +257,16 @@ class TierConnector:
         if self._clear_asked or isinstance(self._tier.state, Off):
             return None, None
         self._events.apply(self._stored)
-        reach = self._cache.tier_hit(match)
-        if reach is None:
+        hit = self._cache.tier_hit(match)
+        if hit is None:
             return None, None
-        load_s = self.load_speed.seconds(reach.records, reach.payload_bytes, self._reader.waiting_bytes)
-        compute_s = self.prefill_speed.seconds(match.length, reach.position, self._chunk_tokens)
+        load_s = self.load_speed.seconds(hit.records, hit.payload_bytes, self._reader.waiting_bytes)
+        compute_s = self.prefill_speed.seconds(match.length, hit.position, self._chunk_tokens)
         load = load_s is None or compute_s is None or load_s <= compute_s
         load = load and self._clock() > self._slow_until
         if not load and self._clock() - self._measured_at > STALE_S:
-            self._probe(reach)
-        return reach, LoadChoice(reach.position, reach.records, reach.payload_bytes, load_s, compute_s, load)
+            self._probe(hit)
+        return hit, LoadChoice(hit.position, hit.records, hit.payload_bytes, load_s, compute_s, load)
 
     def begin(
         self,
@@ -301,7 +301,7 @@ class TierConnector:
         under_way.job = self._reader.submit(tasks, lambda end: ended(under_way, end))
 
     def give_up(self, sequence: RequestSequence) -> None:
-        """Lets the load of a request end without the request."""
+        """Detaches a load in flight from its request, and cancels it."""
         for under_way in self._under_way.values():
             if under_way.sequence is sequence:
                 under_way.sequence = None
@@ -320,7 +320,7 @@ class TierConnector:
         if found:
             self.counters.loads["overdue"] += len(found)
             if now > self._slow_until:
-                log.warning("Loading takes far longer than it did: requests compute for %.0f s.", STALE_S)
+                log.warning("Loads take far longer than predicted: requests compute for %.0f s.", STALE_S)
             self._slow_until = now + STALE_S
         return found
 
@@ -331,7 +331,7 @@ class TierConnector:
         return max(0.0, min(due) - self._clock()) if due else None
 
     def end(self, under_way: UnderWay, ended: LoadEnded) -> bool:
-        """Places the loaded rows. Returns whether all were loaded: else the lease must be released."""
+        """Places the loaded rows. Returns whether all were loaded; if not, the caller must release the lease."""
         del self._under_way[under_way.lease]
         self._learn(ended)
         for load, buffers in zip(under_way.loads[: ended.loaded], under_way.buffers, strict=False):
@@ -383,11 +383,11 @@ class TierConnector:
             self._measured_at = self._clock()
             self.load_speed.observe(ended.loaded, ended.payload_bytes, ended.seconds)
 
-    def _probe(self, reach: TierHit | None = None) -> None:
+    def _probe(self, hit: TierHit | None = None) -> None:
         """Reads a few records to measure the tier's speed."""
         if self._probing:
             return
-        identities = self._stored.some(PROBE_RECORDS) if reach is None else _identities(reach)[:PROBE_RECORDS]
+        identities = self._stored.some(PROBE_RECORDS) if hit is None else _identities(hit)[:PROBE_RECORDS]
         tasks: list[LoadTask] = []
         total = 0
         for identity in identities:
@@ -495,6 +495,6 @@ def _state_name(state: TierState) -> str:
             return "off"
 
 
-def _identities(reach: TierHit) -> list[Identity]:
-    found = [block.identity for block in reach.blocks]
-    return found if reach.state is None else [*found, reach.state]
+def _identities(hit: TierHit) -> list[Identity]:
+    found = [block.identity for block in hit.blocks]
+    return found if hit.state is None else [*found, hit.state]

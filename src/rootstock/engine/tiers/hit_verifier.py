@@ -147,7 +147,7 @@ class HitVerifier:
         admitted = self._cache.admit(self._cache.match(tokens, namespace), counted=False)
         if not isinstance(admitted, Admitted):
             return None
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
         self._apply(admitted.plan)
         return admitted.lease
 
@@ -156,7 +156,7 @@ class HitVerifier:
             new = min(new, lease.next_cut - lease.computed)
         if isinstance(self._cache.extend(lease, new), Deferred):
             return False
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())
         tokens = lease.tokens[lease.computed : lease.computed + new]
         try:
             self._runtime.forward(Batch([Segment(tokens, lease.computed, lease.tables, 0, lease.slot)]))

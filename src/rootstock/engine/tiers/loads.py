@@ -50,7 +50,7 @@ class PrefixLoads:
         """Begins the load of a sequence that the scheduler has just admitted."""
         assert isinstance(sequence.state, Loading)
         lease, position, loads = sequence.state.lease, sequence.state.position, sequence.state.loads
-        self._apply(together([self._cache.make_way(), sequence.plan]))
+        self._apply(together([self._cache.take_pending_plan(), sequence.plan]))
         sequence.plan = NOTHING
         self._connector.begin(
             sequence,
@@ -61,7 +61,7 @@ class PrefixLoads:
         )
 
     def give_up(self, sequence: Sequence) -> None:
-        """Lets a load end without its sequence, which leaves the scheduler."""
+        """Detaches a load in flight from its sequence, which leaves the scheduler."""
         self._connector.give_up(sequence)
 
     def _end(self, load: UnderWay, ended: LoadEnded) -> None:
@@ -81,4 +81,4 @@ class PrefixLoads:
             self._cache.release(load.lease, ReleaseReason.FINISHED)
         else:
             self._scheduler.loaded(load.sequence, load.lease)
-        self._apply(self._cache.make_way())
+        self._apply(self._cache.take_pending_plan())

@@ -20,7 +20,7 @@ from torch import nn
 
 from rootstock.errors import InvalidOption, ModelUnsupported, SelfCheckFailed
 from rootstock.kernels.torch.sliced_attention import Tuning
-from rootstock.runtime.base import ModelDescription, Rung, Runtime
+from rootstock.runtime.base import ExecutionMode, ModelDescription, Runtime
 from rootstock.runtime.torch.attention_backends import Compiled
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED, Fusion, undo_fusion
 from rootstock.runtime.torch.hooks import LayerUnsupported
@@ -56,11 +56,11 @@ def choose_mode(
 ) -> Served:
     """Chooses the best execution mode that passes the self-check. Raises ModelUnsupported or SelfCheckFailed if none
     does."""
-    modes: list[Rung] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
+    modes: list[ExecutionMode] = ["packed", "packed, token-wise mixers", "one sequence per forward"]
     if not found.states:
         modes.remove("packed, token-wise mixers")
     failures: list[Exception] = []
-    refused: Rung | None = None  # the mode in which the compiled backend failed
+    refused: ExecutionMode | None = None  # the mode in which the compiled backend failed
     for mode, kernel, fuses in _attempts(modes, compiled):
         try:
             layout = _set_mode(mode, model, found, context_limit)
@@ -68,7 +68,7 @@ def choose_mode(
             if fuses and not fusion.parts:
                 undo_parts(model)
                 continue  # the next attempt is the same
-            served = Served(layout, replace(describe(layout), rung=mode), kernel, fusion)
+            served = Served(layout, replace(describe(layout), execution_mode=mode), kernel, fusion)
             remark = self_check(
                 model,
                 layout.calling,
@@ -89,7 +89,7 @@ def choose_mode(
                 "Attention is slower than it could be, without %s: %s", compiled, _reason(failures[-1])
             )
         reasons = dict.fromkeys([*map(_reason, failures), *([remark] if remark else [])])
-        return replace(served, description=replace(served.description, rung_reason="; ".join(reasons)))
+        return replace(served, description=replace(served.description, mode_reason="; ".join(reasons)))
     name = describe(sequential_layout(found)).name
     disagreements = [failure for failure in failures if isinstance(failure, Disagreement)]
     if disagreements:
@@ -99,8 +99,8 @@ def choose_mode(
 
 
 def _attempts(
-    modes: Sequence[Rung], compiled: Compiled | None
-) -> Iterator[tuple[Rung, Compiled | None, bool]]:
+    modes: Sequence[ExecutionMode], compiled: Compiled | None
+) -> Iterator[tuple[ExecutionMode, Compiled | None, bool]]:
     """Yields (mode, compiled backend, whether the model's parts are fused), from best to last resort."""
     for mode in modes:
         if mode != "one sequence per forward":
@@ -121,7 +121,7 @@ def _fuse(model: nn.Module, found: Surveyed, context_limit: int) -> Fusion:
     return fuse(model, found, next(model.parameters()).device, context_limit)
 
 
-def _set_mode(mode: Rung, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
+def _set_mode(mode: ExecutionMode, model: nn.Module, found: Surveyed, context_limit: int) -> Layout:
     """Makes the model run in this mode. Raises LayerUnsupported if it cannot."""
     if mode == "one sequence per forward":
         use_attention(model, "eager")

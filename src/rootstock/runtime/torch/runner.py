@@ -281,7 +281,7 @@ class TorchRuntime:
         return [_name_of(dtype) for dtype in state_dtypes(self._layout.states)]
 
     def forward(self, batch: Batch) -> Logits:
-        pool, mode = self._pool, self._description.rung
+        pool, mode = self._pool, self._description.execution_mode
         assert pool is not None, "allocate comes first"
         with torch.inference_mode():
             if mode == "one sequence per forward":

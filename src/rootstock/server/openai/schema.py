@@ -41,7 +41,7 @@ from rootstock.engine.prompts.chat import (
     refuse_surrogates,
     refuse_unread_variables,
 )
-from rootstock.engine.request import SamplingParams, StopParams
+from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, Tool
 from rootstock.errors import InvalidParameter, Unsupported
@@ -211,11 +211,11 @@ class GenerationFields(Wire):
 
     def sampling(
         self, vocab_size: int, defaults: SamplingDefaults, top_logprobs: int | None
-    ) -> SamplingParams:
+    ) -> ResolvedSampling:
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value
 
-        return SamplingParams(
+        return ResolvedSampling(
             temperature=given(self.temperature, defaults.temperature),
             top_p=given(self.top_p, defaults.top_p),
             top_k=max(0, given(self.top_k, defaults.top_k)),

@@ -225,8 +225,8 @@ def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_witho
     monkeypatch.setattr(FusedLayer, "rows", lambda self, *given: 1.1 * wrong(self, *given))
     monkeypatch.setattr("rootstock.runtime.torch.fusion.find._Fuser._agrees", agrees_to_anything)
     runtime = load(save(tmp_path, "llama"))
-    assert runtime.description.rung == "packed"
-    assert "logit" in runtime.description.rung_reason
+    assert runtime.description.execution_mode == "packed"
+    assert "logit" in runtime.description.mode_reason
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 
@@ -241,7 +241,7 @@ def test_fused_parts_that_write_k_and_v_to_a_neighbours_slot_are_undone(
 
     monkeypatch.setattr(PackedCache, "memory_of", neighbours)
     runtime = load(save(tmp_path, "llama"))
-    assert runtime.description.rung == "packed"
+    assert runtime.description.execution_mode == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 
@@ -266,7 +266,7 @@ def test_without_numba_a_model_runs_as_its_file_says(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(builtins, "__import__", no_numba)
     runtime = load(save(tmp_path, "llama"))
-    assert runtime.description.rung == "packed"
+    assert runtime.description.execution_mode == "packed"
     assert not any(is_fused(module) for module in runtime._model.modules())
 
 
@@ -276,4 +276,4 @@ def test_a_model_in_which_nothing_can_be_fused_is_packed_all_the_same(
 ) -> None:
     """In float16 nothing is; what the first try had put in place does not stand in the way of the next."""
     described = load(save(tmp_path, model_type), "float16").description
-    assert (described.rung, described.rung_reason) == ("packed", "")
+    assert (described.execution_mode, described.mode_reason) == ("packed", "")
