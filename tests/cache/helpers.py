@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
-from rootstock.cache.plan import Plan, Tokens
-from rootstock.cache.radix_node import Checkpoint, Node, walk
+from rootstock.cache.plan import Plan
+from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, walk
+from rootstock.cache.types import Tokens
 
 NAMESPACE = Namespace("weights", "float32")
 
@@ -60,11 +60,11 @@ def refused(cache: KVCache, tokens: Tokens, watermark_blocks: int = 0) -> Deferr
 
 def prefill(cache: KVCache, lease: Lease, upto: int | None = None) -> None:
     """Computes the prompt, or its first part, in the chunks that its checkpoints cut it into."""
-    upto = lease.known if upto is None else upto
-    while lease.computed < upto:
-        end = min(upto, upto if lease.next_cut is None else lease.next_cut)
-        assert not isinstance(cache.extend(lease, end - lease.computed), Deferred)
-        cache.commit(lease, lease.tokens[lease.computed : end].copy())
+    upto = lease.num_tokens if upto is None else upto
+    while lease.num_computed_tokens < upto:
+        end = min(upto, upto if lease.next_checkpoint_position is None else lease.next_checkpoint_position)
+        assert not isinstance(cache.extend(lease, end - lease.num_computed_tokens), Deferred)
+        cache.commit(lease, lease.tokens[lease.num_computed_tokens : end].copy())
     cache.check()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.block_pool import BlockPool
-from rootstock.cache.plan import BlockIds
+from rootstock.cache.types import BlockIds
 from rootstock.errors import BudgetTooSmall
 
 

@@ -21,13 +21,14 @@ from cache.helpers import (
     run,
 )
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
-from rootstock.cache.plan import NO_BLOCK, StateCopy
+from rootstock.cache.plan import StateCopy
 from rootstock.cache.pools import Pools, Rows
+from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.resume_point import deepest_resumable
+from rootstock.cache.types import NO_BLOCK
 
 FULL = FullAttention(1, 1)
 STATE = RecurrentState(1, 8)
@@ -80,7 +81,7 @@ def test_the_match_is_the_largest_position_that_all_families_accept_in_whatever_
             p
             for p in range(at_most + 1)
             if all(
-                (t[np.arange(f.tail_start(p), p) // 4] != NO_BLOCK).all()
+                (t[np.arange(f.first_visible(p), p) // 4] != NO_BLOCK).all()
                 for f, t in zip(families, tables, strict=True)
             )
         )
@@ -271,7 +272,9 @@ def test_after_any_evictions_every_family_can_resume_where_the_match_says(
         for tail, tail_table in zip(
             cache.pools.windows, lease.tables[-len(cache.pools.windows) :], strict=False
         ):
-            needed = np.arange(tail.family.tail_start(lease.hit_tokens), lease.hit_tokens) // cache.block_size
+            needed = (
+                np.arange(tail.family.first_visible(lease.hit_tokens), lease.hit_tokens) // cache.block_size
+            )
             assert (tail_table[needed] != NO_BLOCK).all()
         if cache.pools.states is not None and lease.hit_tokens:
             assert lease.resumed_from is not None
@@ -395,8 +398,8 @@ def test_capacity_says_how_much_one_request_can_have_besides_its_state_and_its_w
     blocks = tokens // 4
     assert blocks * 4 + 4 * 4 + 8 <= cache_bytes < (blocks + 1) * 4 + 4 * 4 + 8 + 4
     lease, _ = admit(cache, ints(range(tokens)))
-    while lease.computed < tokens:
-        prefill(cache, lease, min(tokens, lease.computed + 4))
+    while lease.num_computed_tokens < tokens:
+        prefill(cache, lease, min(tokens, lease.num_computed_tokens + 4))
 
 
 @pytest.mark.behaviour(36)

@@ -121,7 +121,7 @@ def test_what_was_evicted_after_a_place_is_not_claimed_of_another_place() -> Non
 def test_the_newest_memory_of_a_place_outlives_an_older_one_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rootstock.cache.eviction_history.MAX_RUNS", 3)
+    monkeypatch.setattr("rootstock.cache.eviction.MAX_RUNS", 3)
     cache = make_cache(blocks=4, block_size=4)
     for start in (0, 0, 100, 0):
         run(cache, ints(range(start, start + 16)))

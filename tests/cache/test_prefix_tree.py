@@ -183,7 +183,7 @@ def test_full_shared_blocks_are_adopted_and_never_written() -> None:
     lease, plan = admit(cache, ints(range(8), 50, 51))
     assert lease.table[:2].tolist() == shared
     assert plan.copies == ()
-    assert lease.computed == 8, "its first write goes behind them"
+    assert lease.num_computed_tokens == 8, "its first write goes behind them"
 
 
 def test_a_conversation_whose_turns_end_inside_blocks_costs_as_many_blocks_as_one_long_prompt() -> None:

@@ -18,9 +18,9 @@ from rootstock.cache.families import (
     SlidingWindow,
 )
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity, Kind, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
+from rootstock.cache.types import Tokens
 
 
 def ints(*values: int | Sequence[int] | Tokens) -> Tokens:
@@ -61,7 +61,7 @@ class Disk(StoredIndex):
             if isinstance(family, RecurrentState):
                 self.put_state(tokens)
             elif not isinstance(family, FullAttention):
-                self.put_blocks(family, tokens, family.tail_start(len(tokens)) // SIZE)
+                self.put_blocks(family, tokens, family.first_visible(len(tokens)) // SIZE)
 
     def ask(
         self,
@@ -462,7 +462,7 @@ def deepest(
                 and (whole[identity.key] == tokens[:position]).all()
                 for identity in stored
             )
-        first = family.tail_start(position)
+        first = family.first_visible(position)
         if isinstance(family, FullAttention):
             first = min(found, position)
         blocks = range(first // SIZE, -(-position // SIZE)) if first < position else ()
@@ -498,7 +498,7 @@ def test_the_deepest_position_is_reached_that_can_be_resumed_at(families: list[F
                 elif isinstance(family, RecurrentState):
                     stored.append(disk.put_state(tokens))
                 else:
-                    first = family.tail_start(len(tokens)) // SIZE
+                    first = family.first_visible(len(tokens)) // SIZE
                     stored += disk.put_blocks(family, tokens, first)
             for identity in stored[before:]:
                 WHOLE[identity.key] = tokens[: identity.end]

@@ -19,9 +19,10 @@ from rootstock.cache.families import (
 )
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.plan import Plan, Store, Tokens
+from rootstock.cache.plan import Plan, Store
 from rootstock.cache.record_identity import Kind, identify
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 FULL = FullAttention(layers=1, bytes_per_token=1)
@@ -233,12 +234,12 @@ def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) 
     """The plans of a prefill in chunks of 5."""
     lease, _ = admit(cache, tokens, boundaries=boundaries)
     plans = []
-    while lease.computed < len(tokens):
-        end = min(lease.computed + 5, len(tokens))
-        if lease.next_cut is not None:
-            end = min(end, lease.next_cut)
-        cache.extend(lease, end - lease.computed)
-        plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
+    while lease.num_computed_tokens < len(tokens):
+        end = min(lease.num_computed_tokens + 5, len(tokens))
+        if lease.next_checkpoint_position is not None:
+            end = min(end, lease.next_checkpoint_position)
+        cache.extend(lease, end - lease.num_computed_tokens)
+        plans.append(cache.commit(lease, tokens[lease.num_computed_tokens : end].copy()))
     cache.release(lease, ReleaseReason.FINISHED)
     plans.append(cache.make_way())
     return plans

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Client
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family
 from rootstock.cache.plan import Plan, RowsReturned
+from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.engine.request import Failed
 from rootstock.runtime.base import Batch
 from rootstock.testing.fake_runtime import FULL, STATE, chunked, window

@@ -12,8 +12,8 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
-from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity
+from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 from rootstock.engine.tiers.connector import TierConnector, TierStats

@@ -34,9 +34,9 @@ from engine.tiered import Tiered, cached
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Identity, Kind, RecordKey
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
-from rootstock.cache.plan import NO_BLOCK
+from rootstock.cache.types import NO_BLOCK
 from rootstock.kernels.api import Scores
 from rootstock.kernels.reference import first_seen
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of

@@ -176,7 +176,7 @@ def test_every_row_reads_what_it_sees_once_and_a_decode_as_if_it_were_alone(
         for row in range(span.row, span.row + span.new):
             position = span.past + row - span.row
             _, first, end, begin_order, end_order = layout.rows[row]
-            assert (first, end) == (family.tail_start(position), position + 1)
+            assert (first, end) == (family.first_visible(position), position + 1)
             partials = layout.order[begin_order:end_order]
             assert (layout.partial_rows[partials] == row).all()
             assert len(partials) == layout.counters[1 + row] == (layout.partial_rows == row).sum()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.cache.checkpoints import CheckpointKind
+from rootstock.cache.radix_node import CheckpointKind
 from rootstock.engine.prompts.boundaries import boundaries_of
 from rootstock.engine.prompts.chat import Conversation, conversation_of, placed_chat
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer

@@ -47,8 +47,8 @@ from rootstock.cache.record_identity import Identity, Kind
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import Loaded, MissKind, Ready, Record
+from rootstock.tiers.disk.files import LOCK_NAME
 from rootstock.tiers.disk.index import INDEX_NAMES
-from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import segment_number
 from rootstock.tiers.disk.tier import DiskTier
 

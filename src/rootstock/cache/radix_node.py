@@ -14,22 +14,66 @@ Walking compares NumPy arrays at memory speed and costs O(tokens), never O(cache
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.checkpoints import (
-    CHANCE,
-    CHANCE_WHEN_PASSED,
-    RESUMED_ONCE,
-    CheckpointKind,
-    WindowBlocks,
-)
 from rootstock.cache.keys import Namespace
 from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
 USELESS = 1 / 64
+
+
+class CheckpointKind(StrEnum):
+    """The reason why a checkpoint is left at its position, which tells how likely a resumption there is."""
+
+    SYSTEM = "system"  # end of system prompt and tools: other conversations branch off here
+    USER = "user"  # end of the last user turn, before its reasoning: the next turn may drop the reasoning
+    TOOL = "tool"  # end of a tool's result within a turn
+    PROMPT = "prompt"  # end of a prompt
+    ANSWER = "answer"  # end of an answer
+    DIVERGENCE = "divergence"  # other requests diverged from this prefix here
+    MARK = "mark"  # asked for by the client
+
+
+# Likelihood of a resumption, relative to the end of a tool's turn. A tool's turn is followed up at once or never;
+# users come back, and every new conversation passes the end of the system prompt.
+CHANCE = {
+    CheckpointKind.SYSTEM: 8.0,
+    CheckpointKind.MARK: 8.0,
+    CheckpointKind.USER: 4.0,
+    CheckpointKind.DIVERGENCE: 4.0,
+    CheckpointKind.ANSWER: 2.0,
+    CheckpointKind.TOOL: 1.0,
+    CheckpointKind.PROMPT: 1.0,
+}
+
+# Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
+RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
+CHANCE_WHEN_PASSED = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A position of a prompt at which a later request can diverge: 0 < position <= prompt tokens."""
+
+    position: int
+    kind: CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBlocks:
+    """The blocks of one window family that a resumption reads: block indices `first` … `first` + len(ids) - 1."""
+
+    first: int
+    ids: BlockIds
+
+    def whole(self, position: int, block_size: int) -> BlockIds:
+        """Returns the blocks that are full up to `position`. They are shared; a partly filled one is copied."""
+        return self.ids[: max(0, position // block_size - self.first)]
 
 
 class Node:
@@ -103,7 +147,7 @@ class Node:
         return USELESS if last is None or last.position != self.end else last.worth
 
     def checkpoint_up_to(self, position: int) -> Checkpoint | None:
-        """The deepest checkpoint on the path to here that lies at `position` or before."""
+        """Returns the deepest checkpoint on the path to here that lies at `position` or before."""
         for node in self.path():
             within = [at for at in node.checkpoints if at <= position]
             if within:
@@ -133,7 +177,7 @@ class Root(Node):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is cached below it, and no lease references it."""
+        """True if no prefix is cached below it, and no lease references it."""
         return not (self.children or self.ref_count)
 
 
@@ -202,7 +246,7 @@ class Checkpoint:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no request has resumed from it, or is about to."""
+        """True if no request has resumed from it or is about to."""
         return not (self.hits or self.ref_count or self.protections)
 
     @property
@@ -211,7 +255,7 @@ class Checkpoint:
 
     @property
     def is_passed(self) -> bool:
-        """Whether there is a deeper one: on its node, or the first below it on a branch that has any."""
+        """True if there is a deeper one: on its node, or on a branch below it before the branch divides."""
         assert self.node is not None
         if max(self.node.checkpoints, default=0) > self.position:
             return True
@@ -275,7 +319,7 @@ def kept_part(tokens: Tokens) -> Tokens:
     """Returns a part of a node's tokens to keep: the view itself if it keeps at most as much again alive, else a
     copy.
 
-    Cutting a long edge short then costs nothing, and all edges together take at most twice their tokens.
+    Shortening a long edge then costs nothing, and all edges together take at most twice their tokens.
     """
     whole = tokens.base
     return tokens if whole is None or 2 * tokens.nbytes >= whole.nbytes else tokens.copy()
@@ -320,20 +364,20 @@ def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
 
 
 def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
-    """Cuts an edge at a position inside it; returns the new upper half.
+    """Splits an edge at a position inside it; returns the new upper half.
 
-    `node` stays the lower half, with its children and its leases. A block that the cut goes through belongs to both
-    halves: both hold it. A checkpoint stays with the half that has its position.
+    `node` stays the lower half, with its children and its leases. A block that is divided belongs to both halves:
+    both hold it. A checkpoint stays with the half that has its position.
     """
     assert node.parent is not None
     assert node.start < position < node.end
-    cut = position - node.start
+    upper_tokens = position - node.start
     first = node.start // block_size
     upper_blocks = -(-position // block_size) - first
     upper = Node(
         node.parent,
         node.start,
-        kept_part(node.tokens[:cut]),
+        kept_part(node.tokens[:upper_tokens]),
         node.blocks[:upper_blocks].copy(),
         [references[:upper_blocks].copy() for references in node.windows],
         node.last_used,
@@ -346,11 +390,11 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     upper.ref_count = node.ref_count
     for protection in node.protections:
         protection.add(upper)
-    upper.children[int(node.tokens[cut])] = node
+    upper.children[int(node.tokens[upper_tokens])] = node
     node.parent.children[int(node.tokens[0])] = upper
     node.parent = upper
     node.start = position
-    node.tokens = kept_part(node.tokens[cut:])
+    node.tokens = kept_part(node.tokens[upper_tokens:])
     node.blocks = node.blocks[position // block_size - first :].copy()
     node.windows = [references[position // block_size - first :].copy() for references in node.windows]
     if position % block_size:
@@ -359,7 +403,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
 
 
 def block_table(node: Node, position: int, block_size: int) -> BlockIds:
-    """Blocks of positions 0 … position-1 along the path to `node`; the last may be partly filled."""
+    """Returns the blocks of positions 0 … position-1 along the path to `node`; the last may be partly filled."""
     table = np.empty(-(-position // block_size), np.int32)
     filled_from = len(table)
     for step in node.path():
@@ -371,8 +415,8 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
 
 
 def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block_size: int) -> BlockIds:
-    """Blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for those that
-    were released. `position` <= node.end."""
+    """Returns the blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for
+    those that were released. `position` <= node.end."""
     references = np.full(-(-position // block_size), -1, np.int64)
     filled_from = len(references)
     for step in node.path():
@@ -384,8 +428,8 @@ def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block
 
 
 def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
-    """Blocks of the ancestors of `node` that `table`, read along the path to `node`, does not contain: partly filled
-    last blocks that a deeper block replaces.
+    """Returns the blocks of the ancestors of `node` that `table`, read along the path to `node`, does not contain:
+    partly filled last blocks that a deeper block replaces.
 
     A lease on the path uses these as well: they cannot be evicted before the nodes below them.
     """

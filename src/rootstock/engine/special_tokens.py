@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.text_pieces import any_of
 from rootstock.errors import SpecialTokenInText
 

@@ -59,7 +59,7 @@ class TierChain:
 
     @property
     def state(self) -> TierState:
-        """Returns the state of the upper tier, which works whatever the lower tier's state is."""
+        """Returns the state of the upper tier, which works in every state of the lower tier."""
         return self.upper.state
 
     # -- storing -------------------------------------------------------------------------------------------------

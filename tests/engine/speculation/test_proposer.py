@@ -13,7 +13,7 @@ from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import SamplingParams, StopParams, TokenEvent

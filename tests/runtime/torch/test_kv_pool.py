@@ -20,7 +20,8 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowsReturned, SlotId, StateCopy
+from rootstock.cache.plan import BlockCopy, Plan, RowsReturned, StateCopy
+from rootstock.cache.types import BlockId, SlotId
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows

@@ -12,7 +12,8 @@ import torch
 
 from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState
-from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowPart
+from rootstock.cache.plan import BlockCopy, Plan, RowPart
+from rootstock.cache.types import BlockId
 from rootstock.config import ModelConfig
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.errors import InvalidOption

@@ -11,7 +11,8 @@ import torch
 
 from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState, row_bytes
-from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, RowsReturned
+from rootstock.cache.plan import HostBytes, Plan, RowPart, RowsReturned
+from rootstock.cache.types import NO_BLOCK, BlockIds
 from rootstock.runtime.torch.kv_pool import TorchPool
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import VOCAB, save, tiny_model
 from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import BlockCopy, BlockId, Plan
+from rootstock.cache.plan import BlockCopy, Plan
+from rootstock.cache.types import BlockId
 from rootstock.config import ModelConfig
 from rootstock.errors import (
     InvalidOption,

@@ -30,8 +30,8 @@ from rootstock.tiers.base import (
     Refusal,
     Stored,
 )
+from rootstock.tiers.disk.files import LOCK_NAME
 from rootstock.tiers.disk.index import INDEX_NAME, WAL_NAME
-from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.space import Budget
 from rootstock.tiers.disk.tier import RETRY_S, SEGMENT_BYTES, DiskTier
 from tiers.helpers import (

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 from rootstock.errors import PromptTextTooLong
 from rootstock.units import MIB

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rootstock.cache.plan import BlockIds
+from rootstock.cache.types import BlockIds
 from rootstock.kernels.api import StepAttention
 from rootstock.kernels.spans import slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention

@@ -118,7 +118,7 @@ def expansion(module: nn.Module) -> Tensor:
 
 
 def runs_alone(module: nn.Module) -> bool:
-    """Whether the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
+    """Returns True if the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
     return bool(getattr(vars(module).get("forward"), "alone", False))
 
 
@@ -196,8 +196,8 @@ class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Cache object that a model gets for one forward. It owns nothing and implements only the methods that the hooks
     need.
 
-    Positions are passed to the model explicitly, so the cache reports a length of 0. Subclasses implement what they
-    keep (`update`, states, indexer keys); everything else is refused here.
+    Positions are passed to the model explicitly, so the cache reports a length of 0. Subclasses implement the
+    methods for the tensors that they keep (`update`, states, indexer keys); all others are refused here.
     """
 
     def __init__(self) -> None:

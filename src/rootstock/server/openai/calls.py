@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rootstock.cache.checkpoints import Boundary
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary
+from rootstock.cache.types import Tokens
 from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.chat import Conversation, chat_tokens, escaped

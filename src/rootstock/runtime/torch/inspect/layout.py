@@ -85,7 +85,7 @@ def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
 
 def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
     """Returns full attention for a window or chunk that covers the whole context."""
-    return EVERYTHING if family.tail_start(context_limit - 1) == 0 else family
+    return EVERYTHING if family.first_visible(context_limit - 1) == 0 else family
 
 
 def sequential_layout(found: Surveyed) -> Layout:
