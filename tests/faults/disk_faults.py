@@ -113,6 +113,7 @@ class Case:
         """Starts an engine on the directory."""
         clocks = {} if disk_clock is None else {"clock": disk_clock, "wall_clock": disk_clock}
         opening = functools.partial(DiskTier.open, segment_bytes=SEGMENT_BYTES, files=files, **clocks)
+        # The engine's own assembly opens the tier, and has no options for small segments, faults and clocks.
         with mock.patch.object(DiskTier, "open", staticmethod(opening)):
             return Tiered(
                 self.folder,

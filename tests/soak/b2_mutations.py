@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,11 @@ class Mutation:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        patches = [
-            patch.object(owner, name, self.change(getattr(owner, name))) for owner, name in self.changed
-        ]
-        for each in patches:
-            each.start()
-        try:
+        # The mistakes are made in the code itself, so no double can stand in for it.
+        with ExitStack() as patches:
+            for owner, name in self.changed:
+                patches.enter_context(patch.object(owner, name, self.change(getattr(owner, name))))
             yield
-        finally:
-            for each in patches:
-                each.stop()
 
 
 # ------------------------------------------------------------------------------------------------ how to be wrong

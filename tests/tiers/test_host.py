@@ -1,10 +1,10 @@
-"""The host's memory as a tier: what it holds, what goes, and that the cap holds at every instant."""
+"""Host RAM tier: stores, loads, evictions, and the cap at every instant."""
 
 from __future__ import annotations
 
 import threading
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -30,28 +30,27 @@ from rootstock.tiers.base import (
     StoreOutcome,
 )
 from rootstock.tiers.host import HostTier, charge
-from tiers.helpers import Clock, identity_of, is_right, joined, record_of, records
+from tiers.helpers import (
+    EACH,
+    Clock,
+    damage,
+    identity_of,
+    is_right,
+    joined,
+    keys_of,
+    kind_of_miss,
+    record_of,
+    records,
+)
 from waiting import HANG_S, first_wait_on, join, wait_for
-
-EACH = charge(records(1)[0])  # what a record of the usual size is charged
 
 
 def tier_for(count: int, **options: object) -> HostTier:
-    """With room for so many records of the usual size."""
+    """Makes a tier with room for so many records of the usual size."""
     return HostTier(count * EACH, **options)  # type: ignore[arg-type]
 
 
-def keys_of(of: Sequence[Record]) -> list[RecordKey]:
-    return [record.identity.key for record in of]
-
-
-def damage(tier: HostTier, key: RecordKey) -> None:
-    content = tier._held[key].content
-    content.flags.writeable = True
-    content[len(content) // 2] ^= 1
-
-
-def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in() -> None:
+def test_a_stored_record_is_loaded_in_the_same_buffers() -> None:
     tier = tier_for(2)
     (record,) = records(1)
     assert tier.store([record]) == [Stored(EACH)]
@@ -90,7 +89,7 @@ def test_a_record_without_a_payload_is_a_record() -> None:
     assert joined(loaded.payload) == b""
 
 
-def test_what_was_used_least_recently_goes_first_and_is_handed_on_whole() -> None:
+def test_the_least_recently_used_record_is_evicted_first_and_passed_on_whole() -> None:
     spilled: list[Record] = []
     tier = tier_for(3, spilled=spilled.append)
     group = records(6)
@@ -99,7 +98,7 @@ def test_what_was_used_least_recently_goes_first_and_is_handed_on_whole() -> Non
     assert is_right(tier.load(group[1].identity), group[1])
     assert tier.store([group[2]]) == [AlreadyStored()]  # which is a use
     tier.store(group[3:5])
-    assert [record.identity.key for record in spilled] == keys_of(group[:2])
+    assert keys_of(spilled) == keys_of(group[:2])
     assert [joined(record.payload) for record in spilled] == [joined(record.payload) for record in group[:2]]
     assert all(
         [bytes(part) for part in theirs.views()] == [bytes(part) for part in ours.views()]
@@ -108,7 +107,7 @@ def test_what_was_used_least_recently_goes_first_and_is_handed_on_whole() -> Non
     assert tier.load(group[0].identity) == Miss(MissKind.ABSENT)
 
 
-def test_without_a_taker_what_is_evicted_is_gone_and_told() -> None:
+def test_without_a_receiver_evicted_records_are_reported_gone() -> None:
     told: list[RecordKey] = []
     tier = tier_for(1, gone=told.extend)
     group = records(2)
@@ -127,7 +126,7 @@ def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing() -> None:
     assert len(tier) == 2
 
 
-def test_room_is_made_before_the_copy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     tier = tier_for(2, spilled=lambda record: seen.append(tier.used_bytes))
     copied = rootstock.tiers.host._copied
@@ -139,7 +138,7 @@ def test_room_is_made_before_the_copy_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(rootstock.tiers.host, "_copied", watched)
     tier.store(records(5))
-    assert seen == [2 * EACH] * 3  # what is handed on is charged until it was taken
+    assert seen == [2 * EACH] * 3  # an evicted record is charged until `spilled` has returned
 
 
 def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
@@ -158,7 +157,7 @@ def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
     assert is_right(tier.load(first.identity), first)
 
 
-def test_the_charge_covers_what_a_record_takes() -> None:
+def test_the_charge_covers_the_memory_of_a_record() -> None:
     group = [Record(identity_of(seed), [np.ones(500, np.uint8) for _ in range(24)]) for seed in range(200)]
     for record in group:
         record.views()  # NumPy notes once for each array how it was last looked at
@@ -167,34 +166,30 @@ def test_the_charge_covers_what_a_record_takes() -> None:
     tier.store(group)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page is for what is not traced
+    assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page covers untraced memory
 
 
-def test_buffers_of_another_size_are_a_miss_of_that_kind() -> None:
+def test_a_load_into_buffers_of_another_size_is_a_miss() -> None:
     tier = tier_for(2)
     (record,) = records(1)
     tier.store([record])
-    result = tier.load(record.identity, [np.zeros(2999, np.uint8)])
-    assert isinstance(result, Miss)
-    assert result.kind is MissKind.OTHER_SIZE
+    assert kind_of_miss(tier.load(record.identity, [np.zeros(2999, np.uint8)])) is MissKind.OTHER_SIZE
 
 
-def test_a_damaged_byte_is_a_miss_and_the_record_is_struck() -> None:
+def test_a_damaged_record_is_a_miss_and_is_removed() -> None:
     told: list[RecordKey] = []
     tier = tier_for(2, gone=told.extend)
     (record,) = records(1)
     tier.store([record])
     damage(tier, record.identity.key)
-    result = tier.load(record.identity)
-    assert isinstance(result, Miss)
-    assert result.kind is MissKind.CHECKSUM
+    assert kind_of_miss(tier.load(record.identity)) is MissKind.CHECKSUM
     assert told == [record.identity.key]
     assert tier.load(record.identity) == Miss(MissKind.ABSENT)
     assert (tier.used_bytes, len(tier)) == (0, 0)
     assert tier.store([record]) == [Stored(EACH)]
 
 
-def test_a_damaged_record_is_never_handed_on() -> None:
+def test_a_damaged_record_is_never_passed_on() -> None:
     spilled: list[Record] = []
     told: list[RecordKey] = []
     tier = tier_for(2, spilled=spilled.append, gone=told.extend)
@@ -202,10 +197,10 @@ def test_a_damaged_record_is_never_handed_on() -> None:
     tier.store(group[:2])
     damage(tier, group[0].identity.key)
     tier.store(group[2:])
-    assert [record.identity.key for record in spilled] == keys_of(group[1:2])
+    assert keys_of(spilled) == keys_of(group[1:2])
     assert told == keys_of(group[:1])
     damage(tier, group[2].identity.key)
-    assert [record.identity.key for record in tier.records()] == keys_of(group[3:])
+    assert keys_of(tier.records()) == keys_of(group[3:])
 
 
 @pytest.mark.parametrize(
@@ -218,26 +213,24 @@ def test_a_damaged_record_is_never_handed_on() -> None:
         (identity_of(2), MissKind.OTHER_TOKENS),
     ],
 )
-def test_a_record_of_something_else_is_never_given_out(
+def test_a_record_of_another_identity_is_never_loaded(
     other: Identity, kind: MissKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if two keys were equal."""
+    """Two keys are equal here, as a collision would make them."""
     monkeypatch.setattr(Identity, "key", property(lambda self: RecordKey(bytes(16))))
     tier = tier_for(2)
     tier.store([record_of(identity_of(1))])
-    result = tier.load(other)
-    assert isinstance(result, Miss)
-    assert result.kind is kind
+    assert kind_of_miss(tier.load(other)) is kind
 
 
-def test_a_state_is_found_whichever_tokens_its_record_carries() -> None:
+def test_a_state_is_found_by_its_position_with_any_start() -> None:
     tier = tier_for(2)
     record = record_of(identity_of(1, start=0, kind=Kind.STATE))
     tier.store([record])
     assert is_right(tier.load(identity_of(1, start=20, kind=Kind.STATE)), record)
 
 
-def test_entries_say_use_and_size_with_parents_first() -> None:
+def test_entries_list_use_and_size_with_parents_first() -> None:
     clock = Clock()
     tier = tier_for(4, clock=clock)
     later, first = record_of(identity_of(1, 16, 29)), record_of(identity_of(1, 0, 16))
@@ -251,7 +244,7 @@ def test_entries_say_use_and_size_with_parents_first() -> None:
     assert sum(entry.stored_bytes for entry in entries) == tier.used_bytes
 
 
-def test_quarantine_and_clear_drop_records_and_tell() -> None:
+def test_quarantine_and_clear_drop_records_and_report_them() -> None:
     told: list[RecordKey] = []
     spilled: list[Record] = []
     tier = tier_for(4, spilled=spilled.append, gone=told.extend)
@@ -278,7 +271,7 @@ def test_clearing_a_namespace_leaves_every_other() -> None:
     assert all(tier.load(record.identity) == Miss(MissKind.ABSENT) for record in theirs)
 
 
-def test_closing_drops_everything_and_says_so() -> None:
+def test_a_closed_tier_is_empty_and_off() -> None:
     tier = tier_for(4)
     (record,) = records(1)
     tier.store([record])
@@ -291,7 +284,7 @@ def test_closing_drops_everything_and_says_so() -> None:
     assert tier.store([record]) == [NotStored(Refusal.UNAVAILABLE, "closed")]
 
 
-def test_a_record_can_be_loaded_until_it_has_been_taken() -> None:
+def test_a_record_can_be_loaded_until_its_receiver_has_returned() -> None:
     found: list[bool] = []
     group = records(3)
 
@@ -305,7 +298,7 @@ def test_a_record_can_be_loaded_until_it_has_been_taken() -> None:
     assert found == [True, True]
 
 
-def test_a_taker_that_fails_loses_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_fails_loses_only_that_record(caplog: pytest.LogCaptureFixture) -> None:
     def take(record: Record) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -323,14 +316,19 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
+def tier_with_a_slow_receiver() -> tuple[HostTier, threading.Event, threading.Event]:
+    """Makes a tier for one record, and events: a record is being evicted; its receiver may return."""
     leaving, go_on = threading.Event(), threading.Event()
 
     def take(record: Record) -> None:
         leaving.set()
         wait_for(go_on)
 
-    tier = tier_for(1, spilled=take)
+    return tier_for(1, spilled=take), leaving, go_on
+
+
+def test_quarantine_waits_for_a_record_that_is_being_evicted() -> None:
+    tier, leaving, go_on = tier_with_a_slow_receiver()
     group = records(2)
     storing = in_thread(lambda: tier.store(group))
     wait_for(leaving)
@@ -344,13 +342,7 @@ def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
 
 
 def test_a_store_waits_for_room_that_another_is_making() -> None:
-    leaving, go_on = threading.Event(), threading.Event()
-
-    def take(record: Record) -> None:
-        leaving.set()
-        wait_for(go_on)
-
-    tier = tier_for(1, spilled=take)
+    tier, leaving, go_on = tier_with_a_slow_receiver()
     first, second, third = records(3)
     tier.store([first])
     outcomes: list[StoreOutcome] = []
@@ -367,7 +359,7 @@ def test_a_store_waits_for_room_that_another_is_making() -> None:
     assert tier.used_bytes == EACH
 
 
-def test_two_who_store_the_same_record_at_once_are_charged_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_that_store_one_record_are_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
     copied = rootstock.tiers.host._copied
 
@@ -409,10 +401,10 @@ def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
         random = np.random.default_rng(seed)
         for _ in range(300):
             record = group[int(random.integers(len(group)))]
-            what = random.integers(8)
-            if what < 3:
+            choice = random.integers(8)
+            if choice < 3:
                 tier.store([record])
-            elif what < 7:
+            elif choice < 7:
                 result = tier.load(record.identity)
                 if not is_right(result, record) and result != Miss(MissKind.ABSENT):
                     wrong.append(result)
@@ -430,7 +422,7 @@ def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """A list of records, the least recently used first, says what must be there."""
+    """State machine that compares the tier with a list of records, the least recently used first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,6 +47,7 @@ def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntim
         attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
     )
     if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
+        # No option of the server switches fusion off: only tests compare a model with and without it.
         with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
             return load_model(config)
     return load_model(config)
