@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from rootstock.cache.eviction import EvictionPolicy
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
@@ -24,7 +24,6 @@ def clock() -> Callable[[], float]:
 
 
 def make_cache(blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None) -> KVCache:
-    policy = LeastRecentlyUsed() if policy is None else policy
     return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
 
 

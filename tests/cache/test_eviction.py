@@ -8,7 +8,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.eviction import Evictable, EvictionQueue, LeastRecentlyUsed
+from rootstock.cache.eviction import Evictable, EvictionQueue
 from rootstock.cache.lease import ReleaseReason
 
 
@@ -89,9 +89,12 @@ def test_the_prefix_of_a_running_request_is_never_evicted() -> None:
 
 
 def test_the_policy_can_be_replaced() -> None:
-    class ShortestFirst(LeastRecentlyUsed):
+    class ShortestFirst:
         def rank(self, entry: Evictable) -> float:
             return float(entry.end)
+
+        def observe_reuse(self, idle_s: float) -> bool:
+            return False
 
     cache = make_cache(blocks=10, block_size=4, policy=ShortestFirst())
     run(cache, ints(range(16)))

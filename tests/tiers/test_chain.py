@@ -332,14 +332,6 @@ def test_the_chain_serves_while_the_lower_tier_does_not(
     assert is_right(chain.tier.load(record.identity), record)
 
 
-def test_a_closed_chain_refuses_stores_and_loads(tmp_path: Path) -> None:
-    with real_chain(tmp_path / "tier", above=3) as (tier, _):
-        pass
-    (record,) = records(1)
-    assert tier.store([record]) == [NotStored(Refusal.UNAVAILABLE, "closed")]
-    assert kind_of_miss(tier.load(record.identity)) is MissKind.UNAVAILABLE
-
-
 @pytest.mark.behaviour(45)
 def test_every_record_is_readable_while_it_moves(tmp_path: Path) -> None:
     group = [record_of(identity_of(seed), 4000) for seed in range(150)]

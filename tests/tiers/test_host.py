@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import rootstock.tiers.host
 from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
-    Loaded,
     Miss,
     MissKind,
     NotStored,
@@ -50,26 +49,6 @@ def tier_for(count: int, **options: object) -> HostTier:
     return HostTier(count * EACH, **options)  # type: ignore[arg-type]
 
 
-def test_a_stored_record_is_loaded_in_the_same_buffers() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    assert tier.store([record]) == [Stored(EACH)]
-    loaded = tier.load(record.identity)
-    assert isinstance(loaded, Loaded)
-    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
-    loaded.payload[0][0] ^= 1  # it is the caller's
-    assert is_right(tier.load(record.identity), record)
-
-
-def test_a_load_fills_the_callers_buffers_however_they_are_divided() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    tier.store([record])
-    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
-    assert is_right(tier.load(record.identity, buffers), record)
-    assert joined(buffers) == joined(record.payload)
-
-
 def test_the_payload_may_change_once_it_is_stored() -> None:
     tier = tier_for(2)
     record, same = records(1)[0], records(1)[0]
@@ -80,29 +59,20 @@ def test_the_payload_may_change_once_it_is_stored() -> None:
     assert is_right(tier.load(same.identity), same)
 
 
-def test_a_record_without_a_payload_is_a_record() -> None:
-    tier = tier_for(2)
-    record = Record(identity_of(1), [])
-    assert isinstance(tier.store([record])[0], Stored)
-    loaded = tier.load(record.identity, [np.empty(0, np.uint8)])
-    assert isinstance(loaded, Loaded)
-    assert joined(loaded.payload) == b""
-
-
 def test_the_least_recently_used_record_is_evicted_first_and_passed_on_whole() -> None:
-    spilled: list[Record] = []
-    tier = tier_for(3, spilled=spilled.append)
+    evicted: list[Record] = []
+    tier = tier_for(3, on_evicted=evicted.append)
     group = records(6)
     tier.store(group[:3])
     tier.touch([group[0].identity.key])
     assert is_right(tier.load(group[1].identity), group[1])
     assert tier.store([group[2]]) == [AlreadyStored()]  # which is a use
     tier.store(group[3:5])
-    assert keys_of(spilled) == keys_of(group[:2])
-    assert [joined(record.payload) for record in spilled] == [joined(record.payload) for record in group[:2]]
+    assert keys_of(evicted) == keys_of(group[:2])
+    assert [joined(record.payload) for record in evicted] == [joined(record.payload) for record in group[:2]]
     assert all(
         [bytes(part) for part in theirs.views()] == [bytes(part) for part in ours.views()]
-        for theirs, ours in zip(spilled, group, strict=False)
+        for theirs, ours in zip(evicted, group, strict=False)
     )
     assert tier.load(group[0].identity) == Miss(MissKind.ABSENT)
 
@@ -128,7 +98,7 @@ def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing() -> None:
 
 def test_room_is_made_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    tier = tier_for(2, spilled=lambda record: seen.append(tier.used_bytes))
+    tier = tier_for(2, on_evicted=lambda record: seen.append(tier.used_bytes))
     copied = rootstock.tiers.host._copied
 
     def watched(*arguments: object) -> object:
@@ -138,7 +108,7 @@ def test_room_is_made_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rootstock.tiers.host, "_copied", watched)
     tier.store(records(5))
-    assert seen == [2 * EACH] * 3  # an evicted record is charged until `spilled` has returned
+    assert seen == [2 * EACH] * 3  # an evicted record is charged until `on_evicted` has returned
 
 
 def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
@@ -169,13 +139,6 @@ def test_the_charge_covers_the_memory_of_a_record() -> None:
     assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page covers untraced memory
 
 
-def test_a_load_into_buffers_of_another_size_is_a_miss() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    tier.store([record])
-    assert kind_of_miss(tier.load(record.identity, [np.zeros(2999, np.uint8)])) is MissKind.OTHER_SIZE
-
-
 def test_a_damaged_record_is_a_miss_and_is_removed() -> None:
     told: list[RecordKey] = []
     tier = tier_for(2, gone=told.extend)
@@ -190,14 +153,14 @@ def test_a_damaged_record_is_a_miss_and_is_removed() -> None:
 
 
 def test_a_damaged_record_is_never_passed_on() -> None:
-    spilled: list[Record] = []
+    evicted: list[Record] = []
     told: list[RecordKey] = []
-    tier = tier_for(2, spilled=spilled.append, gone=told.extend)
+    tier = tier_for(2, on_evicted=evicted.append, gone=told.extend)
     group = records(4)
     tier.store(group[:2])
     damage(tier, group[0].identity.key)
     tier.store(group[2:])
-    assert keys_of(spilled) == keys_of(group[1:2])
+    assert keys_of(evicted) == keys_of(group[1:2])
     assert told == keys_of(group[:1])
     damage(tier, group[2].identity.key)
     assert keys_of(tier.records()) == keys_of(group[3:])
@@ -223,13 +186,6 @@ def test_a_record_of_another_identity_is_never_loaded(
     assert kind_of_miss(tier.load(other)) is kind
 
 
-def test_a_state_is_found_by_its_position_with_any_start() -> None:
-    tier = tier_for(2)
-    record = record_of(identity_of(1, start=0, kind=Kind.STATE))
-    tier.store([record])
-    assert is_right(tier.load(identity_of(1, start=20, kind=Kind.STATE)), record)
-
-
 def test_entries_list_use_and_size_with_parents_first() -> None:
     clock = Clock()
     tier = tier_for(4, clock=clock)
@@ -246,15 +202,15 @@ def test_entries_list_use_and_size_with_parents_first() -> None:
 
 def test_quarantine_and_clear_drop_records_and_report_them() -> None:
     told: list[RecordKey] = []
-    spilled: list[Record] = []
-    tier = tier_for(4, spilled=spilled.append, gone=told.extend)
+    evicted: list[Record] = []
+    tier = tier_for(4, on_evicted=evicted.append, gone=told.extend)
     group = records(4)
     tier.store(group)
     tier.quarantine([*keys_of(group[:1]), RecordKey(bytes(16))])
     assert told == keys_of(group[:1])
     tier.clear()
     assert told == keys_of(group)
-    assert spilled == []
+    assert evicted == []
     assert (len(tier), tier.used_bytes) == (0, 0)
     assert tier.store(group[:1]) == [Stored(EACH)]
 
@@ -293,7 +249,7 @@ def test_a_record_can_be_loaded_until_its_receiver_has_returned() -> None:
         found.append(is_right(tier.load(record.identity), same))
         assert record.identity.key in {entry.identity.key for entry in tier.entries()}
 
-    tier = tier_for(1, spilled=take)
+    tier = tier_for(1, on_evicted=take)
     tier.store(group)
     assert found == [True, True]
 
@@ -302,7 +258,7 @@ def test_a_receiver_that_fails_loses_only_that_record(caplog: pytest.LogCaptureF
     def take(record: Record) -> None:
         raise ZeroDivisionError("a bug")
 
-    tier = tier_for(1, spilled=take)
+    tier = tier_for(1, on_evicted=take)
     group = records(2)
     assert tier.store(group) == [Stored(EACH)] * 2
     assert is_right(tier.load(group[1].identity), group[1])
@@ -324,7 +280,7 @@ def tier_with_a_slow_receiver() -> tuple[HostTier, threading.Event, threading.Ev
         leaving.set()
         wait_for(go_on)
 
-    return tier_for(1, spilled=take), leaving, go_on
+    return tier_for(1, on_evicted=take), leaving, go_on
 
 
 def test_quarantine_waits_for_a_record_that_is_being_evicted() -> None:
@@ -393,7 +349,7 @@ def test_a_store_that_a_close_overtakes_is_refused_and_charged_nothing(
 
 def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
     taken: list[RecordKey] = []
-    tier = tier_for(8, spilled=lambda record: taken.append(record.identity.key))
+    tier = tier_for(8, on_evicted=lambda record: taken.append(record.identity.key))
     group = records(24)
     wrong: list[object] = []
 
@@ -426,10 +382,10 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spilled: list[RecordKey] = []
-        self.tier = HostTier(4 * EACH, lambda record: self.spilled.append(record.identity.key))
+        self.evicted: list[RecordKey] = []
+        self.tier = HostTier(4 * EACH, lambda record: self.evicted.append(record.identity.key))
         self.model: list[Record] = []
-        self.expected_spills: list[RecordKey] = []
+        self.expected_evictions: list[RecordKey] = []
 
     def _find(self, record: Record) -> Record | None:
         return next((r for r in self.model if r.identity.key == record.identity.key), None)
@@ -447,7 +403,7 @@ class AgainstAModel(RuleBasedStateMachine):
             self._use(there)
             return
         while sum(map(charge, self.model)) + charge(record) > self.tier.cap_bytes:
-            self.expected_spills.append(self.model.pop(0).identity.key)
+            self.expected_evictions.append(self.model.pop(0).identity.key)
         self.model.append(record)
         assert outcome == Stored(charge(record))
 
@@ -479,7 +435,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def holds_what_it_should(self) -> None:
         assert keys_of(self.tier.records()) == keys_of(self.model)
         assert self.tier.used_bytes == sum(map(charge, self.model)) <= self.tier.cap_bytes
-        assert self.spilled == self.expected_spills
+        assert self.evicted == self.expected_evictions
 
 
 AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

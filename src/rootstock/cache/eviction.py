@@ -42,14 +42,6 @@ class EvictionPolicy(Protocol):
         """Learns that an unreferenced entry was reused after `idle_s`. Returns True if all ranks have changed."""
 
 
-class LeastRecentlyUsed:
-    def rank(self, entry: Evictable) -> float:
-        return entry.last_used
-
-    def observe_reuse(self, idle_s: float) -> bool:
-        return False
-
-
 class MostValuableLast:
     """Ranks by expected saving per byte, if the chance of reuse falls by 1/e with every `patience_s` of idleness.
 

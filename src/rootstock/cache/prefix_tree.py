@@ -477,7 +477,7 @@ class PrefixTree:
             self.checkpoints.put(checkpoint)
 
     def rank(self, checkpoint: Checkpoint) -> float:
-        """The policy's rank of a checkpoint, on its node already or not."""
+        """Returns the policy's rank of a checkpoint, on its node already or not."""
         return self._policy.rank(checkpoint)
 
     # ---------------------------------------------------------------------------------------- eviction

@@ -16,7 +16,6 @@ import pytest
 
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Kind, identify
 from rootstock.tiers.base import (
     AlreadyStored,
     Loaded,
@@ -36,39 +35,18 @@ from rootstock.tiers.disk.space import Budget
 from rootstock.tiers.disk.tier import RETRY_S, SEGMENT_BYTES, DiskTier
 from tiers.helpers import (
     CAP_BYTES,
-    NAMESPACE,
     Clock,
     directory_bytes,
     identity_of,
     is_right,
-    joined,
     keys_of,
     kind_of_miss,
     open_tier,
-    prefix,
     record_of,
     records,
     segment_files,
 )
 from waiting import HANG_S, join, wait_until
-
-
-def test_a_stored_record_is_loaded_in_the_same_buffers(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = records(1)[0]
-    assert isinstance(tier.store([record])[0], Stored)
-    loaded = tier.load(record.identity)
-    assert isinstance(loaded, Loaded)
-    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
-
-
-def test_a_load_fills_the_callers_buffers_however_they_are_divided(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = record_of(identity_of(1), 3000)
-    tier.store([record])
-    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
-    assert is_right(tier.load(record.identity, buffers), record)
-    assert joined(buffers) == joined(record.payload)
 
 
 def test_a_record_with_a_long_header_is_loaded(tmp_path: Path) -> None:
@@ -101,36 +79,6 @@ def test_a_group_is_committed_together_and_duplicates_are_stored_once(tmp_path: 
     assert all(is_right(tier.load(record.identity), record) for record in group)
 
 
-def test_a_state_is_found_by_its_position_with_any_start(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    tokens = prefix(3, 40)
-    stored = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, 16)
-    record = record_of(stored)
-    tier.store([record])
-    for start in (0, 16, 39, 40):
-        assert is_right(
-            tier.load(identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, start)), record
-        )
-    earlier = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens[:39], 16)
-    assert tier.load(earlier) == Miss(MissKind.ABSENT)
-
-
-def test_another_namespace_dtype_position_or_token_is_another_record(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    tier.store([record_of(identity_of(1))])
-    for other in (
-        identity_of(2),
-        identity_of(1, start=15),
-        identity_of(1, end=28),
-        identity_of(1, dtype="bfloat16"),
-        identity_of(1, layers=5),
-        identity_of(1, kind=Kind.STATE),
-        identity_of(1, namespace=Namespace("weights", "float32", salt="tenant")),
-        identity_of(1, namespace=Namespace("other weights", "float32")),
-    ):
-        assert tier.load(other) == Miss(MissKind.ABSENT)
-
-
 def test_a_restart_keeps_records_and_their_uses(tmp_path: Path) -> None:
     clock = Clock()
     tier = open_tier(tmp_path / "tier", clock=clock)
@@ -152,13 +100,6 @@ def test_a_restart_keeps_records_and_their_uses(tmp_path: Path) -> None:
         assert entry.payload_bytes == record.payload_bytes
         assert (entry.last_use_s, entry.uses) == ((2000.0, 2) if index == 2 else (1000.0, 0))
         assert is_right(again.load(record.identity), record)
-
-
-def test_entries_come_with_parents_first(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    ends = [48, 16, 40, 32]
-    tier.store([record_of(identity_of(1, end - 8, end)) for end in ends])
-    assert [entry.identity.end for entry in tier.entries()] == sorted(ends)
 
 
 def test_the_least_recently_used_segment_is_evicted_first_and_a_chain_from_its_end(tmp_path: Path) -> None:
@@ -409,17 +350,6 @@ def test_the_lock_holds_within_a_process_too(tmp_path: Path) -> None:
     tier.close()
     open_tier(tmp_path / "tier").close()
     assert (tmp_path / "tier" / LOCK_NAME).exists()
-
-
-def test_a_closed_tier_is_off(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = records(1)[0]
-    tier.store([record])
-    tier.close()
-    assert isinstance(tier.state, Off)
-    assert kind_of_miss(tier.load(record.identity)) is MissKind.UNAVAILABLE
-    assert isinstance(outcome := tier.store([record])[0], NotStored)
-    assert outcome.why is Refusal.UNAVAILABLE
 
 
 @pytest.mark.behaviour(46)
