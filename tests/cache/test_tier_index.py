@@ -17,8 +17,7 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind, identify
+from rootstock.cache.keys import Identity, Kind, Namespace, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import Tokens
 

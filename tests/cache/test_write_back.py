@@ -17,10 +17,9 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Kind, Namespace, identify
 from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import Plan, Store
-from rootstock.cache.record_identity import Kind, identify
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.cache.write_back import WriteBackQueue

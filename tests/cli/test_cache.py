@@ -18,8 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cli.running import Run
-from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.record_identity import Kind, identify
+from rootstock.cache.keys import Kind, Namespace, identify, prefix_digest
 from rootstock.cache.types import Tokens
 from rootstock.cli.cache import cache_app
 from rootstock.tiers.base import MissKind, Record

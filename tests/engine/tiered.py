@@ -12,7 +12,7 @@ import pytest
 
 from engine.helpers import Bench, Client
 from rootstock.cache.families import Family
-from rootstock.cache.record_identity import Identity
+from rootstock.cache.keys import Identity
 from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed

@@ -33,8 +33,7 @@ from engine.helpers import Client, alone
 from engine.tiered import Tiered, cached
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished

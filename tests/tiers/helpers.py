@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind, RecordKey, identify
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
 from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.tier import DiskTier

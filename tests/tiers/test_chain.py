@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, Namespace, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,

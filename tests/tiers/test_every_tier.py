@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Kind, identify
+from rootstock.cache.keys import Kind, Namespace, identify
 from rootstock.tiers.base import (
     Loaded,
     Miss,

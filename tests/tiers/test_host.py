@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import rootstock.tiers.host
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, Namespace, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Miss,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import Buffer, Loaded, LoadResult, Miss, MissKind, as_bytes
 from rootstock.tiers.reader import LoadEnded, LoadTask, TierReader
 from tiers.helpers import identity_of, payload_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rootstock.tiers.writer
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,

@@ -126,7 +126,8 @@ class Admission:
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
-        self._checkpoints.plan_positions(lease, match, boundaries)
+        if not pools.resume_anywhere:
+            self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
 
@@ -283,7 +284,8 @@ class Admission:
         if tier_hit.state is not None:
             assert pools.states is not None
             loads.append(Load(tier_hit.state, RowPart(pools.states.index, lease.slot, 0)))
-        self._checkpoints.plan_loaded_positions(lease, tier_hit)
+        if not pools.resume_anywhere:
+            self._checkpoints.plan_loaded_positions(lease, tier_hit)
         return tuple(loads)
 
     # ---------------------------------------------------------------------------------- a running request

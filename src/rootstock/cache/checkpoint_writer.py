@@ -21,7 +21,7 @@ CLOSE_TOKENS = 32
 
 
 class CheckpointWriter:
-    """Has no work for a model that can resume anywhere: then no positions are planned."""
+    """Writer of checkpoints for models that cannot resume anywhere. For other models `request` does nothing."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CheckpointWriter:
     def plan_positions(self, lease: Lease, match: Match, boundaries: Sequence[Boundary]) -> None:
         """Sets the positions at which the prefill pauses to leave a checkpoint: the prompt's end, its boundaries, and
         the point of divergence from the cached prefix, since other requests have diverged there before."""
-        if self._pools.resume_anywhere or lease.node is None:
+        if lease.node is None:
             return
         lease.checkpoint_positions[lease.num_tokens] = CheckpointKind.PROMPT
         diverges_at = min(match.found, match.limit)
@@ -55,7 +55,7 @@ class CheckpointWriter:
     def plan_loaded_positions(self, lease: Lease, tier_hit: TierHit) -> None:
         """Adds the position of a tier hit, which other requests will pass as well, and the point where the prompt
         diverges from the stored prefix."""
-        if self._pools.resume_anywhere or lease.node is None:
+        if lease.node is None:
             return
         lease.checkpoint_positions.setdefault(tier_hit.position, CheckpointKind.DIVERGENCE)
         if tier_hit.position < tier_hit.found <= lease.num_tokens:

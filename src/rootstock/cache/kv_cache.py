@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -202,8 +202,15 @@ class KVCache:
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
             if counted and tier_hit is None:  # else `loaded` counts it
-                self.counters.admitted(len(match.tokens), answer.lease.hit_tokens)
+                self._count_admission(len(match.tokens), answer.lease.hit_tokens)
         return answer
+
+    def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
+        counters = self.counters
+        counters.admissions += 1
+        counters.asked_tokens += prompt_tokens
+        counters.hit_tokens += hit_tokens
+        counters.missed_tokens += prompt_tokens - hit_tokens
 
     def _verified(self, match: Match) -> Match:
         """Drops a checkpoint whose digest is not of exactly this prefix and matches again. That is a bug of ours, and
@@ -226,7 +233,7 @@ class KVCache:
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         else:
-            self.counters.admitted(lease.prompt_tokens, position)
+            self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
         plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])
         lease.hit_tokens, lease.is_loaded = position, True
@@ -450,7 +457,7 @@ class KVCache:
             namespaces=len(self.tree.roots),
             cached_tokens=sum(node.end - node.start for node in nodes),
             leases=len(self._leases),
-            **self.counters.as_dict(),
+            **asdict(self.counters),
         )
 
     def check(self) -> None:

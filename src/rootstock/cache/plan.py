@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.record_identity import Identity
+from rootstock.cache.keys import Identity
 from rootstock.cache.types import BlockId, BlockIds, SlotId
 
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous

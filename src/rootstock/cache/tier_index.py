@@ -22,9 +22,8 @@ from rootstock.cache.families import (
     RecurrentState,
     token_families,
 )
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
 from rootstock.cache.radix_node import common_prefix
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
 from rootstock.cache.types import Tokens
 
 

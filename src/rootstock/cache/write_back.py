@@ -10,12 +10,11 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.families import ChunkedAttention
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Checkpoint, Node, Root
-from rootstock.cache.record_identity import Identity, Kind, RecordKey, identify
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Kind, RecordKey
 from rootstock.cache.types import Tokens
 from rootstock.cli import options
 from rootstock.cli.output import Column, age, counted, iso_time, print_table, progress_bar

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,

@@ -21,8 +21,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import xxhash
 
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
-from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,

@@ -21,9 +21,9 @@ import pytest
 from engine.tiered import KINDS, MIB, OTHER, PROMPT, Tiered, cached, kinds, of_kinds, opened_by
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.pools import Rows
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Aborted, Failed
 from rootstock.engine.step import PlanExecutor

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import AlreadyStored, Loaded, Miss, MissKind, NotStored, Record, Stored
 from tiers.helpers import (
     CAP_BYTES,

@@ -31,7 +31,7 @@ from rootstock.kernels.spans import slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Logits, Segment
 from rootstock.runtime.torch.fallback import Served
-from rootstock.runtime.torch.inspect.survey import Calling
+from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepCache
 from rootstock.runtime.torch.self_check import largest_difference

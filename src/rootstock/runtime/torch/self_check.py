@@ -41,7 +41,7 @@ from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, 
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 from rootstock.runtime.torch.fusion.base import unfused
-from rootstock.runtime.torch.inspect.survey import Calling
+from rootstock.runtime.torch.hooks import Calling
 
 BLOCK_SIZE = 4
 _LONG, _SHORT = 45, 22  # tokens of the two sequences

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.base import (
     AlreadyStored,

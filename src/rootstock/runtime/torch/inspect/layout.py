@@ -9,7 +9,8 @@ import torch
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily, token_families
 from rootstock.kernels.spans import EVERYTHING
-from rootstock.runtime.torch.inspect.survey import Calling, Surveyed
+from rootstock.runtime.torch.hooks import Calling
+from rootstock.runtime.torch.inspect.survey import Surveyed
 from rootstock.runtime.torch.kv_pool import Kind, LayerShape
 from rootstock.runtime.torch.state_pool import StateShape
 
