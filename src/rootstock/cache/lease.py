@@ -131,7 +131,7 @@ class Lease:
         self.hit_tokens = hit_tokens  # found at admission
         self.num_tokens = len(prompt)
         self.num_computed_tokens = hit_tokens
-        self.num_cached_tokens = hit_tokens
+        self.num_cached_tokens = hit_tokens  # in the tree, where other requests find them
         self.full = full  # the full family's table
         self.windows = windows  # one table for each window family
         self.node: Node | None = None  # ends at `num_cached_tokens`; None: not in the tree

@@ -14,7 +14,7 @@ Walking compares NumPy arrays at memory speed and costs O(tokens), never O(cache
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -76,51 +76,31 @@ class WindowBlocks:
         return self.ids[: max(0, position // block_size - self.first)]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
-    __slots__ = (
-        "blocks",
-        "checkpoints",
-        "children",
-        "end",
-        "hits",
-        "last_used",
-        "parent",
-        "passed_by",
-        "protections",
-        "queue_ticket",
-        "ref_count",
-        "resume_anywhere",
-        "start",
-        "tokens",
-        "windows",
-    )
+    """A node of the tree, with the edge that leads to it."""
 
-    def __init__(
-        self,
-        parent: Node | None,
-        start: int,
-        tokens: Tokens,
-        blocks: BlockIds,
-        windows: list[WeakReferences],
-        now: float,
-    ) -> None:
-        self.parent = parent
-        self.start = start
-        self.end = start + len(tokens)
-        self.tokens = tokens  # [end - start], owned
-        self.blocks = blocks  # of block indices start // block_size … ceil(end / block_size) - 1
-        self.windows = (
-            windows  # for each window family, weak references to its blocks of the same block indices
-        )
-        self.checkpoints: dict[int, Checkpoint] = {}  # by position, in (start, end]
-        self.children: dict[int, Node] = {}  # by first token
-        self.ref_count = 0  # leases whose node is here or below: > 0 means not evictable
-        self.protections: dict[HitProtection, None] = {}  # of queued requests that would hit this node
-        self.resume_anywhere: bool = parent is None or parent.resume_anywhere
-        self.passed_by = False  # its conversation went on elsewhere, from a user turn above
-        self.last_used = now
-        self.hits = 0
-        self.queue_ticket = 0
+    parent: Node | None
+    start: int
+    tokens: Tokens  # [end - start], owned
+    blocks: BlockIds  # of block indices start // block_size … ceil(end / block_size) - 1
+    windows: list[WeakReferences]  # of each window family, to its blocks of the same block indices
+    last_used: float
+    end: int = field(init=False)
+    resume_anywhere: bool = field(init=False)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position, in (start, end]
+    children: dict[int, Node] = field(default_factory=dict)  # by first token
+    ref_count: int = 0  # leases whose node is here or below: > 0 means not evictable
+    protections: dict[HitProtection, None] = field(
+        default_factory=dict
+    )  # of queued requests that would hit it
+    passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
+    hits: int = 0
+    queue_ticket: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.tokens)
+        self.resume_anywhere = self.parent is None or self.parent.resume_anywhere
 
     @property
     def is_protected(self) -> bool:
@@ -181,6 +161,7 @@ class Root(Node):
         return not (self.children or self.ref_count)
 
 
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """Lets every family resume at exactly one position of exactly one prefix. Hangs on the node that holds it.
 
@@ -189,44 +170,20 @@ class Checkpoint:
     position and its prefix's digest, and is refused where they differ.
     """
 
-    __slots__ = (
-        "cost_tokens",
-        "digest",
-        "hits",
-        "kind",
-        "last_used",
-        "node",
-        "position",
-        "protections",
-        "queue_ticket",
-        "ref_count",
-        "slot",
-        "windows",
-    )
-
-    def __init__(
-        self,
-        node: Node,
-        position: int,
-        digest: bytes,
-        kind: CheckpointKind,
-        windows: tuple[WindowBlocks, ...],
-        slot: SlotId,
-        cost_tokens: float,
-        now: float,
-    ) -> None:
-        self.node: Node | None = node  # None: dropped
-        self.position = position
-        self.digest = digest  # of tokens 0 … position-1 and their namespace
-        self.kind = kind
-        self.windows = windows  # one for each window family
-        self.slot = slot  # NO_SLOT if the model has no recurrent states
-        self.cost_tokens = cost_tokens  # its bytes, in tokens of full attention
-        self.last_used = now
-        self.hits = 0
-        self.ref_count = 0  # leases that resume from it and have not computed anything yet
-        self.protections: dict[HitProtection, None] = {}  # of queued requests that would resume from it
-        self.queue_ticket = 0
+    node: Node | None  # None: dropped
+    position: int
+    digest: bytes  # of tokens 0 … position-1 and their namespace
+    kind: CheckpointKind
+    windows: tuple[WindowBlocks, ...]  # one for each window family
+    slot: SlotId  # NO_SLOT if the model has no recurrent states
+    cost_tokens: float  # its bytes, in tokens of full attention
+    last_used: float
+    hits: int = 0
+    ref_count: int = 0  # leases that resume from it and have not computed anything yet
+    protections: dict[HitProtection, None] = field(
+        default_factory=dict
+    )  # of queued requests that would resume here
+    queue_ticket: int = 0
 
     @property
     def previous(self) -> Checkpoint | None:
@@ -290,15 +247,13 @@ class Checkpoint:
         return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"
 
 
+@dataclass(slots=True, eq=False)
 class HitProtection:
     """A queued request's protection of the prefix that it would hit: evicted after all that is not protected."""
 
-    __slots__ = ("checkpoint", "nodes", "version")
-
-    def __init__(self, version: int) -> None:
-        self.nodes: list[Node] = []
-        self.checkpoint: Checkpoint | None = None
-        self.version = version  # of the tree when it was made
+    version: int  # of the tree when it was made
+    nodes: list[Node] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
 
     def add(self, node: Node) -> None:
         node.protections[self] = None

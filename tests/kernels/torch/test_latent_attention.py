@@ -19,7 +19,7 @@ from rootstock.kernels.cpu.attention import NumbaAttention
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.kernels.torch.latent_attention import (
     LatentAttention,
-    _LatentStep,
+    LatentStepAttention,
     gather_latents,
     sliced_latents,
 )
@@ -44,7 +44,7 @@ def assert_equals_expanded(
     kernel: LatentAttention | Attention, batch: RaggedBatch, up: Tensor, tolerance: float
 ) -> None:
     step = kernel.prepare(batch.spans, batch.family)
-    latent_step = step if isinstance(step, _LatentStep) else _LatentStep(step)
+    latent_step = step if isinstance(step, LatentStepAttention) else LatentStepAttention(step)
     keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
     with torch.inference_mode():
         out = latent_step(batch.query, batch.key, batch.value, keys, values, batch.scores, up)

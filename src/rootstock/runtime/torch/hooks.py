@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,24 +53,24 @@ class LayerUnsupported(Exception):
         super().__init__(f"{' '.join(where) or 'the model'} {reason}")
 
 
+class AttentionCall(NamedTuple):
+    """Arguments of a module's call of attention."""
+
+    module: nn.Module
+    query: Tensor  # [1, q_heads, tokens, head_dim]
+    key: Tensor  # [1, kv_heads, tokens, …]
+    value: Tensor
+    mask: object
+    scores: Scores
+    extra: dict[str, Any]  # further arguments that the model passes to attention
+
+
 class MarkedLayer(Protocol):
     """Layer within one forward, to which the mark on its K and V leads."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        """Attends query [1, q_heads, tokens, head_dim] to key and value [1, kv_heads, tokens, …] as returned by
-        `update`.
-
-        Returns [1, tokens, q_heads, value_dim]. `extra`: further arguments that the model passes to attention.
-        """
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attends the call's query to key and value as returned by `update`. Returns [1, tokens, q_heads,
+        value_dim]."""
         ...
 
 
@@ -137,11 +137,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface, whose parameter names it uses. Dropout is 0 outside training."""
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    call = AttentionCall(module, query, key, value, attention_mask, scores, extra)
     layer = marked(key, value)
     if layer is not None:
-        return layer.attend(module, query, key, value, attention_mask, scores, extra), None
+        return layer.attend(call), None
     if runs_alone(module):
-        return _attend_alone(module, query, key, value, attention_mask, scores, extra), None
+        return _attend_alone(call), None
     raise LayerUnsupported(
         "changes K or V between the cache and attention",
         module=type(module).__name__,
@@ -149,16 +150,9 @@ def _attention(
     )
 
 
-def _attend_alone(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: object,
-    scores: Scores,
-    extra: dict[str, Any],
-) -> Tensor:
+def _attend_alone(call: AttentionCall) -> Tensor:
     """Attends one sequence with all of its K and V, a bias if given, and only the keys that the module chose."""
+    module, query, key, value, mask, scores, extra = call
     chosen, bias = extra.get("indices"), extra.get("position_bias")
     refuse_unknown(module, {name: extra[name] for name in extra if name not in ("indices", "position_bias")})
     if not isinstance(mask, Tensor):
