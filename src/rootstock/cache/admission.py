@@ -220,8 +220,8 @@ class Admission:
             BlockTable(hit.shared),
             tables,
             self._order,
+            sources,
         )
-        lease.copy_sources = sources
         if hit.checkpoint is not None:
             lease.resumed_from = hit.checkpoint
             self._tree.reference(hit.checkpoint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
@@ -81,6 +81,7 @@ class BlockTable:
         return released
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """One sequence's block tables, its working state, and its place in the tree. Made by `KVCache.admit`, ended by
     `release` or `discard`; only the cache writes to it.
@@ -90,65 +91,36 @@ class Lease:
         |                | findable by others   | computed yet         |
     """
 
-    __slots__ = (
-        "_order",
-        "_tokens",
-        "awaited_positions",
-        "checkpoint_positions",
-        "checkpoints",
-        "copy_sources",
-        "ended",
-        "full",
-        "hit_tokens",
-        "id",
-        "is_loaded",
-        "namespace",
-        "node",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_tokens",
-        "own_leaf",
-        "prompt_tokens",
-        "replaced",
-        "resumed_from",
-        "slot",
-        "windows",
-    )
+    id: LeaseId
+    namespace: Namespace
+    prompt: InitVar[Tokens]
+    hit_tokens: int  # found at admission
+    full: BlockTable  # the full family's table
+    windows: list[BlockTable]  # one table for each window family
+    _order: tuple[int, ...]  # for each of the model's token families: -1 for full, else an index of `windows`
+    # Partly filled window blocks that the first plan copies, used until something is computed.
+    copy_sources: list[WindowBlocks | None]
+    prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False)
+    num_cached_tokens: int = field(init=False)  # in the tree, where other requests find them
+    _tokens: Tokens = field(init=False)  # [≥ num_tokens]; copied before it is written beyond the prompt
+    node: Node | None = None  # ends at `num_cached_tokens`; None: not in the tree
+    own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
+    replaced: list[int] = field(default_factory=list)  # blocks of nodes that the table replaces by others
+    slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
+    # Of checkpoints to leave, all beyond `num_computed_tokens`.
+    checkpoint_positions: dict[int, CheckpointKind] = field(default_factory=dict)
+    awaited_positions: set[int] = field(default_factory=set)  # those of them that another request waits for
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
+    resumed_from: Checkpoint | None = None  # referenced until something is computed
+    is_loaded: bool = False  # a part of its hit was loaded, after its first plan
+    ended: bool = False
 
-    def __init__(
-        self,
-        id: LeaseId,
-        namespace: Namespace,
-        prompt: Tokens,
-        hit_tokens: int,
-        full: BlockTable,
-        windows: list[BlockTable],
-        order: tuple[int, ...],
-    ) -> None:
-        self.id = id
-        self.namespace = namespace
-        self.prompt_tokens = len(prompt)
-        self.hit_tokens = hit_tokens  # found at admission
-        self.num_tokens = len(prompt)
-        self.num_computed_tokens = hit_tokens
-        self.num_cached_tokens = hit_tokens  # in the tree, where other requests find them
-        self.full = full  # the full family's table
-        self.windows = windows  # one table for each window family
-        self.node: Node | None = None  # ends at `num_cached_tokens`; None: not in the tree
-        self.own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
-        self.replaced: list[int] = []  # blocks of the referenced nodes that the table replaces by others
-        self.slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
-        # Of checkpoints to leave, all beyond `num_computed_tokens`.
-        self.checkpoint_positions: dict[int, CheckpointKind] = {}
-        self.awaited_positions: set[int] = set()  # those of them that another request waits for
-        self.checkpoints: list[Checkpoint] = []  # that it has left
-        self.resumed_from: Checkpoint | None = None  # referenced until something is computed
-        # Partly filled window blocks that the first plan copies, used until something is computed.
-        self.copy_sources: list[WindowBlocks | None] = []
-        self.is_loaded = False  # a part of its hit was loaded, after its first plan
-        self.ended = False
-        self._tokens = prompt  # [≥ num_tokens]; copied before it is written beyond the prompt
-        self._order = order  # for each of the model's token families: -1 for full, else an index of `windows`
+    def __post_init__(self, prompt: Tokens) -> None:
+        self.prompt_tokens = self.num_tokens = len(prompt)
+        self.num_computed_tokens = self.num_cached_tokens = self.hit_tokens
+        self._tokens = prompt
 
     @property
     def table(self) -> BlockIds:
