@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,16 +155,12 @@ def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
     return spans
 
 
+@dataclass(slots=True, eq=False)
 class _PooledLayer:
-    __slots__ = ("attention", "key", "memory", "value")
-
-    def __init__(
-        self, memory: LayerMemory, attention: StepAttention | LatentStepAttention, key: Tensor, value: Tensor
-    ) -> None:
-        self.memory = memory
-        self.attention = attention
-        self.key = key  # [tokens, kv_heads, key_dim], equal to the pool's rows
-        self.value = value
+    memory: LayerMemory
+    attention: StepAttention | LatentStepAttention
+    key: Tensor  # [tokens, kv_heads, key_dim], equal to the pool's rows
+    value: Tensor
 
     def attend(self, call: AttentionCall) -> Tensor:
         name = type(call.module).__name__
