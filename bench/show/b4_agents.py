@@ -34,7 +34,8 @@ from common import at_least, at_most, conclude
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import conversation_of, placed_chat
+from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
@@ -152,6 +153,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 def boundaries_ms(model: Path) -> dict[str, float]:
     """Of the processor, for 100 messages: one long turn of tool calls, which has the most to look at."""
     codec = HFTokenizer.load(str(model))
+    tokenizer = PromptTokenizer(codec, limit_tokens=10**6)
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())
@@ -159,7 +161,7 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     prompt_ms, own_ms = [], []
     for _ in range(40):
         began = time.thread_time()
-        placed = placed_chat(codec, conversation)
+        placed = placed_chat(conversation, tokenizer)
         half = time.thread_time()
         boundaries_of(codec, conversation, placed)
         prompt_ms.append(1e3 * (half - began))
