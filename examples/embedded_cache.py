@@ -36,10 +36,10 @@ def generate(prompt: list[int], count: int) -> list[int]:
         for pool in (keys, values):
             pool[copy.target, : copy.tokens] = pool[copy.source, : copy.tokens]
     print(f"{lease.hit_tokens} of {len(prompt)} prompt tokens cached")
-    tokens = lease.tokens[lease.computed :]
+    tokens = lease.tokens[lease.num_computed_tokens :]
     while len(answer) < count:
         cache.extend(lease, len(tokens))
-        answer.append(forward(tokens, lease.computed, lease.table))
+        answer.append(forward(tokens, lease.num_computed_tokens, lease.table))
         cache.commit(lease, tokens)
         tokens = np.array(answer[-1:], np.int32)
     cache.release(lease, ReleaseReason.FINISHED)

@@ -26,7 +26,7 @@ from rootstock.bench.serving import ServerProcess
 from rootstock.bench.targets import UrlTarget
 from rootstock.bench.tiny_model import DEMO_SPEC, write_tiny_model
 from rootstock.bench.workloads import Sizes, make_workload
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine

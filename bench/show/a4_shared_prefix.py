@@ -79,7 +79,11 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
             resident = cache.stats().resident_bytes
             if resident >= peak:
                 peak = resident
-                own = [s.lease.computed - PREFIX for s in engine.scheduler.sequences() if s.lease is not None]
+                own = [
+                    s.lease.num_computed_tokens - PREFIX
+                    for s in engine.scheduler.sequences()
+                    if s.lease is not None
+                ]
                 size = load.block_size
                 ideal_tokens = (PREFIX + sum(own)) * token_bytes
                 ideal_blocks = (PREFIX // size + sum(-(-n // size) for n in own)) * size * token_bytes

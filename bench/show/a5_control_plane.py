@@ -23,7 +23,7 @@ from common import at_least, at_most, conclude
 
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.lease import Admitted, ReleaseReason
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 
 PROMPT = 8192
 NEW = 512
@@ -70,7 +70,7 @@ class Cached:
         admitted = self.cache.admit(match)
         assert isinstance(admitted, Admitted)
         lease = admitted.lease
-        self.cache.commit(lease, prompt[lease.computed :])
+        self.cache.commit(lease, prompt[lease.num_computed_tokens :])
         self.cache.release(lease, ReleaseReason.FINISHED)
         return time.perf_counter() - began, lease.hit_tokens
 

@@ -35,8 +35,8 @@ import numpy as np
 from common import at_most, conclude, exactly
 from llamas import VOCAB, write_hybrid, write_llama
 
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.types import Tokens
 
 SHOW = "C3"
 ROUNDS = 4

@@ -38,7 +38,7 @@ from common import at_most, conclude
 from llamas import VOCAB, write_llama
 
 from rootstock.cache.explain import LoadChoice
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""A cache over pretend bytes, and a request that goes through its whole cycle."""
+"""Caches without a runtime, and requests that go through their whole cycle."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from rootstock.cache.eviction import EvictionPolicy
 from rootstock.cache.families import Family, row_bytes
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
-from rootstock.cache.plan import Plan, Tokens
-from rootstock.cache.radix_node import Checkpoint, Node, walk
+from rootstock.cache.plan import Plan
+from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, walk
+from rootstock.cache.types import Tokens
 
 NAMESPACE = Namespace("weights", "float32")
 
@@ -24,12 +24,11 @@ def clock() -> Callable[[], float]:
 
 
 def make_cache(blocks: int = 64, block_size: int = 4, policy: EvictionPolicy | None = None) -> KVCache:
-    policy = LeastRecentlyUsed() if policy is None else policy
     return KVCache([FullAttention(1, 1)], blocks * block_size, block_size, policy=policy, clock=clock())
 
 
 def make_hybrid(*families: Family, blocks: int = 64, block_size: int = 4) -> KVCache:
-    """A budget for `blocks` rows of every family."""
+    """Makes a cache whose budget pays for `blocks` rows of every family."""
     budget = blocks * sum(row_bytes(family, block_size) for family in families)
     return KVCache(families, budget, block_size, clock=clock())
 
@@ -59,12 +58,12 @@ def refused(cache: KVCache, tokens: Tokens, watermark_blocks: int = 0) -> Deferr
 
 
 def prefill(cache: KVCache, lease: Lease, upto: int | None = None) -> None:
-    """Computes the prompt, or its first part, in the chunks that its checkpoints cut it into."""
-    upto = lease.known if upto is None else upto
-    while lease.computed < upto:
-        end = min(upto, upto if lease.next_cut is None else lease.next_cut)
-        assert not isinstance(cache.extend(lease, end - lease.computed), Deferred)
-        cache.commit(lease, lease.tokens[lease.computed : end].copy())
+    """Computes the prompt, or its first part, in chunks that end at checkpoint positions."""
+    upto = lease.num_tokens if upto is None else upto
+    while lease.num_computed_tokens < upto:
+        end = min(upto, upto if lease.next_checkpoint_position is None else lease.next_checkpoint_position)
+        assert not isinstance(cache.extend(lease, end - lease.num_computed_tokens), Deferred)
+        cache.commit(lease, lease.tokens[lease.num_computed_tokens : end].copy())
     cache.check()
 
 
@@ -97,7 +96,7 @@ def hit(cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE) -> int
 
 
 def checkpoints(cache: KVCache) -> dict[int, Checkpoint]:
-    """By position, which the caller knows to be different."""
+    """Returns checkpoints by position. The caller knows that their positions differ."""
     return {at: checkpoint for node in nodes(cache) for at, checkpoint in node.checkpoints.items()}
 
 
@@ -108,8 +107,8 @@ def nodes(cache: KVCache) -> list[Node]:
 
 
 def state(cache: KVCache) -> tuple[object, ...]:
-    """Everything that an operation which changes nothing must leave alone."""
-    held, used = cache.pool.owners()
+    """Returns all state that an operation without effect must leave unchanged."""
+    owners = [rows.tobytes() for pool in cache.pools.every for rows in pool.pool.owners()]
     tree = [
         (
             n.start,
@@ -123,4 +122,4 @@ def state(cache: KVCache) -> tuple[object, ...]:
         )
         for n in nodes(cache)
     ]
-    return cache.stats(), held.tobytes(), used.tobytes(), tree, cache.tree.version
+    return cache.stats(), owners, tree, cache.tree.version

@@ -1,4 +1,4 @@
-"""Allocation: contiguous where it can be, balanced always."""
+"""Block pool: contiguous allocation, and exact counts of blocks in each state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rootstock.cache import FullAttention, KVCache
 from rootstock.cache.block_pool import BlockPool
-from rootstock.cache.plan import BlockIds
+from rootstock.cache.types import BlockIds
 from rootstock.errors import BudgetTooSmall
 
 
@@ -83,7 +83,7 @@ def test_every_block_has_exactly_one_state_after_any_sequence_of_operations(data
 
 
 @pytest.mark.behaviour(31)
-def test_the_budget_is_real_bytes_and_too_small_a_one_is_refused_with_the_numbers() -> None:
+def test_the_budget_bounds_real_bytes_and_too_small_a_budget_is_refused() -> None:
     families = [FullAttention(layers=4, bytes_per_token=4096)]
     cache = KVCache(families, budget_bytes=10 * 32 * 4096 + 5, block_size=32)
     assert cache.pool.total_blocks == 10

@@ -1,4 +1,4 @@
-"""Windows, chunks and recurrent states: where a prompt can resume, what is kept for it, and what goes first."""
+"""Windows, chunks and recurrent states: resume points, checkpoints, and the order of their eviction."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from cache.helpers import (
     make_hybrid,
     nodes,
     prefill,
+    refused,
     run,
+    state,
 )
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.cache.eviction import MostValuableLast
 from rootstock.cache.families import ChunkedAttention, Family, RecurrentState, SlidingWindow
 from rootstock.cache.lease import Admitted, Deferred, ReleaseReason
-from rootstock.cache.plan import NO_BLOCK, StateCopy
+from rootstock.cache.plan import StateCopy
 from rootstock.cache.pools import Pools, Rows
+from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.resume_point import deepest_resumable
+from rootstock.cache.types import NO_BLOCK
 
 FULL = FullAttention(1, 1)
 STATE = RecurrentState(1, 8)
@@ -65,8 +68,8 @@ def test_a_chunk_resumes_from_its_start_on_and_needs_nothing_at_the_start() -> N
 
 
 @pytest.mark.behaviour(14)
-def test_the_match_is_the_largest_position_that_all_families_accept_in_whatever_order() -> None:
-    """Brute force over every position, with random gaps in three families' tables."""
+def test_the_match_is_the_largest_position_that_all_families_accept_in_any_order() -> None:
+    """Compares with every position tried, with random gaps in the tables of three families."""
     random = np.random.default_rng(0)
     families: list[SlidingWindow | ChunkedAttention] = [
         SlidingWindow(1, 1, 5),
@@ -80,7 +83,7 @@ def test_the_match_is_the_largest_position_that_all_families_accept_in_whatever_
             p
             for p in range(at_most + 1)
             if all(
-                (t[np.arange(f.tail_start(p), p) // 4] != NO_BLOCK).all()
+                (t[np.arange(f.first_visible(p), p) // 4] != NO_BLOCK).all()
                 for f, t in zip(families, tables, strict=True)
             )
         )
@@ -103,7 +106,7 @@ def test_a_state_resumes_at_exactly_the_positions_of_its_checkpoints() -> None:
 
 
 @pytest.mark.behaviour(17)
-def test_the_second_request_leaves_a_checkpoint_where_it_parts_and_the_third_resumes_there() -> None:
+def test_the_second_request_leaves_a_checkpoint_where_it_diverges_and_the_third_resumes_there() -> None:
     cache = make_hybrid(FULL, STATE)
     run(cache, ints(range(20), 100, 101))
     first = cache.match(ints(range(20), 200, 201), NAMESPACE)
@@ -157,7 +160,7 @@ def test_a_checkpoint_survives_a_split_on_the_side_that_owns_its_position() -> N
 
 
 @pytest.mark.behaviour(19)
-def test_kv_that_is_evicted_takes_the_checkpoints_behind_it_along() -> None:
+def test_evicting_kv_drops_the_checkpoints_behind_it() -> None:
     cache = make_hybrid(FULL, STATE, blocks=10)
     run(cache, ints(range(24)), boundaries={8: "user"})
     (leaf,) = nodes(cache)
@@ -169,7 +172,7 @@ def test_kv_that_is_evicted_takes_the_checkpoints_behind_it_along() -> None:
 
 
 @pytest.mark.behaviour(19)
-def test_a_checkpoint_that_is_evicted_leaves_the_kv_where_they_are() -> None:
+def test_evicting_a_checkpoint_keeps_the_kv_before_it() -> None:
     cache = make_hybrid(FULL, STATE)
     run(cache, ints(range(24)), boundaries={8: "user"})
     cache.tree.drop(checkpoints(cache)[24])
@@ -197,7 +200,7 @@ def test_a_working_state_is_never_shared_and_a_checkpoint_is_never_written_to() 
 
 
 @pytest.mark.behaviour(20)
-def test_a_checkpoint_stays_until_those_who_resume_from_it_have_its_copy() -> None:
+def test_a_checkpoint_stays_until_leases_that_resume_from_it_have_copied_it() -> None:
     cache = make_hybrid(FULL, STATE, blocks=12)
     run(cache, ints(range(8)))
     kept = checkpoints(cache)[8]
@@ -210,7 +213,7 @@ def test_a_checkpoint_stays_until_those_who_resume_from_it_have_its_copy() -> No
 
 
 @pytest.mark.behaviour(21)
-def test_blocks_behind_the_window_go_back_to_the_pool_while_the_sequence_runs() -> None:
+def test_blocks_behind_the_window_are_released_while_the_sequence_runs() -> None:
     cache = make_hybrid(FULL, WINDOW, blocks=64)
     lease, _ = admit(cache, ints(range(8)))
     prefill(cache, lease)
@@ -227,7 +230,7 @@ def test_blocks_behind_the_window_go_back_to_the_pool_while_the_sequence_runs() 
 
 
 @pytest.mark.behaviour(21)
-def test_what_a_checkpoint_needs_of_a_window_stays_when_the_sequence_has_moved_on() -> None:
+def test_window_blocks_of_a_checkpoint_stay_when_the_sequence_has_moved_on() -> None:
     cache = make_hybrid(FULL, WINDOW)
     run(cache, ints(range(40)), ints(range(100, 140)), boundaries={14: "system"})
     lease, plan = admit(cache, ints(range(14), 99, 98))
@@ -247,7 +250,7 @@ def test_a_window_that_still_has_its_blocks_resumes_at_the_exact_token_of_diverg
     assert hit(only, ints(range(17), 99)) == 17
 
 
-def test_chunked_attention_resumes_at_a_chunk_s_start_though_nothing_was_kept_for_it() -> None:
+def test_chunked_attention_resumes_at_the_start_of_a_chunk_without_a_checkpoint() -> None:
     cache = make_hybrid(FULL, CHUNKED)
     run(cache, ints(range(40)))
     assert hit(cache, ints(range(19), 99)) == 16, "a multiple of 8, with no checkpoint there"
@@ -260,7 +263,7 @@ def test_chunked_attention_resumes_at_a_chunk_s_start_though_nothing_was_kept_fo
 def test_after_any_evictions_every_family_can_resume_where_the_match_says(
     families: tuple[Family, ...],
 ) -> None:
-    """`check` recounts owners; here each hit is taken, and what it reads must be owned and not released."""
+    """`check` recounts owners. Here each hit is admitted; the rows that it reads must not be released."""
     random = np.random.default_rng(1)
     cache = make_hybrid(*families, blocks=24)
     for _ in range(300):
@@ -268,11 +271,9 @@ def test_after_any_evictions_every_family_can_resume_where_the_match_says(
             range(int(random.integers(1, 30))), *random.integers(0, 3, int(random.integers(1, 12))).tolist()
         )
         lease, _ = admit(cache, prompt, boundaries={int(random.integers(1, len(prompt) + 1)): "user"})
-        for tail, tail_table in zip(
-            cache.pools.windows, lease.tables[-len(cache.pools.windows) :], strict=False
-        ):
-            needed = np.arange(tail.family.tail_start(lease.hit_tokens), lease.hit_tokens) // cache.block_size
-            assert (tail_table[needed] != NO_BLOCK).all()
+        for window, table in zip(cache.pools.windows, lease.windows, strict=True):
+            needed = np.arange(window.family.first_visible(lease.hit_tokens), lease.hit_tokens)
+            assert (table.ids[needed // cache.block_size] != NO_BLOCK).all()
         if cache.pools.states is not None and lease.hit_tokens:
             assert lease.resumed_from is not None
             assert lease.resumed_from.position == lease.hit_tokens
@@ -295,7 +296,7 @@ def test_checkpoints_of_user_turns_outlive_checkpoints_of_tool_turns_of_the_same
     assert victims.index(20) > max(victims.index(10), victims.index(30))
 
 
-def test_what_followed_a_user_turn_is_evicted_first_once_the_conversation_has_dropped_it() -> None:
+def test_reasoning_behind_a_user_turn_is_evicted_first_once_it_is_dropped() -> None:
     cache = make_hybrid(FULL, STATE, blocks=10)
     run(cache, ints(range(20)), ints(range(100, 116)), boundaries={18: "user"})  # reasoning and a tool's call
     run(cache, ints(range(200, 220)))  # another conversation, idle for as long
@@ -313,7 +314,7 @@ def test_another_conversation_does_not_make_the_first_one_worthless() -> None:
     assert not any(node.passed_by for node in nodes(cache))
 
 
-def test_blocks_behind_the_last_checkpoint_go_before_anything_that_can_be_resumed() -> None:
+def test_blocks_behind_the_last_checkpoint_are_evicted_before_resumable_ones() -> None:
     cache = make_hybrid(FULL, STATE, blocks=20)
     run(cache, ints(range(40)), boundaries={16: "user"})
     run(cache, ints(range(100, 116)))
@@ -324,7 +325,7 @@ def test_blocks_behind_the_last_checkpoint_go_before_anything_that_can_be_resume
     assert hit(cache, ints(range(100, 116), 9)) == 16
 
 
-def test_a_checkpoint_inside_a_block_survives_the_eviction_of_what_lies_behind_it() -> None:
+def test_a_checkpoint_inside_a_block_survives_the_eviction_of_the_blocks_behind_it() -> None:
     cache = make_hybrid(FULL, STATE, blocks=20)
     run(cache, ints(range(40)), boundaries={14: "user"})  # in the middle of its last block
     run(cache, ints(range(100, 116)))
@@ -347,7 +348,7 @@ def test_a_checkpoint_that_is_passed_later_is_ranked_anew() -> None:
         assert queued[:2] == order.rank(checkpoint), checkpoint
 
 
-def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end() -> None:
+def test_passed_checkpoints_are_evicted_before_the_one_at_the_end() -> None:
     cache = make_hybrid(FULL, STATE)
     history = list(range(30))
     for step in range(4):  # a tool is called and answers
@@ -362,7 +363,7 @@ def test_checkpoints_that_a_conversation_has_passed_go_before_the_one_at_its_end
     assert order[-1] == max(kept)
 
 
-def test_how_long_things_are_idle_before_they_are_used_again_is_learnt() -> None:
+def test_the_policy_learns_idle_times() -> None:
     policy = MostValuableLast(patience_s=60.0)
     assert not policy.observe_reuse(60.0)
     renewed = [policy.observe_reuse(5.0) for _ in range(60)]
@@ -374,7 +375,7 @@ def test_how_long_things_are_idle_before_they_are_used_again_is_learnt() -> None
 
 
 @pytest.mark.behaviour(31)
-def test_states_and_blocks_share_one_budget_and_neither_starves_the_other() -> None:
+def test_states_and_blocks_share_one_budget() -> None:
     cache = make_hybrid(FULL, RecurrentState(1, 64), blocks=8, block_size=4)
     run(cache, ints(range(40)), boundaries=dict.fromkeys(range(4, 40, 4), "user"))
     stats = cache.stats()
@@ -388,19 +389,19 @@ def test_states_and_blocks_share_one_budget_and_neither_starves_the_other() -> N
 
 
 @pytest.mark.behaviour(36)
-def test_capacity_says_how_much_one_request_can_have_besides_its_state_and_its_window() -> None:
+def test_capacity_is_that_of_one_request_with_its_state_and_its_window() -> None:
     cache = make_hybrid(FULL, WINDOW, STATE, blocks=32)
     cache_bytes = cache.pools.budget_bytes
     tokens = cache.capacity_tokens
     blocks = tokens // 4
     assert blocks * 4 + 4 * 4 + 8 <= cache_bytes < (blocks + 1) * 4 + 4 * 4 + 8 + 4
     lease, _ = admit(cache, ints(range(tokens)))
-    while lease.computed < tokens:
-        prefill(cache, lease, min(tokens, lease.computed + 4))
+    while lease.num_computed_tokens < tokens:
+        prefill(cache, lease, min(tokens, lease.num_computed_tokens + 4))
 
 
 @pytest.mark.behaviour(36)
-def test_capacity_is_that_of_the_smallest_pool_where_memory_is_divided() -> None:
+def test_capacity_is_that_of_the_smallest_pool_if_rows_are_divided_beforehand() -> None:
     families = (FULL, SlidingWindow(1, 1, 40), STATE)
     rows = [20, 5, 3]
     cache = KVCache(families, 20 * 4 + 5 * 4 + 3 * 8, 4, rows=rows, clock=clock())
@@ -415,22 +416,12 @@ def test_a_rejected_admission_changes_nothing_in_any_pool() -> None:
     run(cache, ints(range(12)), boundaries={8: "user"})
     lease, _ = admit(cache, ints(range(100, 124)))
     prefill(cache, lease)
-    before = (
-        cache.stats(),
-        cache.tree.version,
-        [[o.tobytes() for o in p.pool.owners()] for p in cache.pools.every],
-    )
-    answer = cache.admit(cache.match(ints(range(8), *range(200, 260)), NAMESPACE))
-    assert not hasattr(answer, "lease")
-    after = (
-        cache.stats(),
-        cache.tree.version,
-        [[o.tobytes() for o in p.pool.owners()] for p in cache.pools.every],
-    )
-    assert before == after
+    before = state(cache)
+    refused(cache, ints(range(8), range(200, 260)))
+    assert state(cache) == before
 
 
-def test_a_checkpoint_at_the_end_of_a_prompt_goes_when_the_answer_s_end_makes_it_superfluous() -> None:
+def test_a_prompts_last_checkpoint_is_dropped_if_another_is_near_it() -> None:
     cache = make_hybrid(FULL, STATE)
     run(cache, ints(range(40)), ints(100, 101), boundaries={37: "user"})
     assert sorted(checkpoints(cache)) == [37, 42]
@@ -439,8 +430,8 @@ def test_a_checkpoint_at_the_end_of_a_prompt_goes_when_the_answer_s_end_makes_it
     assert checkpoints(cache)[40].kind is CheckpointKind.PROMPT
 
 
-def test_a_lease_keeps_what_its_first_plan_reads_until_it_has_computed_something() -> None:
-    """Letting go of its path would free the block that is yet to be copied from."""
+def test_a_lease_keeps_the_rows_that_its_first_plan_reads() -> None:
+    """Detaching it would free the block that its plan copies from."""
     cache = make_hybrid(FULL, WINDOW, blocks=12)
     run(cache, ints(range(22)))
     lease, plan = admit(cache, ints(range(22), *range(100, 104)))
@@ -465,7 +456,7 @@ def test_a_failed_forward_leaves_no_state_behind() -> None:
     assert (match.found, match.length) == (14, 8)
 
 
-def test_what_may_be_wrong_is_not_kept_as_a_checkpoint_either() -> None:
+def test_discarding_a_lease_drops_its_checkpoints() -> None:
     cache = make_hybrid(FULL, WINDOW, STATE)
     lease, _ = admit(cache, ints(range(20)), boundaries={8: "user"})
     prefill(cache, lease, 14)
@@ -477,7 +468,7 @@ def test_what_may_be_wrong_is_not_kept_as_a_checkpoint_either() -> None:
 
 
 @pytest.mark.parametrize("families", [(FULL,), (FULL, WINDOW, STATE)])
-def test_what_may_be_wrong_is_taken_back_also_from_a_path_that_was_let_go_of(
+def test_discarding_a_detached_lease_removes_its_tokens(
     families: tuple[Family, ...],
 ) -> None:
     cache = make_hybrid(*families)
@@ -513,8 +504,8 @@ def test_explain_says_which_family_stopped_a_prompt_and_why() -> None:
     )
 
 
-def test_a_request_lets_go_of_its_path_for_a_token_and_not_for_a_longer_chunk() -> None:
-    """It could leave no checkpoint any more."""
+def test_a_lease_is_detached_for_one_token_and_not_for_a_longer_chunk() -> None:
+    """A detached lease could leave no more checkpoints."""
     cache = make_hybrid(FULL, WINDOW, blocks=30)
     run(cache, ints(range(10)), boundaries={10: "system"})
     lease, _ = admit(cache, ints(range(10), range(100, 140)))
@@ -523,17 +514,17 @@ def test_a_request_lets_go_of_its_path_for_a_token_and_not_for_a_longer_chunk() 
     cache.release(other, ReleaseReason.FINISHED)
     cache.clear()
     assert lease.replaced, "the end of the prefix that it copied from"
-    cache.extend(lease, 0)  # what is behind the window goes
+    cache.extend(lease, 0)  # releases the blocks behind the window
     taken = cache.pool.allocate((cache.pools.available_bytes - 4) // 4)  # all but one row
     assert isinstance(cache.extend(lease, 8), Deferred)
     assert lease.node is not None
     assert not isinstance(cache.extend(lease, 1), Deferred)
-    assert lease.node is not None, "which fits as it is"
+    assert lease.node is not None, "it fits without detaching"
     cache.pool.unuse(taken)
     cache.check()
 
 
-def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() -> None:
+def test_a_match_is_void_when_a_detached_lease_ends() -> None:
     cache = make_hybrid(FULL, WINDOW)
     lease, _ = admit(cache, ints(range(40)))
     prefill(cache, lease)
@@ -550,7 +541,7 @@ def test_a_match_does_not_stand_when_a_request_that_let_go_of_its_path_ends() ->
     cache.check()
 
 
-def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_given_out_again() -> None:
+def test_a_weak_reference_is_void_once_its_block_was_freed() -> None:
     pool = Pools([FULL, WINDOW], 256, 4).windows[0].pool
     first = pool.allocate(3)
     references = pool.weak_references(first)
@@ -562,7 +553,7 @@ def test_a_reference_is_void_once_its_block_was_freed_however_often_the_id_is_gi
     assert pool.resolve(np.array([-1], np.int64)).tolist() == [NO_BLOCK]
 
 
-def test_the_end_of_a_prompt_goes_when_its_conversation_goes_on_from_the_answer_as_it_was_given() -> None:
+def test_a_prompts_last_checkpoint_is_dropped_when_the_next_turn_resumes_from_the_answer() -> None:
     cache = make_hybrid(FULL, STATE)
     lease = run(cache, ints(range(40)), ints(range(100, 110)), boundaries={40: "tool"})
     assert sorted(checkpoints(cache)) == [40, 50]
@@ -573,17 +564,17 @@ def test_the_end_of_a_prompt_goes_when_its_conversation_goes_on_from_the_answer_
     assert 50 in checkpoints(cache)
 
 
-@pytest.mark.parametrize("somebody_waits", [False, True])
-def test_a_checkpoint_that_somebody_waits_for_is_left_at_the_expense_of_what_is_worth_more(
-    somebody_waits: bool,
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_an_awaited_checkpoint_evicts_entries_of_higher_rank(
+    is_awaited: bool,
 ) -> None:
     cache = make_hybrid(FULL, RecurrentState(1, 40), blocks=3, block_size=4)
     run(cache, ints(range(40)), boundaries={40: "system"})  # worth a lot
     (valuable,) = checkpoints(cache).values()
     lease, _ = admit(cache, ints(range(100, 112)), boundaries={4: "tool"})
-    if somebody_waits:
+    if is_awaited:
         cache.request_checkpoint(lease, 4)
     assert cache.pools.free_bytes < 40
     prefill(cache, lease, 4)
-    assert (4 in checkpoints(cache)) == somebody_waits
-    assert (valuable.node is None) == somebody_waits
+    assert (4 in checkpoints(cache)) == is_awaited
+    assert (valuable.node is None) == is_awaited

@@ -1,4 +1,4 @@
-"""What goes first, and what never goes."""
+"""Order of eviction, and the prefixes that are never evicted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from cache.helpers import NAMESPACE, admit, hit, ints, make_cache, prefill, refused, run, state
 from rootstock.cache import FullAttention, KVCache
-from rootstock.cache.eviction import Evictable, EvictionQueue, LeastRecentlyUsed
+from rootstock.cache.eviction import Evictable, EvictionQueue
 from rootstock.cache.lease import ReleaseReason
 
 
@@ -23,7 +23,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert hit(cache, ints(range(200, 208), 1)) > 0
 
 
-def test_an_entry_that_is_used_often_is_not_evicted_first_because_it_came_first() -> None:
+def test_an_old_prefix_that_is_used_often_is_not_evicted_first() -> None:
     cache = make_cache(blocks=10, block_size=4)
     run(cache, ints(range(8)))
     for i in range(50):
@@ -33,24 +33,24 @@ def test_an_entry_that_is_used_often_is_not_evicted_first_because_it_came_first(
 
 
 @pytest.mark.behaviour(33)
-def test_a_prefix_that_a_queued_request_would_hit_goes_after_everything_nobody_waits_for() -> None:
+def test_a_protected_prefix_is_evicted_after_all_unprotected_ones() -> None:
     cache = make_cache(blocks=8, block_size=4)
     for start in (0, 100, 200):
         run(cache, ints(range(start, start + 8)))
-    want = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))  # the coldest of the three
+    protection = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))  # the coldest of the three
     lease, _ = admit(cache, ints(range(300, 324)))  # six blocks
     assert hit(cache, ints(range(8), 1)) == 8
     assert hit(cache, ints(range(100, 108), 1)) == 0
     assert hit(cache, ints(range(200, 208), 1)) == 0
     cache.release(lease, ReleaseReason.ABORTED)
-    cache.unprotect(want)
+    cache.unprotect(protection)
     cache.clear()
-    # Wanted, yet not sacred: without anything else to take, it goes before anybody is preempted.
+    # If nothing else is left to evict, a protected prefix goes before a running request is preempted.
     run(cache, ints(range(8)))
-    want = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))
+    protection = cache.protect(cache.match(ints(range(8), 1), NAMESPACE))
     admit(cache, ints(range(300, 332)))
     assert hit(cache, ints(range(8), 1)) == 0
-    cache.unprotect(want)
+    cache.unprotect(protection)
     cache.check()
 
 
@@ -78,7 +78,7 @@ def test_a_request_that_fits_only_by_evicting_its_own_hit_is_deferred() -> None:
     cache.release(other, ReleaseReason.ABORTED)
 
 
-def test_what_a_running_request_uses_is_never_evicted() -> None:
+def test_the_prefix_of_a_running_request_is_never_evicted() -> None:
     cache = make_cache(blocks=8, block_size=4)
     running, _ = admit(cache, ints(range(16)))
     prefill(cache, running)
@@ -89,9 +89,12 @@ def test_what_a_running_request_uses_is_never_evicted() -> None:
 
 
 def test_the_policy_can_be_replaced() -> None:
-    class ShortestFirst(LeastRecentlyUsed):
+    class ShortestFirst:
         def rank(self, entry: Evictable) -> float:
             return float(entry.end)
+
+        def observe_reuse(self, idle_s: float) -> bool:
+            return False
 
     cache = make_cache(blocks=10, block_size=4, policy=ShortestFirst())
     run(cache, ints(range(16)))
@@ -118,7 +121,7 @@ def test_ties_are_broken_the_same_way_in_every_run() -> None:
     assert order()[:4] == [8, 12, 12, 12], "of equals the one that was queued first"
 
 
-def test_the_queue_forgets_stale_entries_rather_than_growing() -> None:
+def test_the_queue_drops_stale_entries() -> None:
     cache = make_cache(blocks=16, block_size=4)
     for _ in range(2000):
         run(cache, ints(range(9)))

@@ -1,4 +1,4 @@
-"""Why a request missed can be asked."""
+"""Explanation of a hit: the position where a prompt stops hitting, and the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rootstock.cache.lease import ReleaseReason
 
 
 @pytest.mark.behaviour(30)
-def test_a_divergence_is_told_with_its_position_the_token_and_what_is_cached_there() -> None:
+def test_a_divergence_is_told_with_its_position_and_both_tokens() -> None:
     cache = make_cache()
     run(cache, ints(range(20)))
     told = cache.explain(ints(range(7), 99, 8, 9), NAMESPACE)
@@ -32,7 +32,7 @@ def test_a_divergence_at_a_branch_names_every_branch() -> None:
 
 
 @pytest.mark.behaviour(30)
-def test_what_was_evicted_is_told_apart_from_what_never_came() -> None:
+def test_an_evicted_prefix_is_told_apart_from_one_never_cached() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(24)))
     run(cache, ints(range(100, 116)))  # evicts the tail of the first
@@ -48,7 +48,7 @@ def test_what_was_evicted_is_told_apart_from_what_never_came() -> None:
     assert (never.cap, never.evicted_tokens) == ("nothing_cached", 0)
 
 
-def test_what_came_back_is_not_called_evicted() -> None:
+def test_a_prefix_cached_again_is_not_called_evicted() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(24)))
     run(cache, ints(range(100, 116)))
@@ -57,7 +57,7 @@ def test_what_came_back_is_not_called_evicted() -> None:
 
 
 @pytest.mark.behaviour(30)
-def test_a_whole_hit_and_the_end_of_what_is_cached_are_told_apart() -> None:
+def test_a_whole_hit_is_told_apart_from_the_end_of_the_cached_prefix() -> None:
     cache = make_cache()
     run(cache, ints(range(20)))
     assert cache.explain(ints(range(20)), NAMESPACE).cap == "last_token"
@@ -65,7 +65,7 @@ def test_a_whole_hit_and_the_end_of_what_is_cached_are_told_apart() -> None:
     assert cache.explain(ints(range(20)), Namespace("x", "y")).cap == "nothing_cached"
 
 
-def test_what_a_running_request_is_computing_is_told() -> None:
+def test_tokens_that_a_running_request_computes_are_told() -> None:
     cache = make_cache()
     admit(cache, ints(range(30)))
     assert cache.explain(ints(range(25), 99), NAMESPACE).pending_tokens == 25
@@ -77,7 +77,7 @@ def test_a_cache_that_is_off_says_so() -> None:
     assert cache.explain(ints(range(20)), NAMESPACE).cap == "cache_off"
 
 
-def test_memory_of_evictions_is_bounded() -> None:
+def test_the_history_of_evictions_is_bounded() -> None:
     cache = make_cache(blocks=64, block_size=64)
     rng = np.random.default_rng(0)
     for _ in range(3000):
@@ -90,7 +90,7 @@ def test_memory_of_evictions_is_bounded() -> None:
     assert len(cache.tree.roots) == 1
 
 
-def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() -> None:
+def test_a_long_edge_evicted_block_by_block_is_remembered_once() -> None:
     cache = make_cache(blocks=2048, block_size=4)
     other, long = ints(range(50_000, 50_040)), ints(range(8000))
     run(cache, other)
@@ -98,30 +98,30 @@ def test_a_long_edge_that_goes_block_by_block_is_remembered_at_its_own_size() ->
     lease, _ = admit(cache, ints(range(60_000, 60_004)))
     cache.release(lease, ReleaseReason.ABORTED)
     for extra in range(1, 1500):  # each takes one block more from the tail of the long edge
-        want = cache.protect(cache.match(other, NAMESPACE))
-        lease, _ = cache.admit(cache.match(ints(range(70_000, 70_000 + 4 * (38 + extra))), NAMESPACE)), None
-        cache.release(lease.lease, ReleaseReason.ABORTED)  # type: ignore[union-attr]
-        cache.unprotect(want)
+        protection = cache.protect(cache.match(other, NAMESPACE))
+        answer = cache.admit(cache.match(ints(range(70_000, 70_000 + 4 * (38 + extra))), NAMESPACE))
+        cache.release(answer.lease, ReleaseReason.ABORTED)  # type: ignore[union-attr]
+        cache.unprotect(protection)
     assert cache.tree.evicted.tokens <= 8200
     assert cache.explain(long, NAMESPACE).cap == "evicted"
 
 
-def test_what_was_evicted_after_a_place_is_not_claimed_of_another_place() -> None:
+def test_an_eviction_behind_one_position_is_not_told_of_another() -> None:
     cache = make_cache(blocks=8, block_size=4)
     lease, _ = admit(cache, ints(range(16)))
     cache.commit(lease, ints(range(8)))
     run(cache, ints(range(8), range(60, 68)))
-    filler, _ = admit(cache, ints(range(100, 116)))  # evicts what followed position 8
+    filler, _ = admit(cache, ints(range(100, 116)))  # evicts the tokens behind position 8
     cache.release(filler, ReleaseReason.ABORTED)
     cache.commit(lease, ints(range(8, 16)))
     told = cache.explain(ints(range(16), range(60, 68)), NAMESPACE)
     assert (told.matched_tokens, told.evicted_tokens) == (16, 0)
 
 
-def test_the_newest_memory_of_a_place_outlives_an_older_one_of_it(
+def test_the_newest_eviction_behind_a_position_outlives_older_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rootstock.cache.eviction_history.MAX_RUNS", 3)
+    monkeypatch.setattr("rootstock.cache.eviction.MAX_RUNS", 3)
     cache = make_cache(blocks=4, block_size=4)
     for start in (0, 0, 100, 0):
         run(cache, ints(range(start, start + 16)))
@@ -131,7 +131,7 @@ def test_the_newest_memory_of_a_place_outlives_an_older_one_of_it(
     assert cache.explain(ints(range(16)), NAMESPACE).cap == "evicted"
 
 
-def test_a_tenant_of_whom_nothing_is_left_leaves_no_root_behind() -> None:
+def test_a_tenant_without_cached_prefixes_leaves_no_root() -> None:
     cache = make_cache()
     for tenant in range(50):
         lease, _ = admit(cache, ints(range(10)), Namespace("w", "f", salt=str(tenant)))

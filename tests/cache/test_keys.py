@@ -8,7 +8,7 @@ from rootstock.cache.keys import Namespace, prefix_digest
 
 
 def digests(tokens: list[int], namespace: Namespace) -> list[bytes]:
-    """Of each prefix, the empty one first."""
+    """Returns the digest of each prefix, the empty one first."""
     return [prefix_digest(namespace, np.array(tokens[:end], np.int32)) for end in range(len(tokens) + 1)]
 
 

@@ -1,4 +1,4 @@
-"""What tenants leave behind is bounded by what is cached, and what is told of one says nothing of another."""
+"""Namespaces: their number is bounded by the cached prefixes, and explanations tell nothing of other tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tenant(number: int) -> Namespace:
 
 
 @pytest.mark.behaviour(10)
-def test_ten_thousand_tenants_leave_no_more_namespaces_than_what_is_cached_of_them() -> None:
+def test_ten_thousand_tenants_leave_no_more_namespaces_than_cached_prefixes() -> None:
     cache = make_cache(blocks=16, block_size=4)
     for number in range(10_000):
         admission = cache.admit(cache.match(ints(range(8)), tenant(number)))
@@ -46,7 +46,7 @@ def test_evictions_of_the_namespaces_emptied_last_are_remembered() -> None:
     assert caps == ["nothing_cached", "evicted", "evicted", "last_token"]
 
 
-def test_a_namespace_stays_while_a_lease_uses_it_and_comes_back_from_being_empty() -> None:
+def test_a_namespace_stays_while_a_lease_uses_it_and_can_be_filled_again() -> None:
     cache = make_cache(blocks=4, block_size=4)
     lease, _ = admit(cache, ints(range(8)), tenant(0))
     for number in range(1, 2 * MAX_EMPTY_ROOTS):
@@ -66,7 +66,7 @@ def test_a_namespace_stays_while_a_lease_uses_it_and_comes_back_from_being_empty
     assert tenant(back) not in cache.tree.roots
 
 
-def test_the_check_finds_a_namespace_that_outlives_what_was_cached_of_it() -> None:
+def test_the_check_finds_a_namespace_that_outlives_its_prefixes() -> None:
     cache = make_cache()
     cache.tree.ensure_root(tenant(1))
     with pytest.raises(AssertionError, match="outlives"):
@@ -75,7 +75,7 @@ def test_the_check_finds_a_namespace_that_outlives_what_was_cached_of_it() -> No
 
 @pytest.mark.behaviour(9)
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_clearing_one_namespace_leaves_every_other_as_it_was(hybrid: bool) -> None:
+def test_clearing_one_namespace_leaves_all_others_unchanged(hybrid: bool) -> None:
     families = (FullAttention(1, 1), SlidingWindow(1, 1, window=6), RecurrentState(1, 8))
     cache = make_hybrid(*families) if hybrid else make_cache()
     for branch in (50, 60):
@@ -93,7 +93,7 @@ def test_clearing_one_namespace_leaves_every_other_as_it_was(hybrid: bool) -> No
     assert cache.clear(tenant(3)) == 0
 
 
-def test_clearing_a_namespace_leaves_what_a_running_request_uses_and_forgets_evictions() -> None:
+def test_clearing_a_namespace_keeps_prefixes_in_use_and_forgets_evictions() -> None:
     cache = make_cache(blocks=8, block_size=4)
     run(cache, ints(range(24)), namespace=tenant(1))
     lease, _ = admit(cache, ints(range(8), 99, 98), tenant(1))  # resumes at 8
@@ -113,7 +113,7 @@ TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 @given(prompt=TEXT, others=st.lists(TEXT, max_size=4), evicted=TEXT, running=TEXT)
-def test_what_is_told_of_a_prompt_alone_depends_on_how_much_of_it_is_cached_and_on_nothing_else(
+def test_an_explanation_of_the_prompt_depends_only_on_its_cached_length(
     prompt: list[int], others: list[list[int]], evicted: list[int], running: list[int]
 ) -> None:
     asked = ints(prompt)
@@ -134,7 +134,7 @@ def test_what_is_told_of_a_prompt_alone_depends_on_how_much_of_it_is_cached_and_
         assert expected.asked_token == int(asked[expected.divergence])
 
 
-def test_a_missing_checkpoint_is_told_with_how_much_of_the_prompt_is_cached() -> None:
+def test_a_missing_checkpoint_is_told_with_the_cached_length() -> None:
     cache = make_hybrid(FullAttention(1, 1), RecurrentState(1, 8))
     run(cache, ints(range(36)))
     told = cache.explain(ints(range(30), 99), NAMESPACE).of_the_prompt()

@@ -1,4 +1,4 @@
-"""How the tree and the pool behave; the names are the specification."""
+"""The prefix tree and its pool: splits, copies, leases, admissions and evictions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def path_tokens(node: Node) -> list[int]:
 
 
 @pytest.mark.behaviour(1)
-def test_a_divergence_inside_an_edge_splits_the_node_and_leaves_blocks_refcounts_and_tokens_on_both_sides() -> (
-    None
-):
+def test_a_divergence_inside_an_edge_splits_the_node_with_its_blocks_and_tokens() -> None:
     cache = make_cache(block_size=4)
     run(cache, ints(range(16)))
     (whole,) = nodes(cache)
@@ -52,7 +50,7 @@ def test_a_divergence_inside_an_edge_splits_the_node_and_leaves_blocks_refcounts
 
 
 @pytest.mark.behaviour(1)
-def test_a_cut_inside_a_block_leaves_the_block_with_both_halves() -> None:
+def test_a_split_inside_a_block_leaves_the_block_with_both_halves() -> None:
     cache = make_cache(block_size=4)
     run(cache, ints(range(12)))
     (whole,) = nodes(cache)
@@ -78,7 +76,7 @@ def test_a_divergence_inside_a_block_gives_the_new_branch_a_copy_of_the_shared_p
 
 @pytest.mark.behaviour(3)
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32, 100, 256, 2048])
-def test_a_prefix_hit_is_counted_in_tokens_whatever_the_block_size(block_size: int) -> None:
+def test_a_prefix_hit_is_counted_in_tokens_for_every_block_size(block_size: int) -> None:
     cache = make_cache(blocks=-(-5000 // block_size) + 4, block_size=block_size)
     run(cache, ints(range(2000)))
     assert hit(cache, ints(range(1000), 5000, 5001)) == 1000
@@ -87,7 +85,7 @@ def test_a_prefix_hit_is_counted_in_tokens_whatever_the_block_size(block_size: i
 
 
 @pytest.mark.behaviour(4)
-def test_computing_what_is_there_already_returns_the_duplicates_and_keeps_the_canonical_blocks() -> None:
+def test_blocks_computed_twice_are_returned_and_the_cached_ones_stay() -> None:
     cache = make_cache(block_size=4)
     tokens = ints(range(14))
     first, _ = admit(cache, tokens)
@@ -98,7 +96,7 @@ def test_computing_what_is_there_already_returns_the_duplicates_and_keeps_the_ca
     prefill(cache, second)
     assert cache.pool.free_blocks == free + 3, "the three whole duplicates are free again"
     assert second.table[:3].tolist() == canonical[:3].tolist()
-    assert second.table[3] != canonical[3], "the tail that it will write into stays its own"
+    assert second.table[3] != canonical[3], "the last block, which it will write to, stays its own"
     assert cache.stats().duplicate_blocks == 3
     assert len(nodes(cache)) == 1
 
@@ -126,7 +124,7 @@ def test_using_a_free_block_is_an_assertion_and_changes_nothing() -> None:
     mine = pool.allocate(2)
     with pytest.raises(AssertionError, match="free block was used"):
         pool.use(np.array([int(mine[0]), 7], np.int32))
-    assert pool.refcount(int(mine[0])) == 1, "the half that was legal was rolled back"
+    assert pool.refcount(int(mine[0])) == 1, "the first block is unchanged too"
     with pytest.raises(AssertionError, match="free block was held"):
         pool.hold(np.array([int(mine[0]), 7], np.int32))
     pool.check()
@@ -144,7 +142,7 @@ def test_releasing_a_block_twice_is_an_assertion_and_changes_nothing() -> None:
 
 
 @pytest.mark.behaviour(6)
-def test_a_block_in_use_is_not_freed_by_letting_go_of_it_in_the_tree() -> None:
+def test_a_block_in_use_is_not_freed_when_the_tree_releases_it() -> None:
     pool = BlockPool(4)
     mine = pool.allocate(1)
     pool.hold(mine)
@@ -166,7 +164,7 @@ def test_ending_a_lease_twice_is_an_assertion() -> None:
 
 
 @pytest.mark.behaviour(7)
-def test_a_shared_partial_tail_is_copied_before_it_is_written() -> None:
+def test_a_shared_partly_filled_block_is_copied_before_it_is_written() -> None:
     cache = make_cache(block_size=8)
     run(cache, ints(range(11)))
     tail = int(nodes(cache)[0].blocks[-1])
@@ -183,7 +181,7 @@ def test_full_shared_blocks_are_adopted_and_never_written() -> None:
     lease, plan = admit(cache, ints(range(8), 50, 51))
     assert lease.table[:2].tolist() == shared
     assert plan.copies == ()
-    assert lease.computed == 8, "its first write goes behind them"
+    assert lease.num_computed_tokens == 8, "its first write goes behind them"
 
 
 def test_a_conversation_whose_turns_end_inside_blocks_costs_as_many_blocks_as_one_long_prompt() -> None:
@@ -236,15 +234,15 @@ def test_different_weights_dtype_rope_regime_adapter_or_tenant_never_hit_each_ot
 
 
 @pytest.mark.behaviour(10)
-def test_pruning_a_leaf_prunes_ancestors_that_are_now_empty_of_use_and_side_indices_forget_first() -> None:
+def test_evicting_a_leaf_evicts_unused_ancestors_and_ends_their_protection() -> None:
     cache = make_cache(blocks=12, block_size=4)
     run(cache, ints(range(16)))
     run(cache, ints(range(8), range(50, 58)))
-    want = cache.protect(cache.match(ints(range(16), 1), NAMESPACE))
+    protection = cache.protect(cache.match(ints(range(16), 1), NAMESPACE))
     big, _ = admit(cache, ints(range(100, 148)))  # all twelve blocks
     assert nodes(cache) == []
-    assert want.nodes == []
-    cache.unprotect(want)
+    assert protection.nodes == []
+    cache.unprotect(protection)
     cache.release(big, ReleaseReason.ABORTED)
     cache.check()
 
@@ -276,7 +274,7 @@ def test_a_request_sees_that_another_is_computing_its_prefix_and_how_far() -> No
     cache.release(producer, ReleaseReason.FINISHED)
 
 
-def test_a_producer_that_ended_is_waited_for_by_nobody() -> None:
+def test_a_producer_that_ended_is_not_pending() -> None:
     cache = make_cache(block_size=4)
     producer, _ = admit(cache, ints(range(30)))
     cache.commit(producer, ints(range(10)))
@@ -337,7 +335,7 @@ def test_an_abort_leaves_what_was_computed_and_leaks_nothing() -> None:
     assert cache.pool.free_blocks == 16
 
 
-def test_a_lone_request_can_use_every_block_even_if_its_hit_pins_replaced_tails() -> None:
+def test_a_lone_request_can_use_every_block_even_if_its_hit_references_replaced_blocks() -> None:
     cache = make_cache(blocks=4, block_size=4)
     run(cache, ints(range(6), 50))
     run(cache, ints(range(6), 60))
@@ -373,7 +371,7 @@ def test_a_deferred_extension_changes_nothing() -> None:
     assert first.node is not None
 
 
-def test_what_a_discarded_lease_computed_cannot_be_found_and_what_it_shared_stays() -> None:
+def test_tokens_of_a_discarded_lease_are_not_found_and_shared_ones_stay() -> None:
     cache = make_cache(blocks=32, block_size=4)
     run(cache, ints(range(10)))
     lease, _ = admit(cache, ints(range(10), range(50, 70)))
@@ -385,7 +383,7 @@ def test_what_a_discarded_lease_computed_cannot_be_found_and_what_it_shared_stay
     assert cache.stats().cached_blocks == 3
 
 
-def test_nobody_waits_for_a_producer_that_is_further_behind_than_it_would_help() -> None:
+def test_a_producer_too_far_behind_to_help_is_not_pending() -> None:
     cache = make_cache(blocks=200, block_size=4)
     run(cache, ints(range(100)))
     scored = cache.admit(cache.match(ints(range(100), range(200, 220)), NAMESPACE, at_most=0))

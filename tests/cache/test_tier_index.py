@@ -1,4 +1,4 @@
-"""What the tier below holds, by content: how far a prompt could be resumed, and what must be loaded for it."""
+"""Index of stored records: the deepest position at which a prompt could resume, and the records to load for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.helpers import NAMESPACE
+from cache.helpers import NAMESPACE, ints
 from rootstock.cache.families import (
     ChunkedAttention,
     Family,
@@ -17,15 +17,9 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import Identity, Kind, identify
+from rootstock.cache.keys import Identity, Kind, Namespace, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
-
-
-def ints(*values: int | Sequence[int] | Tokens) -> Tokens:
-    return np.concatenate([np.atleast_1d(np.array(value, np.int32)) for value in values])
-
+from rootstock.cache.types import Tokens
 
 FULL = FullAttention(layers=2, bytes_per_token=10)
 WINDOW = SlidingWindow(layers=3, bytes_per_token=6, window=7)
@@ -36,17 +30,17 @@ PROMPT = ints(range(40))
 
 
 class Disk(StoredIndex):
-    """With what a test puts into it."""
+    """Index that a test fills with records."""
 
     def put(self, family: Family, tokens: Tokens, start: int, namespace: Namespace = NAMESPACE) -> Identity:
-        """The family's memory of tokens[start:], or its state after them."""
+        """Adds the family's memory of tokens[start:], or its state after them."""
         kind = Kind.STATE if isinstance(family, RecurrentState) else Kind.BLOCKS
         identity = identify(namespace, family.name, family.layers, namespace.kv_dtype, kind, tokens, start)
         self.add(identity)
         return identity
 
     def put_blocks(self, family: Family, tokens: Tokens, first: int = 0, size: int = SIZE) -> list[Identity]:
-        """Blocks of `tokens` from block index `first` on, the last of which may be filled in part."""
+        """Adds the blocks of `tokens` from block index `first` on, of which the last may be partly filled."""
         return [
             self.put(family, tokens[: min(start + size, len(tokens))], start)
             for start in range(first * size, len(tokens), size)
@@ -56,12 +50,12 @@ class Disk(StoredIndex):
         return self.put(STATE, tokens, (len(tokens) - 1) // self.block_size * self.block_size)
 
     def put_checkpoint(self, tokens: Tokens) -> None:
-        """What a checkpoint after `tokens` leaves, without full attention."""
+        """Adds the records of a checkpoint after `tokens`, without full attention."""
         for family in self.families:
             if isinstance(family, RecurrentState):
                 self.put_state(tokens)
             elif not isinstance(family, FullAttention):
-                self.put_blocks(family, tokens, family.tail_start(len(tokens)) // SIZE)
+                self.put_blocks(family, tokens, family.first_visible(len(tokens)) // SIZE)
 
     def ask(
         self,
@@ -73,97 +67,92 @@ class Disk(StoredIndex):
     ) -> TierHit | None:
         return self.tier_hit(tokens, namespace, resumable, found, len(tokens) - 1 if limit is None else limit)
 
+    def hit(self, tokens: Tokens, resumable: int = 0, found: int = 0, limit: int | None = None) -> TierHit:
+        hit = self.ask(tokens, resumable, found, limit)
+        assert hit is not None
+        return hit
 
-def named(reach: TierHit | None) -> list[tuple[int, int]]:
-    """(family, block index) of what is to be loaded."""
-    assert reach is not None
-    return [(block.family, block.index) for block in reach.blocks]
+
+def named(hit: TierHit) -> list[tuple[int, int]]:
+    """Returns (family, block index) of each block to load."""
+    return [(block.family, block.index) for block in hit.blocks]
 
 
 # -- full attention ----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_index_reaches_nothing() -> None:
+def test_an_empty_index_has_no_hit() -> None:
     assert Disk([FULL], SIZE).ask(PROMPT) is None
 
 
-def test_blocks_in_a_row_from_the_start_are_reached_and_nothing_behind_a_gap() -> None:
+def test_consecutive_blocks_from_the_start_are_hit_up_to_the_first_gap() -> None:
     disk = Disk([FULL], SIZE)
     identities = disk.put_blocks(FULL, PROMPT[:24])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert (reach.position, reach.base, reach.found) == (24, 0, 24)
-    assert [block.identity for block in reach.blocks] == identities
-    assert reach.records == 6
-    assert reach.payload_bytes == 240
+    hit = disk.hit(PROMPT)
+    assert (hit.position, hit.base, hit.found) == (24, 0, 24)
+    assert [block.identity for block in hit.blocks] == identities
+    assert hit.records == 6
+    assert hit.payload_bytes == 240
     disk.remove(identities[3].key)
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 12
+    assert disk.hit(PROMPT).position == 12
 
 
-def test_a_partial_tail_is_reached_to_its_last_token() -> None:
+def test_a_partly_filled_last_block_is_hit_up_to_its_last_token() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT[:23])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 23
-    assert reach.payload_bytes == 230
+    hit = disk.hit(PROMPT)
+    assert hit.position == 23
+    assert hit.payload_bytes == 230
 
 
 @pytest.mark.parametrize("agreed", range(1, 24))
-def test_a_divergence_is_reached_to_the_token(agreed: int) -> None:
+def test_a_hit_ends_at_the_token_of_divergence(agreed: int) -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT[:24])
-    reach = disk.ask(ints(PROMPT[:agreed], 99, 98))
-    assert reach is not None
-    assert reach.position == agreed
-    assert len(reach.blocks) == -(-agreed // SIZE)
+    hit = disk.hit(ints(PROMPT[:agreed], 99, 98))
+    assert hit.position == agreed
+    assert len(hit.blocks) == -(-agreed // SIZE)
 
 
-def test_of_several_blocks_at_one_place_the_one_that_agrees_most_is_loaded() -> None:
+def test_of_several_blocks_at_one_position_the_one_that_agrees_most_is_loaded() -> None:
     disk = Disk([FULL], SIZE)
     disk.put(FULL, ints(0, 1, 9, 9), 0)
     best = disk.put(FULL, ints(0, 1, 2, 9), 0)
     disk.put(FULL, ints(0, 9, 9, 9), 0)
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 3
-    assert reach.blocks[0].identity is best
+    hit = disk.hit(PROMPT)
+    assert hit.position == 3
+    assert hit.blocks[0].identity is best
 
 
 def test_the_last_token_is_left_to_compute() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT)
     for limit in (39, 38, 36, 35, 1):
-        reach = disk.ask(PROMPT, limit=limit)
-        assert reach is not None
-        assert reach.position == limit
-        assert len(reach.blocks) == -(-limit // SIZE)
+        hit = disk.hit(PROMPT, limit=limit)
+        assert hit.position == limit
+        assert len(hit.blocks) == -(-limit // SIZE)
     assert disk.ask(PROMPT, limit=0) is None
 
 
-def test_what_memory_has_is_not_loaded_but_for_the_block_in_which_it_ends() -> None:
+def test_blocks_in_memory_are_not_loaded_except_the_last_partly_filled_one() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT)
-    reach = disk.ask(PROMPT, resumable=18, found=18)
-    assert reach is not None
-    assert (reach.position, reach.base) == (39, 16)
-    assert named(reach) == [(0, block) for block in range(4, 10)]
+    hit = disk.hit(PROMPT, resumable=18, found=18)
+    assert (hit.position, hit.base) == (39, 16)
+    assert named(hit) == [(0, block) for block in range(4, 10)]
 
 
-def test_there_is_no_reach_that_is_not_deeper_than_memory() -> None:
+def test_a_hit_is_deeper_than_memory() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT[:24])
     assert disk.ask(PROMPT, resumable=24, found=24) is None
     assert disk.ask(PROMPT, resumable=30, found=30) is None
     assert disk.ask(PROMPT, resumable=39, found=39) is None
-    reach = disk.ask(PROMPT, resumable=23, found=23)
-    assert reach is not None
-    assert named(reach) == [(0, 5)]
+    hit = disk.hit(PROMPT, resumable=23, found=23)
+    assert named(hit) == [(0, 5)]
 
 
-def test_other_namespaces_dtypes_and_models_are_never_reached() -> None:
+def test_records_of_other_namespaces_dtypes_and_models_are_never_hit() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT)
     for other in (
@@ -176,41 +165,34 @@ def test_other_namespaces_dtypes_and_models_are_never_reached() -> None:
         assert disk.ask(PROMPT, namespace=other) is None
 
 
-def test_a_token_before_a_block_that_differs_hides_it() -> None:
+def test_a_block_behind_a_different_token_is_not_hit() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT)
-    reach = disk.ask(ints(PROMPT[:6], 99, PROMPT[7:]))
-    assert reach is not None
-    assert reach.position == 6
+    assert disk.hit(ints(PROMPT[:6], 99, PROMPT[7:])).position == 6
 
 
-def test_a_digest_alone_is_never_believed() -> None:
-    """Another record under the digest of this place, as a collision would put it."""
+def test_an_equal_digest_with_other_tokens_is_not_hit() -> None:
+    """Adds another record under the digest of this position, as a collision would."""
     disk = Disk([FULL], SIZE)
     first = disk.put(FULL, PROMPT[:4], 0)
     wrong = identify(NAMESPACE, "full", 2, "float32", Kind.BLOCKS, ints(7, 7, 7, 7, 8, 8), 4)
     disk.add(Identity(**{n: getattr(wrong, n) for n in wrong.__dataclass_fields__} | {"parent": first.own}))
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 4
+    assert disk.hit(PROMPT).position == 4
 
 
 # -- windows, chunks, states -------------------------------------------------------------------------------------
 
 
-def test_a_window_is_reached_where_its_tail_is_stored() -> None:
+def test_a_window_is_hit_where_its_blocks_are_stored() -> None:
     disk = Disk([FULL, WINDOW], SIZE)
     disk.put_blocks(FULL, PROMPT)
     assert disk.ask(PROMPT) is None
     disk.put_checkpoint(PROMPT[:14])
     disk.put_checkpoint(PROMPT[:27])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert (reach.position, reach.base, reach.found) == (27, 0, 39)
-    assert named(reach) == [(1, 5), (1, 6)] + [(0, block) for block in range(7)]
-    reach = disk.ask(ints(PROMPT[:20], 99))
-    assert reach is not None
-    assert reach.position == 14
+    hit = disk.hit(PROMPT)
+    assert (hit.position, hit.base, hit.found) == (27, 0, 39)
+    assert named(hit) == [(1, 5), (1, 6)] + [(0, block) for block in range(7)]
+    assert disk.hit(ints(PROMPT[:20], 99)).position == 14
 
 
 def test_a_window_is_loaded_where_memory_has_the_full_attention() -> None:
@@ -218,91 +200,80 @@ def test_a_window_is_loaded_where_memory_has_the_full_attention() -> None:
     disk.put_checkpoint(PROMPT[:27])
     assert disk.ask(PROMPT) is None
     assert disk.ask(PROMPT, found=25) is None
-    shorter = disk.ask(PROMPT, found=26)
-    assert shorter is not None
+    shorter = disk.hit(PROMPT, found=26)
     assert (shorter.position, shorter.base) == (26, 26)
-    reach = disk.ask(PROMPT, resumable=9, found=30)
-    assert reach is not None
-    assert (reach.position, reach.base) == (27, 27)
-    assert named(reach) == [(1, 5), (1, 6)]
-    assert reach.payload_bytes == 7 * 6
+    hit = disk.hit(PROMPT, resumable=9, found=30)
+    assert (hit.position, hit.base) == (27, 27)
+    assert named(hit) == [(1, 5), (1, 6)]
+    assert hit.payload_bytes == 7 * 6
 
 
-def test_a_model_of_windows_alone_needs_its_tail_and_nothing_else() -> None:
+def test_a_model_of_windows_alone_needs_its_window_blocks_only() -> None:
     disk = Disk([WINDOW], SIZE)
     disk.put_checkpoint(PROMPT[:27])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 27
-    assert named(reach) == [(0, 5), (0, 6)]
+    hit = disk.hit(PROMPT)
+    assert hit.position == 27
+    assert named(hit) == [(0, 5), (0, 6)]
 
 
-def test_a_chunk_is_reached_where_what_follows_its_beginning_is_stored() -> None:
+def test_a_chunk_is_hit_where_its_blocks_since_the_start_are_stored() -> None:
     disk = Disk([FULL, CHUNK], SIZE)
     disk.put_blocks(FULL, PROMPT[:31])
     disk.put_checkpoint(PROMPT[:30])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 30
-    assert named(reach)[:2] == [(1, 6), (1, 7)]
+    hit = disk.hit(PROMPT)
+    assert hit.position == 30
+    assert named(hit)[:2] == [(1, 6), (1, 7)]
 
 
-def test_where_a_chunk_begins_nothing_of_it_need_be_stored() -> None:
+def test_the_start_of_a_chunk_is_hit_without_stored_blocks_of_it() -> None:
     disk = Disk([FULL, CHUNK], SIZE)
     disk.put_blocks(FULL, PROMPT[:31])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 24
-    assert named(reach) == [(0, block) for block in range(6)]
+    hit = disk.hit(PROMPT)
+    assert hit.position == 24
+    assert named(hit) == [(0, block) for block in range(6)]
 
 
-def test_a_state_is_reached_at_exactly_its_position() -> None:
+def test_a_state_is_hit_at_exactly_its_position() -> None:
     disk = Disk([FULL, STATE], SIZE)
     disk.put_blocks(FULL, PROMPT)
     state = disk.put_state(PROMPT[:22])
     for limit, position in ((39, 22), (22, 22), (21, None)):
-        reach = disk.ask(PROMPT, limit=limit)
-        assert (None if reach is None else reach.position) == position
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.state is state
-    assert reach.records == 6 + 1
-    assert reach.payload_bytes == 24 * 10 + 100
+        hit = disk.ask(PROMPT, limit=limit)
+        assert (None if hit is None else hit.position) == position
+    hit = disk.hit(PROMPT)
+    assert hit.state is state
+    assert hit.records == 6 + 1
+    assert hit.payload_bytes == 24 * 10 + 100
     assert disk.ask(ints(PROMPT[:21], 99, 98)) is None
 
 
-def test_of_states_the_deepest_is_reached_that_the_full_attention_goes_to() -> None:
+def test_the_deepest_state_within_the_full_attention_is_hit() -> None:
     disk = Disk([FULL, STATE], SIZE)
     blocks = disk.put_blocks(FULL, PROMPT)
     for position in (6, 7, 20, 24, 33):
         disk.put_state(PROMPT[:position])
     disk.remove(blocks[6].key)
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 24
+    assert disk.hit(PROMPT).position == 24
     assert disk.ask(PROMPT, resumable=24, found=24) is None
-    reach = disk.ask(PROMPT, resumable=20, found=39)
-    assert reach is not None
-    assert reach.position == 33
-    assert reach.blocks == ()
+    hit = disk.hit(PROMPT, resumable=20, found=39)
+    assert hit.position == 33
+    assert hit.blocks == ()
 
 
 def test_a_model_of_states_alone_needs_one_record() -> None:
     disk = Disk([STATE], SIZE)
     disk.put_state(PROMPT[:33])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert (reach.position, reach.records) == (33, 1)
+    hit = disk.hit(PROMPT)
+    assert (hit.position, hit.records) == (33, 1)
 
 
-def test_every_family_must_be_there() -> None:
+def test_records_of_every_family_are_needed() -> None:
     families: list[Family] = [FULL, WINDOW, CHUNK, STATE]
     for missing in families:
         disk = Disk(families, SIZE)
         disk.put_blocks(FULL, PROMPT)
         disk.put_checkpoint(PROMPT[:27])
-        found = disk.ask(PROMPT)
-        assert found is not None
+        found = disk.hit(PROMPT)
         assert found.position == 27
         for block in found.blocks:
             if families[block.family] is missing:
@@ -316,7 +287,7 @@ def test_every_family_must_be_there() -> None:
 # -- the index itself --------------------------------------------------------------------------------------------
 
 
-def test_what_is_added_twice_is_there_once_and_removed_once() -> None:
+def test_a_record_that_is_added_twice_is_indexed_once() -> None:
     disk = Disk([FULL], SIZE)
     identity = disk.put(FULL, PROMPT[:4], 0)
     version = disk.version
@@ -330,7 +301,7 @@ def test_what_is_added_twice_is_there_once_and_removed_once() -> None:
     assert disk.ask(PROMPT) is None
 
 
-def test_clearing_leaves_nothing() -> None:
+def test_clear_removes_all_records() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT)
     disk.clear()
@@ -339,14 +310,14 @@ def test_clearing_leaves_nothing() -> None:
     assert disk.ask(PROMPT) is None
 
 
-def test_some_are_those_that_were_added_last() -> None:
+def test_some_returns_the_records_that_were_added_last() -> None:
     disk = Disk([FULL], SIZE)
     identities = disk.put_blocks(FULL, PROMPT)
     assert disk.some(3) == identities[-3:]
     assert disk.some(99) == identities
 
 
-def test_records_that_no_request_of_this_model_can_ask_for_are_counted_and_left_out() -> None:
+def test_records_of_other_models_are_counted_and_not_indexed() -> None:
     disk = Disk([FULL], SIZE)
     disk.put(WINDOW, PROMPT[:4], 0)
     disk.put(FullAttention(layers=9, bytes_per_token=10), PROMPT[:4], 0)
@@ -374,7 +345,7 @@ def test_a_block_is_covered_by_one_that_begins_with_its_tokens() -> None:
     assert not disk.covers(1, identity.parent, PROMPT[4:6])
 
 
-def test_what_lies_along_a_prompt_beyond_a_position_is_named() -> None:
+def test_keys_along_a_prompt_beyond_a_position() -> None:
     disk = Disk([FULL, STATE], SIZE)
     blocks = disk.put_blocks(FULL, PROMPT[:16])
     state = disk.put_state(PROMPT[:14])
@@ -388,32 +359,26 @@ def test_what_lies_along_a_prompt_beyond_a_position_is_named() -> None:
 # -- other block sizes -------------------------------------------------------------------------------------------
 
 
-def test_records_of_larger_blocks_hide_nothing_that_can_be_reached() -> None:
+def test_records_of_larger_blocks_hide_no_hit() -> None:
     disk = Disk([FULL], SIZE)
     disk.put_blocks(FULL, PROMPT, size=8)
     assert disk.ask(PROMPT) is None
     disk.put_blocks(FULL, PROMPT[:12])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 12
+    assert disk.hit(PROMPT).position == 12
 
 
 def test_records_of_smaller_blocks_are_used_where_they_begin_a_block() -> None:
     disk = Disk([FULL], 8)
     disk.put_blocks(FULL, PROMPT, size=4)
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 4
+    assert disk.hit(PROMPT).position == 4
 
 
-def test_a_state_stored_with_another_block_size_does_not_keep_its_successor_out() -> None:
+def test_a_state_stored_with_another_block_size_can_be_stored_again() -> None:
     disk = Disk([STATE], 8)
     disk.put(STATE, PROMPT[:7], 4)  # found from a position at which no block of ours begins
     assert disk.ask(PROMPT) is None
     disk.put_state(PROMPT[:7])
-    reach = disk.ask(PROMPT)
-    assert reach is not None
-    assert reach.position == 7
+    assert disk.hit(PROMPT).position == 7
 
 
 # -- against a search of every position --------------------------------------------------------------------------
@@ -442,15 +407,15 @@ def deepest(
     found: int,
     limit: int,
 ) -> int | None:
-    """By trying every position."""
+    """Finds the deepest resumable position by trying every position."""
 
-    def block_reaches(family: Family, start: int, end: int) -> bool:
+    def is_block_stored(family: Family, start: int, end: int) -> bool:
         return any(
             identity.family == family.name
             and identity.start == start
             and identity.end >= end
             and len(identity.tokens) <= SIZE
-            and (whole[identity.key][:end] == tokens[:end]).all()
+            and (WHOLE[identity.key][:end] == tokens[:end]).all()
             for identity in stored
         )
 
@@ -459,16 +424,17 @@ def deepest(
             return any(
                 identity.kind is Kind.STATE
                 and identity.end == position
-                and (whole[identity.key] == tokens[:position]).all()
+                and (WHOLE[identity.key] == tokens[:position]).all()
                 for identity in stored
             )
-        first = family.tail_start(position)
+        first = family.first_visible(position)
         if isinstance(family, FullAttention):
             first = min(found, position)
         blocks = range(first // SIZE, -(-position // SIZE)) if first < position else ()
-        return all(block_reaches(family, block * SIZE, min(position, (block + 1) * SIZE)) for block in blocks)
+        return all(
+            is_block_stored(family, block * SIZE, min(position, (block + 1) * SIZE)) for block in blocks
+        )
 
-    whole = WHOLE
     for position in range(min(limit, len(tokens)), resumable, -1):
         if all(resumes(family, position) for family in families):
             return position
@@ -479,9 +445,9 @@ WHOLE: dict[bytes, Tokens] = {}  # the tokens up to the end of each record, by i
 
 
 @pytest.mark.parametrize("families", MODELS, ids=lambda fs: "+".join(f.name for f in fs))
-def test_the_deepest_position_is_reached_that_can_be_resumed_at(families: list[Family]) -> None:
+def test_the_hit_is_the_deepest_resumable_position(families: list[Family]) -> None:
     rng = np.random.default_rng(len(families))
-    reached = 0
+    hits = 0
     for _ in range(400):
         disk = Disk(families, SIZE)
         stored: list[Identity] = []
@@ -498,7 +464,7 @@ def test_the_deepest_position_is_reached_that_can_be_resumed_at(families: list[F
                 elif isinstance(family, RecurrentState):
                     stored.append(disk.put_state(tokens))
                 else:
-                    first = family.tail_start(len(tokens)) // SIZE
+                    first = family.first_visible(len(tokens)) // SIZE
                     stored += disk.put_blocks(family, tokens, first)
             for identity in stored[before:]:
                 WHOLE[identity.key] = tokens[: identity.end]
@@ -511,18 +477,18 @@ def test_the_deepest_position_is_reached_that_can_be_resumed_at(families: list[F
         limit = len(prompt) - 1
         found = int(rng.integers(0, len(prompt))) if rng.random() < 0.4 else 0
         resumable = int(rng.integers(0, found + 1)) if rng.random() < 0.5 else 0
-        reach = disk.ask(prompt, resumable, found, limit)
+        hit = disk.ask(prompt, resumable, found, limit)
         expected = deepest(families, stored, prompt, resumable, min(found, limit), limit)
-        assert (None if reach is None else reach.position) == expected
-        reached += reach is not None
-    assert reached > 50
+        assert (None if hit is None else hit.position) == expected
+        hits += hit is not None
+    assert hits > 50
 
 
 @pytest.mark.parametrize(
     "wrong", [{"dtype": "bfloat16:bfloat16"}, {"namespace": bytes(16)}, {"start": 8}], ids=str
 )
-def test_a_record_that_calls_itself_something_else_is_not_asked_for(wrong: dict[str, Any]) -> None:
-    """It would be loaded under that name, and then be right."""
+def test_a_record_with_another_identity_is_not_hit(wrong: dict[str, Any]) -> None:
+    """The tier would load it under that identity, and would find it intact."""
     disk = Disk([FULL], SIZE)
     identity = disk.put(FULL, PROMPT[:4], 0)
     disk.remove(identity.key)

@@ -1,4 +1,4 @@
-"""What memory gives up, named for the tier below: under its own name, once, and only what is worth a place there."""
+"""Write-back queue: stores of evicted and published rows carry the right identity, each row is stored once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Kind, Namespace, identify
 from rootstock.cache.lease import ReleaseReason
-from rootstock.cache.plan import Plan, Store, Tokens
-from rootstock.cache.record_identity import Kind, identify
+from rootstock.cache.plan import Plan, Store
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 FULL = FullAttention(layers=1, bytes_per_token=1)
@@ -37,7 +37,7 @@ def over_a_tier(*families: Family, blocks: int = 64, through: bool = False) -> K
     return KVCache(families, budget, SIZE, clock=clock(), stored=stored, through=through)
 
 
-def spill_of(cache: KVCache) -> WriteBackQueue:
+def queue_of(cache: KVCache) -> WriteBackQueue:
     assert cache.write_back is not None
     return cache.write_back
 
@@ -48,18 +48,18 @@ def index_of(cache: KVCache) -> StoredIndex:
 
 
 def keep(cache: KVCache, stores: Iterable[Store]) -> None:
-    """As if the tier had taken them."""
+    """Adds the stores to the index, as a tier does after it has taken them."""
     for store in stores:
         index_of(cache).add(store.identity)
 
 
 def named(stores: Iterable[Store], family: Family = FULL) -> list[tuple[int, int]]:
-    """(start, end) of what is stored of a family."""
+    """Returns (start, end) of each store of a family."""
     return [(s.identity.start, s.identity.end) for s in stores if s.identity.family == family.name]
 
 
 def is_of(store: Store, tokens: Tokens, namespace: Namespace = NAMESPACE) -> bool:
-    """Whether it has the name that somebody with these tokens would look for."""
+    """Returns True if a request with these tokens would look up the store's identity."""
     asked = store.identity
     if asked.end > len(tokens):
         return False
@@ -72,14 +72,14 @@ def is_of(store: Store, tokens: Tokens, namespace: Namespace = NAMESPACE) -> boo
 
 
 def rows(cache: KVCache, stores: Iterable[Store]) -> dict[int, int]:
-    """The pool's row, by the start of what it holds."""
+    """Returns the row of each store by its first position."""
     return {store.identity.start: store.part.row for store in stores}
 
 
-# -- names -------------------------------------------------------------------------------------------------------
+# -- identities --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_named_by_their_tokens_and_a_partial_tail_by_those_that_it_has() -> None:
+def test_stores_of_blocks_carry_their_tokens_and_a_partly_filled_block_fewer() -> None:
     cache = over_a_tier(FULL)
     run(cache, PROMPT)
     stores = cache.take_all_stores()
@@ -90,7 +90,7 @@ def test_blocks_are_named_by_their_tokens_and_a_partial_tail_by_those_that_it_ha
     assert [store.part.row for store in stores] == node.blocks.tolist()
 
 
-def test_a_branch_is_named_with_what_it_parts_from() -> None:
+def test_stores_of_a_branch_carry_the_prefix_before_it() -> None:
     cache = over_a_tier(FULL)
     other = ints(PROMPT[:10].tolist(), 90, 91, 92)
     run(cache, PROMPT)
@@ -100,10 +100,10 @@ def test_a_branch_is_named_with_what_it_parts_from() -> None:
     of_other = [store for store in stores if is_of(store, other)]
     assert sorted(named(of_other)) == [(0, 4), (4, 8), (8, 12), (12, 13)]
     assert all(is_of(store, PROMPT) or is_of(store, other) for store in stores)
-    assert not any(store.identity.end == 10 for store in stores), "what both begin with is in both blocks"
+    assert not any(store.identity.end == 10 for store in stores), "both blocks hold their common beginning"
 
 
-def test_checkpoints_are_named_with_their_tails_and_their_state() -> None:
+def test_a_checkpoint_is_stored_with_its_window_blocks_and_its_state() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE)
     run(cache, PROMPT, boundaries={13: "user"})
     stores = cache.take_all_stores()
@@ -113,7 +113,7 @@ def test_checkpoints_are_named_with_their_tails_and_their_state() -> None:
     assert {(8, 12), (12, 13), (16, 20), (20, 22)} == set(named(stores, WINDOW))
 
 
-def test_tenants_have_names_of_their_own() -> None:
+def test_equal_prompts_of_two_tenants_have_different_keys() -> None:
     cache = over_a_tier(FULL)
     tenant = Namespace("weights", "float32", salt="tenant")
     run(cache, PROMPT)
@@ -124,7 +124,7 @@ def test_tenants_have_names_of_their_own() -> None:
     assert sum(is_of(store, PROMPT, tenant) for store in stores) == 6
 
 
-def test_what_is_kept_in_memory_only_is_never_named() -> None:
+def test_rows_of_a_private_namespace_are_never_stored() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=True)
     run(cache, PROMPT, namespace=Namespace("weights", "float32", is_private=True))
     assert cache.take_all_stores() == ()
@@ -133,7 +133,7 @@ def test_what_is_kept_in_memory_only_is_never_named() -> None:
 # -- eviction ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
+def test_evicted_blocks_are_stored_before_their_rows_are_written_again() -> None:
     cache = over_a_tier(FULL, blocks=8)
     run(cache, PROMPT)
     (node,) = nodes(cache)
@@ -147,7 +147,7 @@ def test_what_is_evicted_is_named_while_its_rows_still_hold_it() -> None:
     cache.release(lease, ReleaseReason.ABORTED)
 
 
-def test_every_checkpoint_that_is_evicted_is_named() -> None:
+def test_every_evicted_checkpoint_is_stored() -> None:
     cache = over_a_tier(FULL, STATE, blocks=3)
     prompts = [ints(first, 30, 31) for first in range(8)]
     stores = [store for prompt in prompts for plan in commits(cache, prompt) for store in plan.stores]
@@ -157,13 +157,13 @@ def test_every_checkpoint_that_is_evicted_is_named() -> None:
     assert all(any(is_of(store, prompt) for prompt in prompts) for store in stores)
 
 
-def test_nothing_that_is_stored_is_named_again() -> None:
+def test_stored_records_are_not_stored_again() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, blocks=12)
     run(cache, PROMPT)
     stores = cache.take_all_stores()
     keep(cache, stores)
     assert cache.take_all_stores() == ()
-    used = spill_of(cache).take_used()
+    used = queue_of(cache).take_used()
     assert {store.identity.key for store in stores} <= set(used), "it was in use until now"
     for first in range(4):
         run(cache, ints(80 + first, range(22)))
@@ -172,7 +172,7 @@ def test_nothing_that_is_stored_is_named_again() -> None:
     assert not any(is_of(store, PROMPT) for store in cache.take_all_stores())
 
 
-def test_a_partial_tail_that_a_stored_block_begins_with_is_not_named() -> None:
+def test_a_partly_filled_block_is_not_stored_if_a_stored_block_begins_with_it() -> None:
     cache = over_a_tier(FULL)
     run(cache, ints(range(24)))
     keep(cache, cache.take_all_stores())
@@ -185,7 +185,7 @@ def test_a_partial_tail_that_a_stored_block_begins_with_is_not_named() -> None:
     assert named(other.take_all_stores()) == [(20, 22)]
 
 
-def test_reasoning_that_a_conversation_has_dropped_is_not_worth_a_place() -> None:
+def test_reasoning_that_a_conversation_has_dropped_is_not_stored() -> None:
     cache = over_a_tier(FULL, STATE, blocks=64)
     user = ints(range(12))
     run(cache, ints(user.tolist(), 20, 21), answer=ints(range(30, 42)), boundaries={12: "user"})
@@ -198,18 +198,18 @@ def test_reasoning_that_a_conversation_has_dropped_is_not_worth_a_place() -> Non
     assert not any(is_of(store, dropped) for store in stores if store.identity.end > 13)
 
 
-def test_while_the_tier_takes_nothing_nothing_is_named() -> None:
+def test_a_closed_queue_adds_no_stores() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, blocks=12, through=True)
-    spill_of(cache).is_open = False
+    queue_of(cache).is_open = False
     run(cache, PROMPT)
     run(cache, ints(range(50, 72)))
     assert cache.take_pending_plan().stores == ()
-    spill_of(cache).is_open = True
+    queue_of(cache).is_open = True
     assert cache.take_all_stores() != ()
 
 
-def test_where_a_chunk_begins_inside_a_block_its_checkpoints_are_not_named() -> None:
-    """What lies before the chunk in that block may never have been written."""
+def test_a_checkpoint_whose_chunk_begins_inside_a_block_is_not_stored() -> None:
+    """The positions before the chunk in that block may never have been written."""
     cache = over_a_tier(FULL, ChunkedAttention(layers=1, bytes_per_token=1, chunk=6), STATE)
     run(cache, PROMPT[:20])  # its chunk begins at 18
     assert {store.identity.family for store in cache.take_all_stores()} == {"full"}
@@ -218,7 +218,7 @@ def test_where_a_chunk_begins_inside_a_block_its_checkpoints_are_not_named() -> 
     assert {store.identity.family for store in cache.take_all_stores()} == {"full", "chunked(6)", "state"}
 
 
-def test_clearing_the_cache_names_nothing() -> None:
+def test_clearing_the_cache_stores_nothing() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE)
     run(cache, PROMPT)
     cache.clear()
@@ -230,21 +230,21 @@ def test_clearing_the_cache_names_nothing() -> None:
 
 
 def commits(cache: KVCache, tokens: Tokens, boundaries: Mapping[int, str] = {}) -> list[Plan]:
-    """The plans of a prefill in chunks of 5."""
+    """Returns the plans of a prefill in chunks of 5."""
     lease, _ = admit(cache, tokens, boundaries=boundaries)
     plans = []
-    while lease.computed < len(tokens):
-        end = min(lease.computed + 5, len(tokens))
-        if lease.next_cut is not None:
-            end = min(end, lease.next_cut)
-        cache.extend(lease, end - lease.computed)
-        plans.append(cache.commit(lease, tokens[lease.computed : end].copy()))
+    while lease.num_computed_tokens < len(tokens):
+        end = min(lease.num_computed_tokens + 5, len(tokens))
+        if lease.next_checkpoint_position is not None:
+            end = min(end, lease.next_checkpoint_position)
+        cache.extend(lease, end - lease.num_computed_tokens)
+        plans.append(cache.commit(lease, tokens[lease.num_computed_tokens : end].copy()))
     cache.release(lease, ReleaseReason.FINISHED)
     plans.append(cache.take_pending_plan())
     return plans
 
 
-def test_written_through_blocks_are_named_when_they_are_full_and_the_tail_at_the_end() -> None:
+def test_write_through_stores_full_blocks_at_once_and_the_last_block_at_the_end() -> None:
     plans = commits(over_a_tier(FULL, through=True), PROMPT)
     assert [named(plan.stores) for plan in plans] == [
         [(0, 4)],
@@ -257,7 +257,7 @@ def test_written_through_blocks_are_named_when_they_are_full_and_the_tail_at_the
     assert all(is_of(store, PROMPT) for plan in plans for store in plan.stores)
 
 
-def test_written_through_a_checkpoint_is_named_where_it_is_left() -> None:
+def test_write_through_stores_a_checkpoint_when_it_is_left() -> None:
     plans = commits(over_a_tier(FULL, WINDOW, STATE, through=True), PROMPT, {13: "user"})
     stores = [store for plan in plans for store in plan.stores]
     assert sorted(named(stores, STATE)) == [(12, 13), (20, 22)]
@@ -266,21 +266,21 @@ def test_written_through_a_checkpoint_is_named_where_it_is_left() -> None:
     assert all(is_of(store, PROMPT) for store in stores)
 
 
-def test_written_through_what_is_stored_already_is_not_named_but_used() -> None:
+def test_write_through_counts_stored_records_as_used() -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=True)
     for plan in commits(cache, PROMPT):
         keep(cache, plan.stores)
-    spill_of(cache).take_used()
+    queue_of(cache).take_used()
     cache.clear()
     assert [plan.stores for plan in commits(cache, PROMPT) if plan.stores] == []
-    assert spill_of(cache).take_used() != []
+    assert queue_of(cache).take_used() != []
 
 
-# -- what may be wrong -------------------------------------------------------------------------------------------
+# -- rows that may be wrong --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through: bool) -> None:
+def test_records_and_stores_of_a_discarded_request_are_removed(through: bool) -> None:
     cache = over_a_tier(FULL, WINDOW, STATE, through=through)
     run(cache, PROMPT[:10])
     keep(cache, cache.take_all_stores())
@@ -292,7 +292,7 @@ def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through:
     keep(cache, stored)  # some of it is stored already …
     prefill(cache, lease)  # … and some is about to be
     cache.discard(lease)
-    assert set(spill_of(cache).take_wrong()) == {
+    assert set(queue_of(cache).take_wrong()) == {
         store.identity.key for store in stored if store.identity.end > 10
     }
     assert all(store.identity.end <= 10 for store in cache.take_pending_plan().stores)
@@ -302,7 +302,7 @@ def test_what_a_discarded_request_computed_is_distrusted_wherever_it_is(through:
     assert {identity.key for identity in before} <= {identity.key for identity in left}
 
 
-def test_what_another_request_stored_of_the_same_tokens_is_distrusted_too() -> None:
+def test_records_of_another_request_with_the_discarded_tokens_are_removed() -> None:
     cache = over_a_tier(FULL)
     run(cache, PROMPT)
     keep(cache, cache.take_all_stores())
@@ -310,11 +310,11 @@ def test_what_another_request_stored_of_the_same_tokens_is_distrusted_too() -> N
     lease, _ = admit(cache, PROMPT)
     prefill(cache, lease, 9)
     cache.discard(lease)
-    assert len(spill_of(cache).take_wrong()) == 6
+    assert len(queue_of(cache).take_wrong()) == 6
     assert len(index_of(cache)) == 0
 
 
-def test_a_record_is_never_named_with_tokens_that_are_not_a_copy() -> None:
+def test_the_tokens_of_a_store_are_a_copy() -> None:
     """The caller's prompt may change, or be freed, long before the record is written."""
     cache = over_a_tier(FULL, STATE)
     tokens = PROMPT.copy()
@@ -323,12 +323,12 @@ def test_a_record_is_never_named_with_tokens_that_are_not_a_copy() -> None:
     assert not any(np.shares_memory(store.identity.tokens, tokens) for store in stores)
 
 
-def test_a_request_that_computed_nothing_names_nothing_at_its_end() -> None:
+def test_a_request_that_computed_nothing_stores_nothing_at_its_end() -> None:
     """The shared part of its last block was to be copied, and may not have been."""
     cache = over_a_tier(FULL, through=True)
     run(cache, PROMPT)
-    spill_of(cache).take()
+    queue_of(cache).take()
     lease, _ = admit(cache, ints(PROMPT[:18], 90, 91))
     assert lease.hit_tokens == 18
     cache.release(lease, ReleaseReason.ABORTED)
-    assert spill_of(cache).take() == ()
+    assert queue_of(cache).take() == ()

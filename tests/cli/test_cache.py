@@ -19,12 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cli.running import Ran, Run
-from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import Kind, identify
+from rootstock.cache.keys import Kind, Namespace, identify, prefix_digest
+from rootstock.cache.types import Tokens
 from rootstock.cli.cache import cache_app
 from rootstock.tiers.base import MissKind, Record
-from rootstock.tiers.disk.lock import LOCK_NAME
+from rootstock.tiers.disk.files import LOCK_NAME
 from tiers.helpers import NAMESPACE, Clock, is_right, open_tier, record_of, segment_files
 from waiting import HANG_S
 

@@ -13,7 +13,7 @@ import pytest
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, row_bytes
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (

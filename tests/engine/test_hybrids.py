@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engine.helpers import Bench, Families, of_kinds
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.plan import Plan, RowsReturned
+from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.runtime.base import Batch
 from rootstock.testing.fake_runtime import FULL, STATE, chunked, window
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.helpers import Bench, Client, Families, of_kinds
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import Identity
+from rootstock.cache.keys import Identity
+from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 from rootstock.engine.tiers.connector import TierConnector, TierStats

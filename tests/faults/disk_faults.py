@@ -33,10 +33,9 @@ from engine.helpers import Client, alone
 from engine.tiered import Tiered
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Namespace, prefix_digest
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 from rootstock.tiers.base import LoadsOnly, MissKind, Ready, Record, Refusal, Stored
@@ -113,6 +112,7 @@ class Case:
         """Starts an engine on the directory."""
         clocks = {} if disk_clock is None else {"clock": disk_clock, "wall_clock": disk_clock}
         opening = functools.partial(DiskTier.open, segment_bytes=SEGMENT_BYTES, files=files, **clocks)
+        # The engine's own assembly opens the tier, and has no options for small segments, faults and clocks.
         with mock.patch.object(DiskTier, "open", staticmethod(opening)):
             return Tiered(
                 self.folder,

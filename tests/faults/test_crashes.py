@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import Loaded, Miss, MissKind, Ready, Record, Stored
 from rootstock.tiers.disk.index import WAL_NAME
 from tiers.helpers import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.record_identity import Kind
+from rootstock.cache.keys import Kind
 from rootstock.tiers.base import (
     Loaded,
     LoadsOnly,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rootstock.cache.families import TokenFamily
-from rootstock.cache.plan import NO_BLOCK
+from rootstock.cache.types import NO_BLOCK
 from rootstock.kernels.api import Scores
 from rootstock.kernels.reference import first_seen
 from rootstock.kernels.spans import EVERYTHING, Span, slots_of
@@ -47,7 +47,8 @@ def make_batch(
     sinks: bool = False,
     family: TokenFamily = EVERYTHING,
 ) -> RaggedBatch:
-    """What no row of the family may see is NaN in the pool, and NO_BLOCK in the tables where it is whole blocks."""
+    """Makes a batch. Positions that no row of the family may see are NaN in the pool, and NO_BLOCK in the tables if
+    they fill blocks."""
     rng, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     needed = [-(-(past + new) // block_size) for past, new in lengths]
     total = sum(needed) + 3

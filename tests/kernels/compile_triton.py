@@ -1,6 +1,6 @@
-"""Compiles for a CUDA device of the given compute capability what a step would launch. Needs no device.
+"""Compiles the kernels of a step for a CUDA device of the given compute capability. Needs no device.
 
-Triton's interpreter runs Python; only the compiler knows what may stand in a kernel.
+Triton's interpreter runs Python. Only the compiler refuses code that is not allowed in a kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIANTS: list[tuple[int, TokenFamily, float | None, bool]] = [  # dimensions, f
 
 
 class Compiles:
-    """In place of a kernel: a launch compiles it."""
+    """Replacement of a kernel: a launch compiles it."""
 
     def __init__(self, kernel: Any, capability: int) -> None:
         self.kernel = kernel

@@ -38,7 +38,7 @@ def ragged_batches(
     block_sizes: Sequence[int] = (1, 2, 3, 4, 7, 8, 16, 32, 64),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
 ) -> RaggedBatch:
-    """`plain`: K and V of equal dimensions, no softcap."""
+    """Draws a batch. `plain`: K and V of equal dimensions, no softcap."""
     past_and_new = st.tuples(
         st.one_of(st.just(0), st.integers(0, 90)), st.one_of(st.just(1), st.just(1), st.integers(1, 20))
     )

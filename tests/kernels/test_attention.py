@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,14 @@ def run(kernel: Attention, batch: RaggedBatch) -> Tensor:
     return out
 
 
+def run_rows(kernel: NumbaAttention, batch: RaggedBatch, spans: Sequence[Span]) -> Tensor:
+    """Attends adjacent spans of the batch as a step of their own."""
+    first, end = spans[0].row, spans[-1].row + spans[-1].new
+    step = kernel.prepare([replace(span, row=span.row - first) for span in spans], batch.family)
+    new, pools = slice(first, end), (batch.keys.flatten(0, 1), batch.values.flatten(0, 1))
+    return step(batch.query[new], batch.key[new], batch.value[new], *pools, batch.scores)
+
+
 def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
     expected = reference.attend(
         batch.query, batch.keys, batch.values, batch.spans, batch.scores, batch.family
@@ -50,7 +59,7 @@ def assert_equals_reference(out: Tensor, batch: RaggedBatch) -> None:
 
 @given(ragged_batches(plain=True), tunings)
 @settings(max_examples=150)
-def test_paged_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning) -> None:
+def test_sliced_attention_equals_the_reference(batch: RaggedBatch, tuning: Tuning) -> None:
     assert_equals_reference(run(SlicedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
@@ -110,15 +119,12 @@ def test_compiled_attention_over_several_items_of_work(dtype: torch.dtype) -> No
             assert_equals_reference(run(numba_attention(batch), batch), batch)
 
 
-def test_compiled_attention_of_a_row_is_the_same_whatever_is_beside_it() -> None:
+def test_compiled_attention_of_a_row_does_not_depend_on_its_batch() -> None:
     batch = make_batch([(300, 1), (2500, 1), (64, 1), (900, 1)])
     out = run(numba_attention(batch), batch)
-    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
     for span in batch.spans:
-        alone = numba_attention(batch, serial_bytes=1 << 30).prepare([replace(span, row=0)])
-        rows = slice(span.row, span.row + 1)
-        own = alone(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
-        assert torch.equal(own, out[rows])
+        alone = run_rows(numba_attention(batch, serial_bytes=1 << 30), batch, [span])
+        assert torch.equal(alone, out[span.row : span.row + 1])
 
 
 def test_queries_of_compiled_attention_may_lie_in_any_order() -> None:
@@ -129,7 +135,7 @@ def test_queries_of_compiled_attention_may_lie_in_any_order() -> None:
     )
 
 
-def test_pools_that_no_loops_are_compiled_for_go_beside() -> None:
+def test_pools_without_compiled_loops_use_the_other_backend() -> None:
     batch = make_batch([(30, 1), (7, 4)], dtype=torch.float16)
     assert_equals_reference(run(numba_attention(batch), batch), batch)
 
@@ -167,7 +173,7 @@ def branching_spans(draw: st.DrawFn, block_size: int) -> list[Span]:
 
 @given(st.data(), families, st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 4, 6, 16]))
 @settings(max_examples=150)
-def test_every_row_reads_what_it_sees_once_and_a_decode_as_if_it_were_alone(
+def test_every_row_reads_its_visible_positions_once_and_a_decode_as_if_it_were_alone(
     data: st.DataObject, family: TokenFamily, block_size: int, least_item: int
 ) -> None:
     spans = data.draw(branching_spans(block_size))
@@ -176,7 +182,7 @@ def test_every_row_reads_what_it_sees_once_and_a_decode_as_if_it_were_alone(
         for row in range(span.row, span.row + span.new):
             position = span.past + row - span.row
             _, first, end, begin_order, end_order = layout.rows[row]
-            assert (first, end) == (family.tail_start(position), position + 1)
+            assert (first, end) == (family.first_visible(position), position + 1)
             partials = layout.order[begin_order:end_order]
             assert (layout.partial_rows[partials] == row).all()
             assert len(partials) == layout.counters[1 + row] == (layout.partial_rows == row).sum()
@@ -218,47 +224,39 @@ def test_layers_of_different_shapes_and_other_numbers_of_threads_share_a_step(dt
 
 
 @pytest.mark.parametrize("head_dim", [24, 64])
-def test_a_row_in_float32_is_the_same_whether_others_read_with_it_or_not(head_dim: int) -> None:
+def test_a_row_in_float32_does_not_depend_on_its_group(head_dim: int) -> None:
     lengths = [(700, 1), (650, 1), (3000, 1), (661, 1), (2999, 1), (655, 3)]
     batch = make_batch(lengths, block_size=16, head_dim=head_dim, shared=640, sinks=True)
     out = run(numba_attention(batch), batch)
     assert _lay_out(batch.spans, batch.family, 16, 128).most_readers == 3
-    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
     for span in batch.spans:
-        alone = numba_attention(batch).prepare([replace(span, row=0)])
-        rows = slice(span.row, span.row + span.new)
-        own = alone(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
-        assert torch.equal(own, out[rows])
+        alone = run_rows(numba_attention(batch), batch, [span])
+        assert torch.equal(alone, out[span.row : span.row + span.new])
 
 
 @pytest.mark.parametrize("family", [EVERYTHING, SlidingWindow(1, 1, 300), ChunkedAttention(1, 1, 100)])
 def test_a_drafts_rows_in_float32_are_those_of_plain_decodes(family: TokenFamily) -> None:
     batch = make_batch([(700, 4), (150, 3)], block_size=16, head_dim=32, family=family)
     out = run(numba_attention(batch), batch)
-    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
     for span in batch.spans:
         for i in range(span.new):
-            row = slice(span.row + i, span.row + i + 1)
-            alone = numba_attention(batch).prepare([Span(0, 1, span.past + i, span.blocks)], family)
-            own = alone(batch.query[row], batch.key[row], batch.value[row], keys, values, batch.scores)
-            assert torch.equal(own, out[row])
+            decode = Span(span.row + i, 1, span.past + i, span.blocks)
+            alone = run_rows(numba_attention(batch), batch, [decode])
+            assert torch.equal(alone, out[decode.row : decode.row + 1])
 
 
 @pytest.mark.skipif(not are_there(), reason="needs matrix units for bfloat16 (AMX)")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_row_by_matrix_units_is_the_same_whoever_reads_with_it(head_dim: int) -> None:
+def test_a_row_by_matrix_units_does_not_depend_on_its_group(head_dim: int) -> None:
     lengths = [(700 + i, 1) for i in range(21)]
     batch = make_batch(
         lengths, block_size=16, q_heads=14, head_dim=head_dim, shared=640, sinks=True, dtype=torch.bfloat16
     )
     out = run(numba_attention(batch), batch)
     assert_equals_reference(out, batch)
-    keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
-    for pair in (batch.spans[:2], batch.spans[4:7], batch.spans[15:21]):
-        some = numba_attention(batch).prepare([replace(span, row=i) for i, span in enumerate(pair)])
-        rows = slice(pair[0].row, pair[-1].row + 1)
-        own = some(batch.query[rows], batch.key[rows], batch.value[rows], keys, values, batch.scores)
-        assert torch.equal(own, out[rows])
+    for group in (batch.spans[:2], batch.spans[4:7], batch.spans[15:21]):
+        some = run_rows(numba_attention(batch), batch, group)
+        assert torch.equal(some, out[group[0].row : group[-1].row + 1])
 
 
 @pytest.mark.parametrize("window", [1, 30, 300])
@@ -271,7 +269,7 @@ def test_windows_narrower_than_chunks_in_long_prompts(window: int) -> None:
         assert_equals_reference(run(SlicedAttention(batch.block_size, 1, tuning), batch), batch)
 
 
-def test_decodes_share_a_prefix_that_begins_where_they_see_from() -> None:
+def test_decodes_share_a_prefix_from_their_first_visible_position() -> None:
     chunked = make_batch([(70, 1), (81, 1), (77, 1)], shared=64, family=ChunkedAttention(1, 1, 32))
     levels = SlicedAttention(4, 1, Tuning(share_from=32))._levels(chunked.spans, chunked.family)
     assert [part.rows for level in levels for part in level.slices] == [
@@ -310,7 +308,7 @@ def test_one_scratch_serves_steps_of_any_size() -> None:
 
 
 @pytest.mark.parametrize("past", [60, 2000])
-def test_scratch_is_of_the_size_of_a_slice_however_long_the_context(past: int) -> None:
+def test_scratch_has_the_size_of_a_slice_for_every_context(past: int) -> None:
     scratch = Scratch()
     kernel = SlicedAttention(
         4, 1, Tuning(slice_bytes=30, chunk_slice_bytes=60, band_rows=(8, 16)), scratch.stage
@@ -321,7 +319,7 @@ def test_scratch_is_of_the_size_of_a_slice_however_long_the_context(past: int) -
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_gathering_never_holds_more_scores_than_it_may(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathering_holds_a_bounded_number_of_scores(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     for name in ("attend_dense", "_attend_plainly"):
         attend = getattr(gathered_attention, name)

@@ -1,4 +1,4 @@
-"""Pools in 8 bits: what is read is what was written, rounded once; kernels equal the reference over what is read."""
+"""Pools in 8 bits: rows are rounded once, and kernels equal the reference over the rounded rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 
 
 def pool_of(rows: Tensor) -> RoundedRows:
-    """rows [slots, heads, dim]; those that are not finite have a scale that is not, and codes that are no numbers"""
+    """Rounds rows [slots, heads, dim]. NaN rows get NaN as their scale."""
     codes, scales = rounded(rows.nan_to_num(0.0))
     scales[rows.isnan().any(-1)] = torch.nan
     return RoundedRows(codes, scales.contiguous(), rows.dtype)
 
 
 def run_rounded(kernel: Attention, batch: RaggedBatch) -> tuple[Tensor, RaggedBatch]:
-    """What it gives over the batch's pools in 8 bits, and the batch with what these hold."""
+    """Returns the kernel's result over the batch's pools in 8 bits, and the batch with the rounded rows."""
     keys, values = pool_of(batch.keys.flatten(0, 1)), pool_of(batch.values.flatten(0, 1))
     everything = torch.arange(len(keys.codes))
     slots = torch.cat(
@@ -50,7 +50,7 @@ def run_rounded(kernel: Attention, batch: RaggedBatch) -> tuple[Tensor, RaggedBa
 
 @given(ragged_batches(plain=True), tunings)
 @settings(max_examples=60)
-def test_paged_attention_over_rounded_rows(batch: RaggedBatch, tuning: Tuning) -> None:
+def test_sliced_attention_over_rounded_rows(batch: RaggedBatch, tuning: Tuning) -> None:
     assert_equals_reference(*run_rounded(SlicedAttention(batch.block_size, 1, tuning), batch))
 
 
@@ -64,7 +64,7 @@ def test_gathered_attention_over_rounded_rows(batch: RaggedBatch, most_scores: i
 @given(ragged_batches(), st.sampled_from([1, 8, 20]), st.sampled_from([0, 1 << 30]))
 @settings(max_examples=150)
 def test_compiled_attention_over_rounded_rows(batch: RaggedBatch, few_rows: int, serial_bytes: int) -> None:
-    """What nobody may see has a scale that is no number."""
+    """Positions that no row may see have NaN as their scale."""
     assert_equals_reference(*run_rounded(numba_attention(batch, few_rows, serial_bytes), batch))
 
 
@@ -89,7 +89,7 @@ def test_prefixes_that_decodes_share_in_rounded_rows(batch: RaggedBatch, least_i
     assert_equals_reference(*run_rounded(numba_attention(batch, least_item=least_item), batch))
 
 
-def test_pools_of_a_dtype_without_loops_go_beside() -> None:
+def test_pools_of_a_dtype_without_loops_use_the_other_backend() -> None:
     batch = make_batch([(30, 1), (7, 4)], dtype=torch.float16)
     assert_equals_reference(*run_rounded(numba_attention(batch), batch))
 
@@ -139,7 +139,7 @@ def test_a_number_comes_back_within_half_a_scale_and_zeros_as_zeros(dtype: torch
     assert error < 0.008
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_rows_with_nan_or_infinity_are_read_as_nan() -> None:
     rows = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(2))
     rows[1, 0, 3] = torch.nan
     rows[2, 1, 5] = torch.inf
@@ -153,7 +153,7 @@ def test_what_is_no_number_stays_none() -> None:
         assert others.isfinite().all()
 
 
-def test_what_was_rounded_is_rounded_to_the_same_again() -> None:
+def test_rounding_rounded_rows_again_changes_nothing() -> None:
     rows = torch.randn(500, 4, 32, generator=torch.Generator().manual_seed(1))
     codes, scales = rounded(rows)
     again, _ = rounded(widened(codes, scales, torch.empty_like(rows)))

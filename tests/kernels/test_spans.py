@@ -1,4 +1,4 @@
-"""Slots and runs against the definition, position by position."""
+"""Slots, shared blocks and slices against their definitions."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ def test_a_prefix_that_decodes_share_is_read_once() -> None:
     assert [part.tokens for level in levels for part in level.slices] == [64, 5, 7, 18, 14]
 
 
-def test_a_chunk_is_cut_where_its_rows_begin_to_see_from_elsewhere() -> None:
+def test_a_chunk_is_divided_where_the_first_visible_position_changes() -> None:
     kernel = SlicedAttention(4, 1, Tuning(band_rows=(2, 6)))
     table = np.arange(20, dtype=np.int32)
     span = Span(3, 30, 21, table)  # positions 21 … 50
 
     def bands(family: TokenFamily) -> list[tuple[int, int, bool]]:
-        """First row of each band, what it reads from the pool, and whether part of that is under a mask."""
+        """Returns for each band its first row, the positions that it reads from the pool, and True if some are
+        masked."""
         found = []
         for band in kernel._bands(span, family):
             parts = band.common if band.edge is None else (*band.common, band.edge.part)
@@ -83,7 +84,7 @@ def test_a_chunk_is_cut_where_its_rows_begin_to_see_from_elsewhere() -> None:
     assert bands(ChunkedAttention(1, 1, 100)) == [(3, 21, False)]
     # Until position 40, all rows see from 0 on; then each band reads the 40 positions before it, less its first row.
     assert bands(SlidingWindow(1, 1, 40)) == [(3, 21, False), (22, 39, True), (28, 39, True)]
-    # A window narrower than a band: what is read holds the band's own positions too.
+    # A window narrower than a band: the read positions include the band's own.
     assert bands(SlidingWindow(1, 1, 1))[:2] == [(3, 2, True), (5, 2, True)]
 
 
@@ -101,13 +102,13 @@ def test_sharing_follows_the_tree() -> None:
         [(0, 1), (2, 3)],
         [(0,), (1,), (2,), (3,)],
     ]
-    # If what all four have in common is not worth a call, the pairs' slices begin at 0.
+    # If the common part of all four is not worth a call, the pairs' slices begin at 0.
     levels = SlicedAttention(2, 1, Tuning(share_from=28))._levels(spans)
     assert [part.rows for part in levels[0].slices] == [(0, 1), (2, 3)]
     assert sum(part.tokens for part in levels[0].slices) == 64
 
 
-def test_a_staircase_of_prefixes_is_as_deep_as_it_likes() -> None:
+def test_prefixes_may_branch_at_every_block() -> None:
     """Each of 1,500 decodes shares one block more with the next: a branching at every block."""
     steps = 1500
     stairs = np.arange(steps, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The Triton kernel equals the reference: on a CUDA device, or where there is none by Triton's interpreter."""
+"""The Triton kernel equals the reference, on a CUDA device or, without one, by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_relative_error_in_bfloat16_is_a_rounding() -> None:
     assert float((out - expected).norm() / expected.norm()) < 5e-3
 
 
-def test_contexts_are_split_so_that_the_device_is_busy_and_no_part_is_tiny() -> None:
+def test_contexts_are_split_to_keep_the_device_busy() -> None:
     attention = TritonAttention(16, torch.device("cpu"), least_split=256)
     attention._processors = 132
     assert attention.splits(programs=8, longest=16384) == 32
@@ -133,5 +133,5 @@ def test_the_kernels_compile_for_devices_that_are_not_here(capability: int, tmp_
     assert "compiled" in ran.stdout
 
 
-def test_what_runs_here_is_the_kernel() -> None:
+def test_the_interpreter_runs_the_kernel_only_without_a_device() -> None:
     assert triton_attention.INTERPRETED is (DEVICE.type == "cpu")

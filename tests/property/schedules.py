@@ -17,12 +17,12 @@ import numpy as np
 
 from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.tier_index import StoredIndex
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (

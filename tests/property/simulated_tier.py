@@ -9,8 +9,8 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
+from rootstock.cache.keys import Identity, Kind, RecordKey
 from rootstock.cache.lease import Match
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
 from rootstock.cache.tier_index import TierHit
 from rootstock.engine.sequence import Sequence as RequestSequence
 from rootstock.engine.tiers.connector import Events, TierConnector

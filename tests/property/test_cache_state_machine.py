@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from rootstock.cache import FullAttention, KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import (
     ChunkedAttention,
     Family,
@@ -26,7 +25,7 @@ from rootstock.cache.families import (
 )
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
-from rootstock.cache.radix_node import Checkpoint, Node, block_table, walk
+from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, block_table, walk
 
 ALPHABET = 3  # few tokens, so that prefixes meet often
 Prefix = tuple[int, ...]
@@ -99,7 +98,7 @@ class TreeAndPool(RuleBasedStateMachine):
     )
     def go_on_from(self, lease: Lease, more: list[int], back: int):  # type: ignore[no-untyped-def]
         """A next turn, or a sibling: it begins with what another request has, finished or not."""
-        upto = max(0, lease.computed - back)
+        upto = max(0, lease.num_computed_tokens - back)
         return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto])
 
     def ask(  # type: ignore[no-untyped-def]
@@ -133,19 +132,19 @@ class TreeAndPool(RuleBasedStateMachine):
         if lease.ended:
             return
         self.tick()
-        if lease.computed < lease.known:
-            new = lease.tokens[lease.computed : lease.computed + len(tokens)].copy()
+        if lease.num_computed_tokens < lease.num_tokens:
+            new = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + len(tokens)].copy()
         else:
-            new = np.array(tokens, np.int32)[: self.capacity() - lease.computed]
-        if lease.next_cut is not None:
-            new = new[: lease.next_cut - lease.computed]
+            new = np.array(tokens, np.int32)[: self.capacity() - lease.num_computed_tokens]
+        if lease.next_checkpoint_position is not None:
+            new = new[: lease.next_checkpoint_position - lease.num_computed_tokens]
         if len(new) == 0:
             return
         if isinstance(self.cache.extend(lease, len(new)), Deferred):
             return
-        everything = [*lease.tokens[: lease.computed].tolist(), *new.tolist()]
+        everything = [*lease.tokens[: lease.num_computed_tokens].tolist(), *new.tolist()]
         known = self.written.setdefault(lease.namespace, set())
-        for position in range(lease.computed, len(everything)):
+        for position in range(lease.num_computed_tokens, len(everything)):
             for rows, table in zip(self.memory, lease.tables, strict=True):
                 block = int(table[position // self.size])
                 assert block >= 0
@@ -159,7 +158,7 @@ class TreeAndPool(RuleBasedStateMachine):
     def wait_for(self, lease: Lease, ahead: int) -> None:
         """Another request asks for a checkpoint where it will part from this one."""
         if not lease.ended:
-            self.cache.request_checkpoint(lease, lease.computed + ahead)
+            self.cache.request_checkpoint(lease, lease.num_computed_tokens + ahead)
 
     @rule(lease=consumes(leases))
     def fail(self, lease: Lease) -> None:
@@ -178,7 +177,7 @@ class TreeAndPool(RuleBasedStateMachine):
         if lease.ended:
             return
         self.tick()
-        tokens, computed = lease.tokens.copy(), lease.computed
+        tokens, computed = lease.tokens.copy(), lease.num_computed_tokens
         self.cache.release(lease, reason)
         if computed:
             match = self.cache.match(tokens[:computed], lease.namespace)
@@ -248,7 +247,7 @@ class TreeAndPool(RuleBasedStateMachine):
             assert self.states[checkpoint.slot] == prefix
         tails = [(f, rows) for f, rows in zip(self.families, self.memory, strict=True) if f is not FULL]
         for (family, rows), held in zip(tails, checkpoint.windows, strict=True):
-            for position in range(family.tail_start(checkpoint.position), checkpoint.position):
+            for position in range(family.first_visible(checkpoint.position), checkpoint.position):
                 block = int(held.ids[position // self.size - held.first])
                 assert rows[block][position % self.size] == prefix[: position + 1]
 
@@ -256,14 +255,14 @@ class TreeAndPool(RuleBasedStateMachine):
         """Every family has what it needs to go on; what is further back may be gone."""
         tokens = tuple(lease.tokens.tolist())
         for family, rows, table in zip(self.families, self.memory, lease.tables, strict=True):
-            for position in range(family.tail_start(lease.computed), lease.computed):
+            for position in range(family.first_visible(lease.num_computed_tokens), lease.num_computed_tokens):
                 block = int(table[position // self.size])
                 assert block >= 0, f"{family.name} has lost position {position}"
                 assert rows[block][position % self.size] == tokens[: position + 1], (
                     f"{lease}: {family.name} reads something else at position {position}"
                 )
-        if self.states and lease.computed:
-            assert self.states[lease.slot] == tokens[: lease.computed]
+        if self.states and lease.num_computed_tokens:
+            assert self.states[lease.slot] == tokens[: lease.num_computed_tokens]
 
     def snapshot(self) -> tuple[object, ...]:
         owners = [rows.tobytes() for pool in self.cache.pools.every for rows in pool.pool.owners()]

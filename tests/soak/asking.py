@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import Assembly, assemble
 from rootstock.engine.engine import Engine

@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,11 @@ class Mutation:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        patches = [
-            patch.object(owner, name, self.change(getattr(owner, name))) for owner, name in self.changed
-        ]
-        for each in patches:
-            each.start()
-        try:
+        # The mistakes are made in the code itself, so no double can stand in for it.
+        with ExitStack() as patches:
+            for owner, name in self.changed:
+                patches.enter_context(patch.object(owner, name, self.change(getattr(owner, name))))
             yield
-        finally:
-            for each in patches:
-                each.stop()
 
 
 # ------------------------------------------------------------------------------------------------ how to be wrong
@@ -167,9 +162,9 @@ def without(*names: str) -> Callable[[Any], Any]:
     """Of what else a model passes to attention that runs alone."""
 
     def wrong(right: Any) -> Any:
-        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, extra: Any) -> Any:
-            kept = {name: given for name, given in extra.items() if name not in names}
-            return right(module, query, key, value, mask, scores, kept)
+        def attend(call: hooks.AttentionCall) -> Any:
+            kept = {name: given for name, given in call.extra.items() if name not in names}
+            return right(call._replace(extra=kept))
 
         return attend
 
@@ -179,8 +174,9 @@ def without(*names: str) -> Callable[[Any], Any]:
 def yes_or_no(right: Any) -> Any:
     """A mask that is added to scores only hides."""
 
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, extra: Any) -> Any:
-        return right(module, query, key, value, mask > torch.finfo(mask.dtype).min, scores, extra)
+    def attend(call: hooks.AttentionCall) -> Any:
+        mask: Any = call.mask
+        return right(call._replace(mask=mask > torch.finfo(mask.dtype).min))
 
     return attend
 

@@ -68,7 +68,7 @@ def useful_bytes(places: Sequence[Place], asked: Sequence[Asked], families: Sequ
             blocks = {
                 asked[at].whole[: min(position, (block + 1) * BLOCK_SIZE)].tobytes()
                 for at, position in places
-                for block in range(family.tail_start(position) // BLOCK_SIZE, -(-position // BLOCK_SIZE))
+                for block in range(family.first_visible(position) // BLOCK_SIZE, -(-position // BLOCK_SIZE))
             }
             total += len(blocks) * row_bytes(family, BLOCK_SIZE)
     return total

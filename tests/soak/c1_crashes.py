@@ -35,8 +35,8 @@ from asking import Answer, Asker, engine_on, some_tokens
 from common import at_least, conclude, exactly
 
 from checkpoints import save_chat
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
+from rootstock.cache.types import Tokens
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import AlreadyStored, Ready, Record, Stored, StoreOutcome

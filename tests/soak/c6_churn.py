@@ -42,13 +42,12 @@ from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from common import at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind
+from rootstock.cache.keys import Identity, Kind, Namespace
 from rootstock.config import TierConfig
 from rootstock.engine.build import Assembly
 from rootstock.tiers.base import Loaded, MissKind, Ready, Record
+from rootstock.tiers.disk.files import LOCK_NAME
 from rootstock.tiers.disk.index import INDEX_NAMES
-from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import segment_number
 from rootstock.tiers.disk.tier import DiskTier
 

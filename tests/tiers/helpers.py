@@ -1,4 +1,4 @@
-"""Records whose payload follows from their identity, so that a wrong byte is seen to be wrong."""
+"""Records whose payload follows from their identity, so that every wrong byte is found."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind, identify
-from rootstock.tiers.base import Loaded, LoadResult, Record
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
+from rootstock.tiers.base import Loaded, LoadResult, Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.tier import DiskTier
+from rootstock.tiers.host import HostTier, charge
 
 NAMESPACE = Namespace("weights", "float32")
-CAP_BYTES = 2**20  # the least that is allowed: what it makes small stays quick
+CAP_BYTES = 2**20  # the least that is allowed, so that tests are quick
 
 
 class Clock:
@@ -66,6 +66,25 @@ def record_of(identity: Identity, payload_bytes: int = 3000) -> Record:
 
 def records(count: int, payload_bytes: int = 3000, first: int = 0) -> list[Record]:
     return [record_of(identity_of(seed), payload_bytes) for seed in range(first, first + count)]
+
+
+EACH = charge(records(1)[0])  # of a host tier's cap, for a record of the usual size
+
+
+def keys_of(of: Sequence[Record]) -> list[RecordKey]:
+    return [record.identity.key for record in of]
+
+
+def damage(tier: HostTier, key: RecordKey) -> None:
+    """Changes a byte of a record in host RAM."""
+    content = tier._held[key].content
+    content.flags.writeable = True
+    content[len(content) // 2] ^= 1
+
+
+def kind_of_miss(result: LoadResult) -> MissKind:
+    assert isinstance(result, Miss)
+    return result.kind
 
 
 def joined(buffers: Sequence[memoryview | np.ndarray]) -> bytes:

@@ -1,10 +1,10 @@
-"""The host's memory as a tier: what it holds, what goes, and that the cap holds at every instant."""
+"""Host RAM tier: stores, loads, evictions, and the cap at every instant."""
 
 from __future__ import annotations
 
 import threading
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import rootstock.tiers.host
-from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Namespace, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
-    Loaded,
     Miss,
     MissKind,
     NotStored,
@@ -30,45 +28,24 @@ from rootstock.tiers.base import (
     StoreOutcome,
 )
 from rootstock.tiers.host import HostTier, charge
-from tiers.helpers import Clock, identity_of, is_right, joined, record_of, records
+from tiers.helpers import (
+    EACH,
+    Clock,
+    damage,
+    identity_of,
+    is_right,
+    joined,
+    keys_of,
+    kind_of_miss,
+    record_of,
+    records,
+)
 from waiting import HANG_S, first_wait_on, join, wait_for
-
-EACH = charge(records(1)[0])  # what a record of the usual size is charged
 
 
 def tier_for(count: int, **options: object) -> HostTier:
-    """With room for so many records of the usual size."""
+    """Makes a tier with room for so many records of the usual size."""
     return HostTier(count * EACH, **options)  # type: ignore[arg-type]
-
-
-def keys_of(of: Sequence[Record]) -> list[RecordKey]:
-    return [record.identity.key for record in of]
-
-
-def damage(tier: HostTier, key: RecordKey) -> None:
-    content = tier._held[key].content
-    content.flags.writeable = True
-    content[len(content) // 2] ^= 1
-
-
-def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    assert tier.store([record]) == [Stored(EACH)]
-    loaded = tier.load(record.identity)
-    assert isinstance(loaded, Loaded)
-    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
-    loaded.payload[0][0] ^= 1  # it is the caller's
-    assert is_right(tier.load(record.identity), record)
-
-
-def test_a_load_fills_the_callers_buffers_however_they_are_divided() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    tier.store([record])
-    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
-    assert is_right(tier.load(record.identity, buffers), record)
-    assert joined(buffers) == joined(record.payload)
 
 
 def test_the_payload_may_change_once_it_is_stored() -> None:
@@ -81,34 +58,25 @@ def test_the_payload_may_change_once_it_is_stored() -> None:
     assert is_right(tier.load(same.identity), same)
 
 
-def test_a_record_without_a_payload_is_a_record() -> None:
-    tier = tier_for(2)
-    record = Record(identity_of(1), [])
-    assert isinstance(tier.store([record])[0], Stored)
-    loaded = tier.load(record.identity, [np.empty(0, np.uint8)])
-    assert isinstance(loaded, Loaded)
-    assert joined(loaded.payload) == b""
-
-
-def test_what_was_used_least_recently_goes_first_and_is_handed_on_whole() -> None:
-    spilled: list[Record] = []
-    tier = tier_for(3, spilled=spilled.append)
+def test_the_least_recently_used_record_is_evicted_first_and_passed_on_whole() -> None:
+    evicted: list[Record] = []
+    tier = tier_for(3, on_evicted=evicted.append)
     group = records(6)
     tier.store(group[:3])
     tier.touch([group[0].identity.key])
     assert is_right(tier.load(group[1].identity), group[1])
     assert tier.store([group[2]]) == [AlreadyStored()]  # which is a use
     tier.store(group[3:5])
-    assert [record.identity.key for record in spilled] == keys_of(group[:2])
-    assert [joined(record.payload) for record in spilled] == [joined(record.payload) for record in group[:2]]
+    assert keys_of(evicted) == keys_of(group[:2])
+    assert [joined(record.payload) for record in evicted] == [joined(record.payload) for record in group[:2]]
     assert all(
         [bytes(part) for part in theirs.views()] == [bytes(part) for part in ours.views()]
-        for theirs, ours in zip(spilled, group, strict=False)
+        for theirs, ours in zip(evicted, group, strict=False)
     )
     assert tier.load(group[0].identity) == Miss(MissKind.ABSENT)
 
 
-def test_without_a_taker_what_is_evicted_is_gone_and_told() -> None:
+def test_without_a_receiver_evicted_records_are_reported_gone() -> None:
     told: list[RecordKey] = []
     tier = tier_for(1, gone=told.extend)
     group = records(2)
@@ -127,9 +95,9 @@ def test_a_record_larger_than_the_cap_is_refused_and_evicts_nothing() -> None:
     assert len(tier) == 2
 
 
-def test_room_is_made_before_the_copy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    tier = tier_for(2, spilled=lambda record: seen.append(tier.used_bytes))
+    tier = tier_for(2, on_evicted=lambda record: seen.append(tier.used_bytes))
     copied = rootstock.tiers.host._copied
 
     def watched(*arguments: object) -> object:
@@ -139,7 +107,7 @@ def test_room_is_made_before_the_copy_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(rootstock.tiers.host, "_copied", watched)
     tier.store(records(5))
-    assert seen == [2 * EACH] * 3  # what is handed on is charged until it was taken
+    assert seen == [2 * EACH] * 3  # an evicted record is charged until `on_evicted` has returned
 
 
 def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
@@ -158,7 +126,7 @@ def test_a_system_without_memory_refuses_the_record_and_is_charged_nothing(
     assert is_right(tier.load(first.identity), first)
 
 
-def test_the_charge_covers_what_a_record_takes() -> None:
+def test_the_charge_covers_the_memory_of_a_record() -> None:
     group = [Record(identity_of(seed), [np.ones(500, np.uint8) for _ in range(24)]) for seed in range(200)]
     for record in group:
         record.views()  # NumPy notes once for each array how it was last looked at
@@ -167,45 +135,34 @@ def test_the_charge_covers_what_a_record_takes() -> None:
     tier.store(group)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page is for what is not traced
+    assert 0.5 * tier.used_bytes < taken < tier.used_bytes - 200 * 4096  # a page covers untraced memory
 
 
-def test_buffers_of_another_size_are_a_miss_of_that_kind() -> None:
-    tier = tier_for(2)
-    (record,) = records(1)
-    tier.store([record])
-    result = tier.load(record.identity, [np.zeros(2999, np.uint8)])
-    assert isinstance(result, Miss)
-    assert result.kind is MissKind.OTHER_SIZE
-
-
-def test_a_damaged_byte_is_a_miss_and_the_record_is_struck() -> None:
+def test_a_damaged_record_is_a_miss_and_is_removed() -> None:
     told: list[RecordKey] = []
     tier = tier_for(2, gone=told.extend)
     (record,) = records(1)
     tier.store([record])
     damage(tier, record.identity.key)
-    result = tier.load(record.identity)
-    assert isinstance(result, Miss)
-    assert result.kind is MissKind.CHECKSUM
+    assert kind_of_miss(tier.load(record.identity)) is MissKind.CHECKSUM
     assert told == [record.identity.key]
     assert tier.load(record.identity) == Miss(MissKind.ABSENT)
     assert (tier.used_bytes, len(tier)) == (0, 0)
     assert tier.store([record]) == [Stored(EACH)]
 
 
-def test_a_damaged_record_is_never_handed_on() -> None:
-    spilled: list[Record] = []
+def test_a_damaged_record_is_never_passed_on() -> None:
+    evicted: list[Record] = []
     told: list[RecordKey] = []
-    tier = tier_for(2, spilled=spilled.append, gone=told.extend)
+    tier = tier_for(2, on_evicted=evicted.append, gone=told.extend)
     group = records(4)
     tier.store(group[:2])
     damage(tier, group[0].identity.key)
     tier.store(group[2:])
-    assert [record.identity.key for record in spilled] == keys_of(group[1:2])
+    assert keys_of(evicted) == keys_of(group[1:2])
     assert told == keys_of(group[:1])
     damage(tier, group[2].identity.key)
-    assert [record.identity.key for record in tier.records()] == keys_of(group[3:])
+    assert keys_of(tier.records()) == keys_of(group[3:])
 
 
 @pytest.mark.parametrize(
@@ -218,26 +175,17 @@ def test_a_damaged_record_is_never_handed_on() -> None:
         (identity_of(2), MissKind.OTHER_TOKENS),
     ],
 )
-def test_a_record_of_something_else_is_never_given_out(
+def test_a_record_of_another_identity_is_never_loaded(
     other: Identity, kind: MissKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if two keys were equal."""
+    """Two keys are equal here, as a collision would make them."""
     monkeypatch.setattr(Identity, "key", property(lambda self: RecordKey(bytes(16))))
     tier = tier_for(2)
     tier.store([record_of(identity_of(1))])
-    result = tier.load(other)
-    assert isinstance(result, Miss)
-    assert result.kind is kind
+    assert kind_of_miss(tier.load(other)) is kind
 
 
-def test_a_state_is_found_whichever_tokens_its_record_carries() -> None:
-    tier = tier_for(2)
-    record = record_of(identity_of(1, start=0, kind=Kind.STATE))
-    tier.store([record])
-    assert is_right(tier.load(identity_of(1, start=20, kind=Kind.STATE)), record)
-
-
-def test_entries_say_use_and_size_with_parents_first() -> None:
+def test_entries_list_use_and_size_with_parents_first() -> None:
     clock = Clock()
     tier = tier_for(4, clock=clock)
     later, first = record_of(identity_of(1, 16, 29)), record_of(identity_of(1, 0, 16))
@@ -251,17 +199,17 @@ def test_entries_say_use_and_size_with_parents_first() -> None:
     assert sum(entry.stored_bytes for entry in entries) == tier.used_bytes
 
 
-def test_quarantine_and_clear_drop_records_and_tell() -> None:
+def test_quarantine_and_clear_drop_records_and_report_them() -> None:
     told: list[RecordKey] = []
-    spilled: list[Record] = []
-    tier = tier_for(4, spilled=spilled.append, gone=told.extend)
+    evicted: list[Record] = []
+    tier = tier_for(4, on_evicted=evicted.append, gone=told.extend)
     group = records(4)
     tier.store(group)
     tier.quarantine([*keys_of(group[:1]), RecordKey(bytes(16))])
     assert told == keys_of(group[:1])
     tier.clear()
     assert told == keys_of(group)
-    assert spilled == []
+    assert evicted == []
     assert (len(tier), tier.used_bytes) == (0, 0)
     assert tier.store(group[:1]) == [Stored(EACH)]
 
@@ -278,7 +226,7 @@ def test_clearing_a_namespace_leaves_every_other() -> None:
     assert all(tier.load(record.identity) == Miss(MissKind.ABSENT) for record in theirs)
 
 
-def test_closing_drops_everything_and_says_so() -> None:
+def test_a_closed_tier_is_empty_and_off() -> None:
     tier = tier_for(4)
     (record,) = records(1)
     tier.store([record])
@@ -291,7 +239,7 @@ def test_closing_drops_everything_and_says_so() -> None:
     assert tier.store([record]) == [NotStored(Refusal.UNAVAILABLE, "closed")]
 
 
-def test_a_record_can_be_loaded_until_it_has_been_taken() -> None:
+def test_a_record_can_be_loaded_until_its_receiver_has_returned() -> None:
     found: list[bool] = []
     group = records(3)
 
@@ -300,16 +248,16 @@ def test_a_record_can_be_loaded_until_it_has_been_taken() -> None:
         found.append(is_right(tier.load(record.identity), same))
         assert record.identity.key in {entry.identity.key for entry in tier.entries()}
 
-    tier = tier_for(1, spilled=take)
+    tier = tier_for(1, on_evicted=take)
     tier.store(group)
     assert found == [True, True]
 
 
-def test_a_taker_that_fails_loses_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_fails_loses_only_that_record(caplog: pytest.LogCaptureFixture) -> None:
     def take(record: Record) -> None:
         raise ZeroDivisionError("a bug")
 
-    tier = tier_for(1, spilled=take)
+    tier = tier_for(1, on_evicted=take)
     group = records(2)
     assert tier.store(group) == [Stored(EACH)] * 2
     assert is_right(tier.load(group[1].identity), group[1])
@@ -323,14 +271,19 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
+def tier_with_a_slow_receiver() -> tuple[HostTier, threading.Event, threading.Event]:
+    """Makes a tier for one record, and events: a record is being evicted; its receiver may return."""
     leaving, go_on = threading.Event(), threading.Event()
 
     def take(record: Record) -> None:
         leaving.set()
         wait_for(go_on)
 
-    tier = tier_for(1, spilled=take)
+    return tier_for(1, on_evicted=take), leaving, go_on
+
+
+def test_quarantine_waits_for_a_record_that_is_being_evicted() -> None:
+    tier, leaving, go_on = tier_with_a_slow_receiver()
     group = records(2)
     storing = in_thread(lambda: tier.store(group))
     wait_for(leaving)
@@ -344,13 +297,7 @@ def test_quarantine_waits_for_a_record_that_is_on_its_way_out() -> None:
 
 
 def test_a_store_waits_for_room_that_another_is_making() -> None:
-    leaving, go_on = threading.Event(), threading.Event()
-
-    def take(record: Record) -> None:
-        leaving.set()
-        wait_for(go_on)
-
-    tier = tier_for(1, spilled=take)
+    tier, leaving, go_on = tier_with_a_slow_receiver()
     first, second, third = records(3)
     tier.store([first])
     outcomes: list[StoreOutcome] = []
@@ -367,7 +314,7 @@ def test_a_store_waits_for_room_that_another_is_making() -> None:
     assert tier.used_bytes == EACH
 
 
-def test_two_who_store_the_same_record_at_once_are_charged_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_that_store_one_record_are_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
     copied = rootstock.tiers.host._copied
 
@@ -401,7 +348,7 @@ def test_a_store_that_a_close_overtakes_is_refused_and_charged_nothing(
 
 def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
     taken: list[RecordKey] = []
-    tier = tier_for(8, spilled=lambda record: taken.append(record.identity.key))
+    tier = tier_for(8, on_evicted=lambda record: taken.append(record.identity.key))
     group = records(24)
     wrong: list[object] = []
 
@@ -409,10 +356,10 @@ def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
         random = np.random.default_rng(seed)
         for _ in range(300):
             record = group[int(random.integers(len(group)))]
-            what = random.integers(8)
-            if what < 3:
+            choice = random.integers(8)
+            if choice < 3:
                 tier.store([record])
-            elif what < 7:
+            elif choice < 7:
                 result = tier.load(record.identity)
                 if not is_right(result, record) and result != Miss(MissKind.ABSENT):
                     wrong.append(result)
@@ -430,14 +377,14 @@ def test_many_threads_never_exceed_the_cap_and_never_see_a_wrong_byte() -> None:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """A list of records, the least recently used first, says what must be there."""
+    """State machine that compares the tier with a list of records, the least recently used first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spilled: list[RecordKey] = []
-        self.tier = HostTier(4 * EACH, lambda record: self.spilled.append(record.identity.key))
+        self.evicted: list[RecordKey] = []
+        self.tier = HostTier(4 * EACH, lambda record: self.evicted.append(record.identity.key))
         self.model: list[Record] = []
-        self.expected_spills: list[RecordKey] = []
+        self.expected_evictions: list[RecordKey] = []
 
     def _find(self, record: Record) -> Record | None:
         return next((r for r in self.model if r.identity.key == record.identity.key), None)
@@ -455,7 +402,7 @@ class AgainstAModel(RuleBasedStateMachine):
             self._use(there)
             return
         while sum(map(charge, self.model)) + charge(record) > self.tier.cap_bytes:
-            self.expected_spills.append(self.model.pop(0).identity.key)
+            self.expected_evictions.append(self.model.pop(0).identity.key)
         self.model.append(record)
         assert outcome == Stored(charge(record))
 
@@ -487,7 +434,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def holds_what_it_should(self) -> None:
         assert keys_of(self.tier.records()) == keys_of(self.model)
         assert self.tier.used_bytes == sum(map(charge, self.model)) <= self.tier.cap_bytes
-        assert self.spilled == self.expected_spills
+        assert self.evicted == self.expected_evictions
 
 
 AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""The writer: what is queued is readable, nothing is waited for, and nothing is lost without a word."""
+"""Tier writer: queued records are readable, puts do not block, and every outcome is reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rootstock.tiers.writer
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,
@@ -31,7 +31,7 @@ from waiting import HANG_S, join, wait_for, wait_until
 
 
 class SlowTier:
-    """Stores when it is let; a dictionary otherwise."""
+    """Tier in a dictionary, which stores only after `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -67,57 +67,57 @@ class SlowTier:
 @pytest.mark.behaviour(45)
 def test_a_record_is_found_in_the_queue_and_while_it_is_being_stored() -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 10_000)
+    writer = TierWriter(tier, 10_000)
     first, second = records(2)
-    assert mover.put(first) == Queued()
+    assert writer.put(first) == Queued()
     wait_for(tier.begun)
-    assert mover.put(second) == Queued()
+    assert writer.put(second) == Queued()
     for record in (first, second):
-        assert is_right(mover.load(record.identity), record)
+        assert is_right(writer.load(record.identity), record)
         buffers = [np.zeros(n, np.uint8) for n in (1000, 1, 1999)]
-        assert is_right(mover.load(record.identity, buffers), record)
+        assert is_right(writer.load(record.identity, buffers), record)
         assert joined(buffers) == joined(record.payload)
-    assert mover.load(identity_of(99)) == Miss(MissKind.ABSENT)
-    assert mover.load(first.identity, [np.zeros(7, np.uint8)]) == Miss(MissKind.OTHER_SIZE)
+    assert writer.load(identity_of(99)) == Miss(MissKind.ABSENT)
+    assert writer.load(first.identity, [np.zeros(7, np.uint8)]) == Miss(MissKind.OTHER_SIZE)
     tier.go.set()
-    mover.close()
-    assert mover.waiting_bytes == 0
+    writer.close()
+    assert writer.waiting_bytes == 0
 
 
 def test_a_put_that_does_not_fit_is_refused_at_once() -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 7000)
+    writer = TierWriter(tier, 7000)
     first, second, third = records(3)
-    assert [mover.put(first), mover.put(second), mover.put(second)] == [Queued()] * 3
-    assert mover.put(third) == NotStored(Refusal.QUEUE_FULL)
-    assert mover.waiting_bytes == 6000
+    assert [writer.put(first), writer.put(second), writer.put(second)] == [Queued()] * 3
+    assert writer.put(third) == NotStored(Refusal.QUEUE_FULL)
+    assert writer.waiting_bytes == 6000
     tier.go.set()
-    mover.drain()
-    assert mover.put(third) == Queued()
-    mover.close()
+    writer.drain()
+    assert writer.put(third) == Queued()
+    writer.close()
     assert set(tier.stored) == {record.identity.key for record in (first, second, third)}
 
 
-def test_whoever_waits_is_told_once_when_the_payload_may_change() -> None:
+def test_every_callback_is_called_once_after_the_store() -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 100_000)
+    writer = TierWriter(tier, 100_000)
     told: list[tuple[RecordKey, StoreOutcome]] = []
     group = records(3)
     for record in group:
-        mover.put(record, lambda key, outcome: told.append((key, outcome)))
-    mover.put(group[2], lambda key, outcome: told.append((key, outcome)))
+        writer.put(record, lambda key, outcome: told.append((key, outcome)))
+    writer.put(group[2], lambda key, outcome: told.append((key, outcome)))
     assert told == []
     tier.go.set()
-    mover.drain()
-    mover.close()
+    writer.drain()
+    writer.close()
     keys = [record.identity.key for record in group]
     assert [key for key, _ in told] == [*keys, keys[2]]
     assert all(isinstance(outcome, Stored) for _, outcome in told)
 
 
-def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
+def test_a_drain_waits_for_callbacks() -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 100_000)
+    writer = TierWriter(tier, 100_000)
     telling, tell = threading.Event(), threading.Event()
     told: list[RecordKey] = []
 
@@ -127,48 +127,46 @@ def test_the_queue_is_drained_when_everybody_has_been_told() -> None:
         told.append(key)
 
     record = records(1)[0]
-    mover.put(record, listener)
+    writer.put(record, listener)
     tier.go.set()
     wait_for(telling)
-    draining = threading.Thread(target=mover.drain)
+    draining = threading.Thread(target=writer.drain)
     draining.start()
-    wait_until(lambda: mover._in_a_hurry)  # the drain has begun …
+    wait_until(lambda: writer._in_a_hurry)  # the drain has begun …
     assert draining.is_alive()
     tell.set()
     join(draining)  # … and ends once the listener has returned
     assert told == [record.identity.key]
-    mover.close()
+    writer.close()
 
 
-def test_a_drain_does_not_wait_for_what_is_queued_after_it_began() -> None:
+def test_a_drain_does_not_wait_for_records_queued_after_it_began() -> None:
     tier = SlowTier()
     tier.go.set()
-    mover = TierWriter(tier, 10**6)
+    writer = TierWriter(tier, 10**6)
     drained = threading.Event()
     more, in_time = iter(records(200)), [True]
 
     def another(key: RecordKey, outcome: StoreOutcome) -> None:
         record = None if drained.is_set() else next(more, None)
         if record is not None:
-            mover.put(record, another)
+            writer.put(record, another)
         else:
             in_time.append(drained.wait(HANG_S))  # the writer is never idle before the drain has returned
 
-    mover.put(next(more), another)
-    mover.drain()
+    writer.put(next(more), another)
+    writer.drain()
     drained.set()
-    mover.close()
+    writer.close()
     assert all(in_time)
 
 
-def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_callback_waits_for_loads_from_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 100_000)
+    writer = TierWriter(tier, 100_000)
     record = records(1)[0]
     told: list[RecordKey] = []
-    mover.put(record, lambda key, outcome: told.append(key))
+    writer.put(record, lambda key, outcome: told.append(key))
     reading, read_on = threading.Event(), threading.Event()
     copied = rootstock.tiers.writer._copied
 
@@ -180,41 +178,41 @@ def test_a_payload_may_not_change_while_somebody_reads_it_in_the_queue(
 
     monkeypatch.setattr(rootstock.tiers.writer, "_copied", slowly)
     results: list[LoadResult] = []
-    reader = threading.Thread(target=lambda: results.append(mover.load(record.identity)))
+    reader = threading.Thread(target=lambda: results.append(writer.load(record.identity)))
     reader.start()
     wait_for(reading)
     tier.go.set()
-    wait_until(lambda: not mover.waiting_bytes)  # stored by now, and out of the queue
+    wait_until(lambda: not writer.waiting_bytes)  # stored, and no longer in the queue
     assert told == []
     read_on.set()
     join(reader)
-    mover.close()
+    writer.close()
     assert is_right(results[0], record)
     assert told == [record.identity.key]
 
 
-def test_closing_stores_what_is_queued_and_takes_no_more() -> None:
+def test_closing_stores_queued_records_and_refuses_new_ones() -> None:
     tier = SlowTier()
-    mover = TierWriter(tier, 100_000)
+    writer = TierWriter(tier, 100_000)
     group = records(8)
     for record in group:
-        mover.put(record)
-    closing = threading.Thread(target=mover.close)
+        writer.put(record)
+    closing = threading.Thread(target=writer.close)
     closing.start()
-    wait_until(lambda: mover._closing)
+    wait_until(lambda: writer._closing)
     tier.go.set()
     join(closing)
     assert len(tier.stored) == 8
     assert len(tier.groups) <= 2  # stored together, not one by one
-    assert mover.put(group[0]) == NotStored(Refusal.UNAVAILABLE, "closed")
-    mover.close()
+    assert writer.put(group[0]) == NotStored(Refusal.UNAVAILABLE, "closed")
+    writer.close()
 
 
-def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_a_tier_or_a_callback_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     tier = SlowTier()
     tier.go.set()
     tier.fails = True
-    mover = TierWriter(tier, 100_000)
+    writer = TierWriter(tier, 100_000)
     first, second = records(2)
     outcomes: list[StoreOutcome] = []
 
@@ -222,11 +220,11 @@ def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest
         outcomes.append(outcome)
         raise KeyError("a bug of the listener's")
 
-    mover.put(first, listener)
-    mover.drain()
+    writer.put(first, listener)
+    writer.drain()
     tier.fails = False
-    mover.put(second)
-    mover.close()
+    writer.put(second)
+    writer.close()
     assert outcomes == [NotStored(Refusal.FAILED, "a bug")]
     assert set(tier.stored) == {second.identity.key}
     assert len(caplog.records) == 2
@@ -235,7 +233,7 @@ def test_a_bug_in_a_tier_or_in_a_listener_does_not_end_the_thread(caplog: pytest
 @pytest.mark.behaviour(45)
 def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier", 16 * CAP_BYTES)
-    mover = TierWriter(tier, 4 * CAP_BYTES, group_bytes=20_000)
+    writer = TierWriter(tier, 4 * CAP_BYTES, group_bytes=20_000)
     group = [record_of(identity_of(seed), 4000) for seed in range(120)]
     wrong: list[object] = []
     published = 0
@@ -246,7 +244,7 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
         while not done.is_set():
             if published:
                 record = group[int(rng.integers(published))]
-                result = mover.load(record.identity)
+                result = writer.load(record.identity)
                 if not is_right(result, record):
                     wrong.append(result)
 
@@ -254,9 +252,9 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
     for thread in threads:
         thread.start()
     for record in group:
-        assert mover.put(record) == Queued()
+        assert writer.put(record) == Queued()
         published += 1
-    mover.close()
+    writer.close()
     done.set()
     join(*threads)
     assert wrong == []
@@ -264,14 +262,14 @@ def test_every_record_is_readable_at_every_instant_from_put_to_disk(tmp_path: Pa
     tier.close()
 
 
-def test_stores_of_a_moment_are_one_group_and_a_drain_does_not_wait_for_more() -> None:
+def test_records_queued_together_are_one_group_and_a_drain_does_not_linger() -> None:
     tier = SlowTier()
     tier.go.set()
-    mover = TierWriter(tier, 10**6, linger_s=3600.0)
+    writer = TierWriter(tier, 10**6, linger_s=3600.0)
     for record in records(5):
-        mover.put(record)
-    mover.drain()  # else an hour
+        writer.put(record)
+    writer.drain()  # does not linger
     assert tier.groups == [5]
-    mover.put(records(1, first=5)[0])
-    mover.close()
+    writer.put(records(1, first=5)[0])
+    writer.close()
     assert tier.groups == [5, 1]

@@ -14,7 +14,7 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import RecurrentState, row_bytes
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import (

@@ -18,20 +18,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rootstock.cache import KVCache, Namespace
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.families import Family, RecurrentState, row_bytes, token_families
 from rootstock.cache.lease import Admitted, Lease, LeaseId, ReleaseReason
-from rootstock.cache.plan import (
-    NO_BLOCK,
-    NO_SLOT,
-    BlockCopy,
-    BlockId,
-    BlockIds,
-    Plan,
-    SlotId,
-    StateCopy,
-    Tokens,
-)
+from rootstock.cache.plan import BlockCopy, Plan, StateCopy
+from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 from rootstock.config import ModelConfig
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 from rootstock.runtime.torch.fusion.base import NOTHING_FUSED
@@ -56,6 +47,7 @@ def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntim
         attention=os.environ.get("ROOTSTOCK_TEST_ATTENTION", "auto"),
     )
     if os.environ.get("ROOTSTOCK_TEST_FUSION", "auto") == "none":
+        # No option of the server switches fusion off: only tests compare a model with and without it.
         with mock.patch("rootstock.runtime.torch.fallback._fuse", return_value=NOTHING_FUSED):
             return load_model(config)
     return load_model(config)
@@ -230,7 +222,7 @@ class ByHand:
 
     def _release_behind(self, tables: Sequence[BlockIds], past: int) -> None:
         for family, table in zip(self._tokens, tables, strict=True):
-            table[: family.tail_start(past) // self.block_size] = NO_BLOCK
+            table[: family.first_visible(past) // self.block_size] = NO_BLOCK
 
 
 def packed_logits(
@@ -335,7 +327,7 @@ class Scored:
         (lease,) = (
             lease
             for lease in self._cache._leases.values()
-            if lease.computed == segment.past
+            if lease.num_computed_tokens == segment.past
             and lease.slot == segment.state
             and all(np.array_equal(a, b) for a, b in zip(lease.tables, segment.tables, strict=True))
         )
@@ -361,8 +353,8 @@ class Cached:
         lease = admitted.lease
         self._runtime.apply(admitted.plan)
         cuts, rows = [], []
-        while (past := lease.computed) < len(prompt):
-            piece = prompt[past : lease.next_cut]
+        while (past := lease.num_computed_tokens) < len(prompt):
+            piece = prompt[past : lease.next_checkpoint_position]
             assert self.cache.extend(lease, len(piece)) is None
             segment = Segment(piece, past, lease.tables, len(piece), lease.slot)
             rows.append(self._runtime.forward(Batch([segment])))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from twins.architectures import OWN_DECODES_ARE_WRONG, OWN_PIECES_ARE_WRONG
 from twins.driving import Dense
 from twins.ways import Ran, random_cuts

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Request, RequestId, ResolvedSampling, StopParams

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.bench.corpus import ADJECTIVES, NOUNS, VERBS
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.errors import InvalidOption
 
 Symbols = NDArray[np.int32]

@@ -9,12 +9,11 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.checkpoint_writer import CheckpointWriter
-from rootstock.cache.checkpoints import Boundary, WindowBlocks
 from rootstock.cache.lease import Admitted, BlockTable, Deferred, Lease, LeaseId, Match
 from rootstock.cache.plan import NOTHING, BlockCopy, Load, Plan, RowPart, StateCopy
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, block_table, replaced_blocks
+from rootstock.cache.radix_node import Boundary, Checkpoint, Node, WindowBlocks, block_table, replaced_blocks
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, BlockId, BlockIds, SlotId
@@ -127,7 +126,8 @@ class Admission:
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
-        self._checkpoints.plan_positions(lease, match, boundaries)
+        if not pools.resume_anywhere:
+            self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
 
@@ -151,15 +151,15 @@ class Admission:
         return _Hit(length, node, table, copied, replaced, windows, match.checkpoint)
 
     def _smaller(self, hit: _Hit) -> _Hit:
-        """The hit that needs the least memory: whole blocks without references to the path, which lets its replaced
-        blocks go. A model that can resume only at some positions gives up the hit."""
+        """Returns the hit that needs the least memory: whole blocks without references to the path, which lets its
+        replaced blocks go. A model that can resume only at some positions gives up the hit."""
         if self._pools.resume_anywhere:
             length = hit.length - hit.length % self._size
             return _Hit(length, None, hit.shared, None, [], hit.windows, hit.checkpoint)
         return _Hit(0, None, NO_BLOCKS, None, [], self._no_windows, None)
 
     def _loaded_windows(self, tier_hit: TierHit) -> tuple[int, ...]:
-        """Blocks of each window family that are to be loaded."""
+        """Counts the blocks of each window family that are to be loaded."""
         return tuple(
             [sum(block.family == window.index for block in tier_hit.blocks) for window in self._pools.windows]
         )
@@ -167,8 +167,8 @@ class Admission:
     def _rows_needed(
         self, new_blocks: int, hit: _Hit, loaded: tuple[int, ...], watermark_blocks: int
     ) -> Rows:
-        """Rows of each pool that must be available: of the prompt's new blocks, of a window of each window family,
-        and of a working state; with the watermark."""
+        """Returns the rows of each pool that must be available: of the prompt's new blocks, of a window of each
+        window family, and of a working state; with the watermark."""
         if not hit.windows:
             return Rows(new_blocks + watermark_blocks, (), self._working_states)
         size = self._size
@@ -179,12 +179,14 @@ class Admission:
         return Rows(new_blocks + watermark_blocks, tuple(windows), self._working_states)
 
     def _most_cached_rows(self, hit: _Hit) -> Rows:
-        """Upper bound of `_cached_rows`, assuming that no lease uses the rows. Cheaper: skips the refcount lookup."""
+        """Returns an upper bound of `_cached_rows`, assuming that no lease uses the rows. Cheaper: skips the refcount
+        lookup."""
         windows = tuple([len(held.ids) for held in hit.windows])
         return Rows(len(hit.blocks) + len(hit.replaced), windows, int(hit.checkpoint is not None))
 
     def _cached_rows(self, hit: _Hit) -> Rows:
-        """Rows of the hit that no lease uses yet: they count as evictable, but must stay for this request."""
+        """Counts the rows of the hit that no lease uses yet. They count as evictable, but must stay for this
+        request."""
         pools = self._pools
         windows = (
             window.pool.unused_among(held.ids)
@@ -218,8 +220,8 @@ class Admission:
             BlockTable(hit.shared),
             tables,
             self._order,
+            sources,
         )
-        lease.copy_sources = sources
         if hit.checkpoint is not None:
             lease.resumed_from = hit.checkpoint
             self._tree.reference(hit.checkpoint)
@@ -282,7 +284,8 @@ class Admission:
         if tier_hit.state is not None:
             assert pools.states is not None
             loads.append(Load(tier_hit.state, RowPart(pools.states.index, lease.slot, 0)))
-        self._checkpoints.plan_loaded_positions(lease, tier_hit)
+        if not pools.resume_anywhere:
+            self._checkpoints.plan_loaded_positions(lease, tier_hit)
         return tuple(loads)
 
     # ---------------------------------------------------------------------------------- a running request
@@ -292,7 +295,7 @@ class Admission:
         pools = self._pools
         if lease.windows:
             self._release_behind_windows(lease)
-        blocks = self._blocks(lease.computed + new_tokens)
+        blocks = self._blocks(lease.num_computed_tokens + new_tokens)
         full = max(0, blocks - lease.full.length)
         windows = tuple([max(0, blocks - table.length) for table in lease.windows])
         if not full and not any(windows):
@@ -315,8 +318,8 @@ class Admission:
         return None
 
     def _can_detach(self, lease: Lease, new_tokens: int, rows: Rows) -> bool:
-        """Whether the lease gets its rows once it is detached from the tree: the replaced blocks that only it uses
-        can be evicted then."""
+        """Returns True if the lease gets its rows once it is detached from the tree: the replaced blocks that only it
+        uses can be evicted then."""
         # A detached lease leaves no checkpoints. For a chunk of several tokens, a shorter one is better.
         if lease.node is None or new_tokens != 1:
             return False
@@ -330,7 +333,7 @@ class Admission:
 
     def _release_behind_windows(self, lease: Lease) -> None:
         for window, table in zip(self._pools.windows, lease.windows, strict=True):
-            first_needed = window.family.tail_start(lease.computed) // self._size
+            first_needed = window.family.first_visible(lease.num_computed_tokens) // self._size
             released = table.release_before(first_needed)
             if len(released):
                 window.pool.unuse(released)

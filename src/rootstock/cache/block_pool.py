@@ -10,7 +10,7 @@ it: a running request reads or writes it. Its refcount is the sum. At every inst
 A *weak reference* names a block without owning it, together with how often the block had been freed by then. It is
 void from the moment the block becomes free, however often the id is allocated again.
 
-Every operation takes an array of distinct ids and costs a handful of NumPy calls, whatever its length. All of
+Every operation takes an array of distinct ids and costs a handful of NumPy calls, however long the array is. All of
 an operation's assertions run before its first write, so an operation that fails has changed nothing.
 
 A table of 256 blocks is owned and released twice per request, so these calls are chosen by their cost: both counts
@@ -72,7 +72,7 @@ class BlockPool:
         return (owners & _HOLDERS) + owners // _USER
 
     def holders(self, block: int) -> int:
-        """The number of nodes and checkpoints that hold it."""
+        """Counts the nodes and checkpoints that hold it."""
         return int(self._owners[block]) & _HOLDERS
 
     def unused_among(self, ids: BlockIds) -> int:
@@ -152,13 +152,13 @@ class BlockPool:
         self._free.give(ids)
 
     def weak_references(self, ids: BlockIds) -> WeakReferences:
-        """Weak references to these blocks, which have owners now; NO_BLOCK gives -1."""
+        """Returns weak references to these blocks, which have owners now; NO_BLOCK gives -1."""
         assert self._weakly_referenced
         found: WeakReferences = np.where(ids == NO_BLOCK, np.int64(-1), ids + (self._freed[ids] << 32))
         return found
 
     def resolve(self, references: WeakReferences) -> BlockIds:
-        """The ids of the blocks that were not freed since, NO_BLOCK for the others."""
+        """Returns the ids of the blocks that were not freed since, NO_BLOCK for the others."""
         ids = references & _ID  # of -1: not a block, and void by the comparison
         valid = references >= 0
         ids = np.where(valid, ids, 0)
@@ -178,7 +178,7 @@ class BlockPool:
             assert bool(self._backed[owned].all()), "an owned block has no memory"
 
     def owners(self) -> tuple[BlockIds, BlockIds]:
-        """Copies of (held, used) per block, for integrity checks."""
+        """Returns copies of (held, used) per block, for integrity checks."""
         return (self._owners & _HOLDERS).astype(np.int32), (self._owners // _USER).astype(np.int32)
 
 
@@ -196,7 +196,7 @@ class FreeExtents:
         self._start_before: dict[int, int] = {}  # end of a run → its start
         self._classes: list[list[int]] = [[] for _ in range(blocks.bit_length() + 1)]
         self._occupied = 0  # bit c: there may be runs of class c
-        self._ids = np.arange(blocks, dtype=np.int32)  # every id, for runs to be cut from
+        self._ids = np.arange(blocks, dtype=np.int32)  # every id; runs are slices of it
         self._insert(0, blocks)
 
     def take(self, blocks: int, after: int | None = None) -> BlockIds:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.keys import prefix_digest
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import NOTHING, Plan, StateCopy
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint
+from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind
 from rootstock.cache.resume_point import needed_blocks
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
@@ -22,7 +21,7 @@ CLOSE_TOKENS = 32
 
 
 class CheckpointWriter:
-    """Has no work for a model that can resume anywhere: then no positions are planned."""
+    """Writer of checkpoints for models that cannot resume anywhere. For other models `request` does nothing."""
 
     def __init__(
         self,
@@ -43,28 +42,28 @@ class CheckpointWriter:
     def plan_positions(self, lease: Lease, match: Match, boundaries: Sequence[Boundary]) -> None:
         """Sets the positions at which the prefill pauses to leave a checkpoint: the prompt's end, its boundaries, and
         the point of divergence from the cached prefix, since other requests have diverged there before."""
-        if self._pools.resume_anywhere or lease.node is None:
+        if lease.node is None:
             return
-        lease.checkpoint_positions[lease.known] = CheckpointKind.PROMPT
+        lease.checkpoint_positions[lease.num_tokens] = CheckpointKind.PROMPT
         diverges_at = min(match.found, match.limit)
         if diverges_at > lease.hit_tokens:
             lease.checkpoint_positions[diverges_at] = CheckpointKind.DIVERGENCE
         for boundary in boundaries:
-            if lease.hit_tokens < boundary.position <= lease.known:
+            if lease.hit_tokens < boundary.position <= lease.num_tokens:
                 lease.checkpoint_positions[boundary.position] = boundary.kind
 
     def plan_loaded_positions(self, lease: Lease, tier_hit: TierHit) -> None:
         """Adds the position of a tier hit, which other requests will pass as well, and the point where the prompt
         diverges from the stored prefix."""
-        if self._pools.resume_anywhere or lease.node is None:
+        if lease.node is None:
             return
         lease.checkpoint_positions.setdefault(tier_hit.position, CheckpointKind.DIVERGENCE)
-        if tier_hit.position < tier_hit.found <= lease.known:
+        if tier_hit.position < tier_hit.found <= lease.num_tokens:
             lease.checkpoint_positions.setdefault(tier_hit.found, CheckpointKind.DIVERGENCE)
 
     def request(self, lease: Lease, position: int) -> None:
         """Adds a position, not computed yet, at which another request waits to diverge from this one."""
-        if not self._pools.resume_anywhere and lease.computed < position <= lease.known:
+        if not self._pools.resume_anywhere and lease.num_computed_tokens < position <= lease.num_tokens:
             lease.checkpoint_positions.setdefault(position, CheckpointKind.DIVERGENCE)
             lease.awaited_positions.add(position)
 
@@ -82,7 +81,7 @@ class CheckpointWriter:
         checkpoint = self._checkpoint(lease, kind, NO_SLOT)
         row = Rows(0, (0,) * len(self._pools.windows), 1)
         # No queued request protects a new checkpoint yet, but one that waits for it must not wait in vain.
-        rank = (lease.computed in lease.awaited_positions, self._tree.rank(checkpoint))
+        rank = (lease.num_computed_tokens in lease.awaited_positions, self._tree.rank(checkpoint))
         if not self._pools.can_allocate(row) or not self._tree.make_room_below(row, rank):
             self._counters.checkpoints_skipped += 1
             return NOTHING
@@ -96,14 +95,14 @@ class CheckpointWriter:
         """Turns the working state of a lease that ends into a checkpoint, without a copy. Drops the one at the end of
         its prompt if that is close to an earlier one: the conversation continues from the answer's end."""
         if not self._refresh_existing(lease):
-            is_prompt = lease.computed <= lease.prompt_tokens
+            is_prompt = lease.num_computed_tokens <= lease.prompt_tokens
             kind = CheckpointKind.PROMPT if is_prompt else CheckpointKind.ANSWER
             self._keep(lease, self._checkpoint(lease, kind, lease.slot))
         for earlier in lease.checkpoints:
             if (
                 earlier.node is not None
                 and earlier.kind is CheckpointKind.PROMPT
-                and earlier.position < lease.computed
+                and earlier.position < lease.num_computed_tokens
                 and earlier.is_unused
                 and earlier.start
                 and earlier.position - earlier.start < CLOSE_TOKENS
@@ -113,8 +112,8 @@ class CheckpointWriter:
     def _refresh_existing(self, lease: Lease) -> bool:
         """Marks the checkpoint at the lease's position as used now. Returns False if there is none."""
         assert lease.node is not None
-        assert lease.node.end == lease.computed
-        existing = lease.node.checkpoints.get(lease.computed)
+        assert lease.node.end == lease.num_computed_tokens
+        existing = lease.node.checkpoints.get(lease.num_computed_tokens)
         if existing is None:
             return False
         existing.last_used = self._clock()
@@ -129,7 +128,7 @@ class CheckpointWriter:
     def _checkpoint(self, lease: Lease, kind: CheckpointKind, slot: SlotId) -> Checkpoint:
         """Makes a checkpoint at the lease's position, with the window blocks that a resumption there reads."""
         assert lease.node is not None
-        pools, position, size = self._pools, lease.computed, self._pools.block_size
+        pools, position, size = self._pools, lease.num_computed_tokens, self._pools.block_size
         windows = tuple(
             needed_blocks(window.family, table.ids, position, size)
             for window, table in zip(pools.windows, lease.windows, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rootstock.cache.eviction_history import EvictionHistory
+from rootstock.cache.eviction import EvictionHistory
 from rootstock.cache.lease import Match
 
 Cap = Literal[

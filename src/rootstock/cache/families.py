@@ -29,8 +29,8 @@ class FullAttention:
     def name(self) -> str:
         return "full"
 
-    def tail_start(self, position: int) -> int:
-        """The first position whose memory is needed to resume at `position`."""
+    def first_visible(self, position: int) -> int:
+        """Returns the first position that `position` attends to: a resumption there needs the memory from it on."""
         return 0
 
 
@@ -52,12 +52,12 @@ class SlidingWindow:
         return f"window({self.window})"
 
     @property
-    def longest_tail(self) -> int:
-        """The largest number of earlier positions that a resumption needs."""
+    def max_lookback(self) -> int:
+        """Largest number of earlier positions that a position attends to, so that a resumption needs them."""
         return self.window - 1
 
-    def tail_start(self, position: int) -> int:
-        """The first position whose memory is needed to resume at `position`."""
+    def first_visible(self, position: int) -> int:
+        """Returns the first position that `position` attends to: a resumption there needs the memory from it on."""
         return max(0, position - self.window + 1)
 
 
@@ -79,18 +79,18 @@ class ChunkedAttention:
         return f"chunked({self.chunk})"
 
     @property
-    def longest_tail(self) -> int:
-        """The largest number of earlier positions that a resumption needs."""
+    def max_lookback(self) -> int:
+        """Largest number of earlier positions that a position attends to, so that a resumption needs them."""
         return self.chunk - 1
 
-    def tail_start(self, position: int) -> int:
-        """The first position whose memory is needed to resume at `position`."""
+    def first_visible(self, position: int) -> int:
+        """Returns the first position that `position` attends to: a resumption there needs the memory from it on."""
         return position - position % self.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """Layers that fold all positions into one state of fixed size. It cannot be cut back to an earlier position, so a
+    """Layers that fold all positions into one state of fixed size. It cannot be reset to an earlier position, so a
     request can only resume where a copy was kept. A model has at most one such family."""
 
     layers: int
@@ -111,12 +111,12 @@ Family = TokenFamily | RecurrentState
 
 
 def token_families(families: Sequence[Family]) -> tuple[TokenFamily, ...]:
-    """The families that have block tables, in order; `tables` of a segment follow it."""
+    """Returns the families that have block tables, in the order of a segment's `tables`."""
     return tuple(family for family in families if not isinstance(family, RecurrentState))
 
 
 def row_bytes(family: Family, block_size: int) -> int:
-    """Bytes of one row of the family's pool."""
+    """Returns the bytes of one row of the family's pool."""
     if isinstance(family, RecurrentState):
         return family.bytes_per_state
     return block_size * family.bytes_per_token

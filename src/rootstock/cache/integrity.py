@@ -63,7 +63,7 @@ class _Count:
             if lease.resumed_from is not None:
                 self._used[-1][lease.resumed_from.slot] += 1
         if lease.node is not None:
-            assert lease.node.end == lease.published
+            assert lease.node.end == lease.num_cached_tokens
             needed = {int(b) for node in lease.node.path() for b in node.blocks}
             assert needed <= set(owned), "a lease does not own a block of a node that it references"
 
@@ -79,7 +79,7 @@ class _Count:
         tokens = np.concatenate([step.tokens for step in reversed(list(node.path()))])
         assert checkpoint.digest == prefix_digest(namespace, tokens[: checkpoint.position])
         for window, held in zip(self._pools.windows, checkpoint.windows, strict=True):
-            start = window.family.tail_start(checkpoint.position)
+            start = window.family.first_visible(checkpoint.position)
             if start < checkpoint.position:
                 assert held.first == start // size
                 assert held.first + len(held.ids) == -(-checkpoint.position // size)

@@ -1,7 +1,7 @@
 """The cache's façade: a radix tree of cached prefixes, a pool for each family, and the leases of running requests.
 
-The cycle of a request is `match` → `admit` → (`extend` → a forward → `commit`)* → `release`. Whatever the reason for
-the release, computed tokens stay findable.
+The cycle of a request is `match` → `admit` → (`extend` → a forward → `commit`)* → `release`. Computed tokens stay
+findable after the release, for every `ReleaseReason`.
 
 Admission and eviction rest on one invariant: *a lease uses every block of every node on its path*. Unreferenced
 nodes therefore form whole subtrees whose unused blocks can all be evicted, leaves first. Window blocks and states are
@@ -17,14 +17,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from rootstock.cache.admission import Admission
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
-from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
@@ -34,7 +33,7 @@ from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, Rel
 from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import HitProtection, continuation
+from rootstock.cache.radix_node import Boundary, HitProtection, continuation
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -47,7 +46,7 @@ class KVCache:
 
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
-    nothing is ever published or found: the same engine without a prefix cache. `stored` is the index of the tier
+    no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
     below; with it, plans carry stores of evicted rows, and with `through` of all published rows. Raises
     BudgetTooSmall.
     """
@@ -108,7 +107,7 @@ class KVCache:
 
     @property
     def resume_anywhere(self) -> bool:
-        """Whether a cached prefix can be resumed at any position, so that checkpoints have no use."""
+        """True if a cached prefix can be resumed at any position, so that checkpoints have no use."""
         return self.pools.resume_anywhere
 
     @property
@@ -161,10 +160,10 @@ class KVCache:
         as a draft of the next tokens. Changes nothing."""
         if lease.node is None or not lease.node.children:
             return NO_TOKENS
-        unpublished = np.empty(lease.known - lease.published + 1, np.int32)
-        unpublished[:-1] = lease.tokens[lease.published :]
-        unpublished[-1] = last
-        return continuation(lease.node, unpublished, most)
+        uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
+        uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
+        uncached[-1] = last
+        return continuation(lease.node, uncached, most)
 
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
@@ -203,8 +202,15 @@ class KVCache:
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
             if counted and tier_hit is None:  # else `loaded` counts it
-                self.counters.admitted(len(match.tokens), answer.lease.hit_tokens)
+                self._count_admission(len(match.tokens), answer.lease.hit_tokens)
         return answer
+
+    def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
+        counters = self.counters
+        counters.admissions += 1
+        counters.asked_tokens += prompt_tokens
+        counters.hit_tokens += hit_tokens
+        counters.missed_tokens += prompt_tokens - hit_tokens
 
     def _verified(self, match: Match) -> Match:
         """Drops a checkpoint whose digest is not of exactly this prefix and matches again. That is a bug of ours, and
@@ -224,12 +230,12 @@ class KVCache:
         once."""
         assert not lease.ended
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
-            lease.published = 0
+            lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         else:
-            self.counters.admitted(lease.prompt_tokens, position)
-            self.counters.loaded_tokens += position - lease.computed
-        plan = self.commit(lease, lease.tokens[lease.computed : position])
+            self._count_admission(lease.prompt_tokens, position)
+            self.counters.loaded_tokens += position - lease.num_computed_tokens
+        plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])
         lease.hit_tokens, lease.is_loaded = position, True
         return plan
 
@@ -257,14 +263,16 @@ class KVCache:
         as a checkpoint where one is due; execute it before the next forward.
         """
         assert not lease.ended
-        needed_blocks = -(-(lease.computed + len(tokens)) // self.block_size)
+        needed_blocks = -(-(lease.num_computed_tokens + len(tokens)) // self.block_size)
         assert needed_blocks <= lease.table_blocks, "computed without blocks"
-        first = lease.published
+        first = lease.num_cached_tokens
         lease.append(tokens)
         self._release_copy_sources(lease)
         kind = lease.take_due_checkpoint()
-        fills_block = lease.computed // self.block_size > lease.published // self.block_size
-        is_prompt = lease.computed <= lease.prompt_tokens
+        fills_block = (
+            lease.num_computed_tokens // self.block_size > lease.num_cached_tokens // self.block_size
+        )
+        is_prompt = lease.num_computed_tokens <= lease.prompt_tokens
         if lease.node is None or not (is_prompt or fills_block or kind is not None):
             return NOTHING
         self.tree.publish(lease)
@@ -291,15 +299,15 @@ class KVCache:
         assert not lease.ended, "a lease was ended twice"
         if reason is ReleaseReason.PREEMPTED:
             self.counters.preemptions += 1
-        if self.reuse and lease.node is None and lease.computed > lease.published:
+        if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
             # It was detached to get blocks; its table still holds every position from 0 on.
-            lease.published = 0
+            lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         if lease.node is not None:
-            first = lease.published
-            if lease.published < lease.computed:
+            first = lease.num_cached_tokens
+            if lease.num_cached_tokens < lease.num_computed_tokens:
                 self.tree.publish(lease)
-            if lease.computed > lease.hit_tokens:
+            if lease.num_computed_tokens > lease.hit_tokens:
                 if self.write_back is not None:
                     self.write_back.add_published(lease, first, at_end=True)
                 if not self.pools.resume_anywhere and reason.keeps_state:
@@ -316,7 +324,7 @@ class KVCache:
         node = lease.node
         if node is None and self.reuse:
             # It was detached from its path, but the tokens that it had published by then are still there.
-            reached = self.tree.find(lease.tokens[: lease.published], lease.namespace)
+            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.namespace)
             node = None if reached is None else reached[0]
         self._release_rows(lease)
         if self.write_back is not None:
@@ -363,7 +371,7 @@ class KVCache:
         return self.tree.protect(match)
 
     def is_current(self, protection: HitProtection | None) -> bool:
-        """Whether the protection covers everything that its request would hit now."""
+        """Returns True if the protection covers everything that its request would hit now."""
         return self.tree.is_current(protection)
 
     def unprotect(self, protection: HitProtection) -> None:
@@ -400,7 +408,7 @@ class KVCache:
         return self.pool.free_blocks - before
 
     def knows(self, namespace: Namespace) -> bool:
-        """Whether anything of the namespace is cached or in use."""
+        """Returns True if any prefix of the namespace is cached or in use."""
         root = self.tree.roots.get(namespace)
         return root is not None and not root.is_empty
 
@@ -449,7 +457,7 @@ class KVCache:
             namespaces=len(self.tree.roots),
             cached_tokens=sum(node.end - node.start for node in nodes),
             leases=len(self._leases),
-            **self.counters.as_dict(),
+            **asdict(self.counters),
         )
 
     def check(self) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
-from rootstock.cache.checkpoints import CheckpointKind, WindowBlocks
 from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Load, Plan
-from rootstock.cache.radix_node import Checkpoint, Node
+from rootstock.cache.radix_node import Checkpoint, CheckpointKind, Node, WindowBlocks
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)
@@ -29,7 +28,7 @@ class ReleaseReason(StrEnum):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the working state is exactly that after the computed tokens, so that it can become a checkpoint."""
+        """True if the working state is exactly that after the computed tokens, so that it can become a checkpoint."""
         return self not in (ReleaseReason.FAILED, ReleaseReason.UNUSED)
 
 
@@ -82,75 +81,46 @@ class BlockTable:
         return released
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """One sequence's block tables, its working state, and its place in the tree. Made by `KVCache.admit`, ended by
     `release` or `discard`; only the cache writes to it.
 
-        0                published              computed               known
+        0                num_cached_tokens      num_computed_tokens    num_tokens
         | in the tree    | computed, not yet    | known tokens, not    |
         |                | findable by others   | computed yet         |
     """
 
-    __slots__ = (
-        "_order",
-        "_tokens",
-        "awaited_positions",
-        "checkpoint_positions",
-        "checkpoints",
-        "computed",
-        "copy_sources",
-        "ended",
-        "full",
-        "hit_tokens",
-        "id",
-        "is_loaded",
-        "known",
-        "namespace",
-        "node",
-        "own_leaf",
-        "prompt_tokens",
-        "published",
-        "replaced",
-        "resumed_from",
-        "slot",
-        "windows",
-    )
+    id: LeaseId
+    namespace: Namespace
+    prompt: InitVar[Tokens]
+    hit_tokens: int  # found at admission
+    full: BlockTable  # the full family's table
+    windows: list[BlockTable]  # one table for each window family
+    _order: tuple[int, ...]  # for each of the model's token families: -1 for full, else an index of `windows`
+    # Partly filled window blocks that the first plan copies, used until something is computed.
+    copy_sources: list[WindowBlocks | None]
+    prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False)
+    num_cached_tokens: int = field(init=False)  # in the tree, where other requests find them
+    _tokens: Tokens = field(init=False)  # [≥ num_tokens]; copied before it is written beyond the prompt
+    node: Node | None = None  # ends at `num_cached_tokens`; None: not in the tree
+    own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
+    replaced: list[int] = field(default_factory=list)  # blocks of nodes that the table replaces by others
+    slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
+    # Of checkpoints to leave, all beyond `num_computed_tokens`.
+    checkpoint_positions: dict[int, CheckpointKind] = field(default_factory=dict)
+    awaited_positions: set[int] = field(default_factory=set)  # those of them that another request waits for
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
+    resumed_from: Checkpoint | None = None  # referenced until something is computed
+    is_loaded: bool = False  # a part of its hit was loaded, after its first plan
+    ended: bool = False
 
-    def __init__(
-        self,
-        id: LeaseId,
-        namespace: Namespace,
-        prompt: Tokens,
-        hit_tokens: int,
-        full: BlockTable,
-        windows: list[BlockTable],
-        order: tuple[int, ...],
-    ) -> None:
-        self.id = id
-        self.namespace = namespace
-        self.prompt_tokens = len(prompt)
-        self.hit_tokens = hit_tokens  # found at admission
-        self.known = len(prompt)
-        self.computed = hit_tokens
-        self.published = hit_tokens
-        self.full = full  # the full family's table
-        self.windows = windows  # one table for each window family
-        self.node: Node | None = None  # ends at `published`; None: not attached to the tree
-        self.own_leaf: Node | None = None  # a leaf of the tree that only this lease extends
-        self.replaced: list[int] = []  # blocks of the referenced nodes that the table replaces by others
-        self.slot: SlotId = NO_SLOT  # the working state; no other request reads or writes it
-        self.checkpoint_positions: dict[
-            int, CheckpointKind
-        ] = {}  # of checkpoints to leave, all beyond `computed`
-        self.awaited_positions: set[int] = set()  # those of them that another request waits for
-        self.checkpoints: list[Checkpoint] = []  # that it has left
-        self.resumed_from: Checkpoint | None = None  # referenced until something is computed
-        # Partly filled window blocks that the first plan copies, used until something is computed.
-        self.copy_sources: list[WindowBlocks | None] = []
-        self.is_loaded = False  # a part of its hit was loaded, after its first plan
-        self.ended = False
-        self._tokens = prompt  # [≥ known]; copied before it is written beyond the prompt
-        self._order = order  # for each of the model's token families: -1 for full, else an index of `windows`
+    def __post_init__(self, prompt: Tokens) -> None:
+        self.prompt_tokens = self.num_tokens = len(prompt)
+        self.num_computed_tokens = self.num_cached_tokens = self.hit_tokens
+        self._tokens = prompt
 
     @property
     def table(self) -> BlockIds:
@@ -167,51 +137,53 @@ class Lease:
         return self.full.length
 
     @property
-    def next_cut(self) -> int | None:
-        """The next checkpoint position: a chunk of the prefill must end there, if it gets so far."""
+    def next_checkpoint_position(self) -> int | None:
+        """The position at which the next checkpoint is left: a chunk of the prefill must end there."""
         return min(self.checkpoint_positions, default=None)
 
     @property
     def tokens(self) -> Tokens:
-        """[known] prompt and generated tokens; a view."""
-        return self._tokens[: self.known]
+        """[num_tokens] prompt and generated tokens; a view."""
+        return self._tokens[: self.num_tokens]
 
     @property
     def computed_tokens(self) -> Tokens:
-        """[computed] a view."""
-        return self._tokens[: self.computed]
+        """[num_computed_tokens] a view."""
+        return self._tokens[: self.num_computed_tokens]
 
     @property
     def started(self) -> bool:
-        """Whether its first plan has been executed: something was computed or loaded since."""
-        return self.is_loaded or self.computed > self.hit_tokens
+        """True if its first plan has been executed: positions were computed or loaded since."""
+        return self.is_loaded or self.num_computed_tokens > self.hit_tokens
 
     def append(self, tokens: Tokens) -> None:
-        """Adds computed tokens at positions computed …; those beyond `known` are new."""
-        end = self.computed + len(tokens)
-        if end > self.known:
-            if end > len(self._tokens) or self.known == self.prompt_tokens:
+        """Adds computed tokens behind those computed before; those beyond `num_tokens` are new."""
+        end = self.num_computed_tokens + len(tokens)
+        if end > self.num_tokens:
+            if end > len(self._tokens) or self.num_tokens == self.prompt_tokens:
                 grown = np.empty(max(end + 64, len(self._tokens) * 3 // 2), np.int32)
-                grown[: self.known] = self.tokens
+                grown[: self.num_tokens] = self.tokens
                 self._tokens = grown
-            self._tokens[self.computed : end] = tokens
-            self.known = end
-        self.computed = end
+            self._tokens[self.num_computed_tokens : end] = tokens
+            self.num_tokens = end
+        self.num_computed_tokens = end
 
     def take_due_checkpoint(self) -> CheckpointKind | None:
-        """The kind of checkpoint to leave at `computed`, or None. Drops that position and all that were passed."""
+        """Returns the kind of checkpoint to leave at `num_computed_tokens`, or None. Drops that position and all
+        before it."""
         if not self.checkpoint_positions:
             return None
-        kind = self.checkpoint_positions.pop(self.computed, None)
-        if self.checkpoint_positions and min(self.checkpoint_positions) < self.computed:
-            ahead = {at: each for at, each in self.checkpoint_positions.items() if at > self.computed}
+        kind = self.checkpoint_positions.pop(self.num_computed_tokens, None)
+        if self.checkpoint_positions and min(self.checkpoint_positions) < self.num_computed_tokens:
+            ahead = {
+                at: each for at, each in self.checkpoint_positions.items() if at > self.num_computed_tokens
+            }
             self.checkpoint_positions = ahead
         return kind
 
     def __repr__(self) -> str:
-        return (
-            f"Lease({self.id}: {self.published} ≤ {self.computed} ≤ {self.known}, {self.table_blocks} blocks)"
-        )
+        counts = f"{self.num_cached_tokens} ≤ {self.num_computed_tokens} ≤ {self.num_tokens}"
+        return f"Lease({self.id}: {counts}, {self.table_blocks} blocks)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +205,14 @@ class Match:
     node: Node | None  # the deepest node that agrees; None: this namespace holds nothing
     pending: Pending | None
     version: int  # of the tree it was read from
-    limit: int = 0  # upper bound of `length`, whatever is cached
+    limit: int = 0  # upper bound of `length`, even if more is cached
     capped_by: str | None = None  # the family that cannot resume as far as the prefix was found
     checkpoint: Checkpoint | None = None  # from which to resume
     windows: tuple[WindowBlocks, ...] = ()  # that a resumption reads, of each window family; (): none
 
     @property
     def waiting_gain(self) -> int:
-        """Positions that waiting for the producer would save."""
+        """Number of positions that waiting for the producer would save."""
         return 0 if self.pending is None else min(self.pending.until, len(self.tokens) - 1) - self.length
 
 

@@ -9,27 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.record_identity import Identity
-from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
-
-__all__ = [
-    "NOTHING",
-    "NO_BLOCK",
-    "NO_SLOT",
-    "BlockCopy",
-    "BlockId",
-    "BlockIds",
-    "HostBytes",
-    "Load",
-    "Plan",
-    "RowPart",
-    "RowsReturned",
-    "SlotId",
-    "StateCopy",
-    "Store",
-    "Tokens",
-    "together",
-]
+from rootstock.cache.keys import Identity
+from rootstock.cache.types import BlockId, BlockIds, SlotId
 
 HostBytes = NDArray[np.uint8]  # [bytes] contiguous
 

@@ -52,7 +52,7 @@ class WindowPool(FamilyPool):
 
     def most_blocks(self, block_size: int) -> int:
         """Blocks that hold the longest window wherever it begins, and one to copy a shared block into."""
-        return -(-(self.family.longest_tail + 1) // block_size) + 2
+        return -(-(self.family.max_lookback + 1) // block_size) + 2
 
 
 class Rows(NamedTuple):
@@ -116,12 +116,12 @@ class Pools:
             *self.windows,
             *(() if self.states is None else (self.states,)),
         ]
-        # Whether a cached prefix can be resumed at any position, so that checkpoints have no use.
+        # A cached prefix can be resumed at any position, so that checkpoints have no use.
         self.resume_anywhere = len(self.every) == 1
 
     @staticmethod
     def slot_rows(slot: SlotId) -> BlockIds:
-        """A state's slot as rows of the states' pool; none if there is no state."""
+        """Returns a state's slot as rows of the states' pool; no rows if there is no state."""
         return NO_BLOCKS if slot == NO_SLOT else np.array([slot], np.int32)
 
     @property
@@ -156,7 +156,7 @@ class Pools:
         return fits
 
     def _rows_alone(self, blocks: int) -> Rows:
-        """Rows of each pool that a request of so many blocks uses, computed in small steps."""
+        """Returns the rows of each pool that a request of so many blocks uses, if it is computed in small steps."""
         windows = (min(blocks, window.most_blocks(self.block_size)) for window in self.windows)
         return Rows(blocks, tuple(windows), int(self.states is not None))
 
@@ -172,7 +172,7 @@ class Pools:
         return returned
 
     def _counts(self, rows: Rows) -> tuple[int, ...]:
-        """One number for each of `every`."""
+        """Returns one number for each pool in `every`."""
         return (rows.full, *rows.windows, *(() if self.states is None else (rows.states,)))
 
     def bytes_of(self, rows: Rows) -> int:
@@ -180,19 +180,20 @@ class Pools:
         return sum(count * pool.row_bytes for count, pool in zip(counts, self.every, strict=True))
 
     def _can_ever_allocate(self, rows: Rows) -> bool:
-        """Whether so many rows can be allocated when no other request uses any."""
+        """Returns True if so many rows can be allocated while no other request uses any."""
         return self.bytes_of(rows) <= self.budget_bytes and all(
             wanted <= pool.pool.total_blocks
             for pool, wanted in zip(self.every, self._counts(rows), strict=True)
         )
 
     def missing_bytes(self, rows: Rows) -> int:
-        """The bytes of these rows beyond the free ones; none where the budget pays for all rows of a single pool."""
+        """Returns the bytes of these rows beyond the free ones; 0 for a single pool, all of whose rows the budget
+        pays for."""
         return 0 if self.resume_anywhere else max(0, self.bytes_of(rows) - self.free_bytes)
 
     def can_allocate(self, rows: Rows, kept: Rows | None = None) -> bool:
-        """Whether so many rows can be allocated, with eviction where needed. `kept` of the cached rows must stay; a
-        negative number says how many used rows can be evicted besides the cached ones."""
+        """Returns True if so many rows can be allocated, with eviction where needed. `kept` of the cached rows must
+        stay; a negative number is that of used rows that can be evicted besides the cached ones."""
         if self.resume_anywhere:  # one pool, and the budget pays for every row of it
             full = self.full.pool
             return rows.full + (kept.full if kept else 0) <= full.free_blocks + full.cached_blocks

@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.checkpoints import CheckpointKind
-from rootstock.cache.eviction import EvictionPolicy, EvictionQueue, Rank
-from rootstock.cache.eviction_history import EvictionHistory
+from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
     Checkpoint,
+    CheckpointKind,
     HitProtection,
     Node,
     Root,
@@ -91,16 +90,16 @@ class PrefixTree:
             if step.end > found:
                 continue
             for lease in self._leases_at.get(step, ()):
-                if lease.known == lease.published:
+                if lease.num_tokens == lease.num_cached_tokens:
                     continue
-                rest = slice(lease.published, None)
-                until = lease.published + common_prefix(lease.tokens[rest], tokens[rest])
+                rest = slice(lease.num_cached_tokens, None)
+                until = lease.num_cached_tokens + common_prefix(lease.tokens[rest], tokens[rest])
                 if not anywhere:
                     until = min(until, limit)
-                    if until <= lease.computed:
+                    if until <= lease.num_computed_tokens:
                         continue
                 # A request that is behind the cached prefix (its prompt is scored, say) must first catch up.
-                behind = max(0, resumable - lease.computed)
+                behind = max(0, resumable - lease.num_computed_tokens)
                 if until - resumable > behind and (best is None or until > best.until):
                     best = Pending(lease, until)
         return best
@@ -208,16 +207,16 @@ class PrefixTree:
             del self._leases_at[node]
 
     def split(self, node: Node, position: int) -> Node:
-        """Cuts an edge; returns the upper half."""
+        """Splits an edge; returns the upper half."""
         self.version += 1
         return split(node, position, self.pool, self.block_size)
 
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions published … computed-1 findable."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable."""
         self.version += 1
-        node, position, end = lease.node, lease.published, lease.computed
+        node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
         tokens = lease.computed_tokens
         came_from = node
@@ -234,7 +233,7 @@ class PrefixTree:
             node = self._add(lease, node, position, tokens)
         if node is not came_from:
             self._move(lease, came_from, node)
-        lease.published = end
+        lease.num_cached_tokens = end
 
     def _move(self, lease: Lease, came_from: Node, node: Node) -> None:
         """Attaches the lease to `node`, below `came_from`. `_adopt` and `_add` have referenced the nodes between."""
@@ -303,10 +302,10 @@ class PrefixTree:
         """Adds weak references for the new block indices before the lease's own edge grows to `end`. A block that was
         partly filled is still the same block."""
         if self.pools.windows:
-            known = len(node.blocks)
+            old_blocks = len(node.blocks)
             grown = self._weak_references(lease, node.start, end)
             node.windows = [
-                np.concatenate((old, new[known:])) for old, new in zip(node.windows, grown, strict=True)
+                np.concatenate((old, new[old_blocks:])) for old, new in zip(node.windows, grown, strict=True)
             ]
 
     def _add(self, lease: Lease, node: Node, position: int, tokens: Tokens) -> Node:
@@ -410,7 +409,7 @@ class PrefixTree:
         return protection
 
     def is_current(self, protection: HitProtection | None) -> bool:
-        """Whether the protection covers everything that its request would hit now."""
+        """Returns True if the protection covers everything that its request would hit now."""
         return protection is not None and protection.version == self.version
 
     def unprotect(self, protection: HitProtection) -> None:
@@ -478,7 +477,7 @@ class PrefixTree:
             self.checkpoints.put(checkpoint)
 
     def rank(self, checkpoint: Checkpoint) -> float:
-        """The policy's rank of a checkpoint, on its node already or not."""
+        """Returns the policy's rank of a checkpoint, on its node already or not."""
         return self._policy.rank(checkpoint)
 
     # ---------------------------------------------------------------------------------------- eviction

@@ -14,17 +14,12 @@ Walking compares NumPy arrays at memory speed and costs O(tokens), never O(cache
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.checkpoints import (
-    CHANCE,
-    CHANCE_WHEN_PASSED,
-    RESUMED_ONCE,
-    CheckpointKind,
-    WindowBlocks,
-)
 from rootstock.cache.keys import Namespace
 from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
@@ -32,51 +27,80 @@ from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 USELESS = 1 / 64
 
 
-class Node:
-    __slots__ = (
-        "blocks",
-        "checkpoints",
-        "children",
-        "end",
-        "hits",
-        "last_used",
-        "parent",
-        "passed_by",
-        "protections",
-        "queue_ticket",
-        "ref_count",
-        "resume_anywhere",
-        "start",
-        "tokens",
-        "windows",
-    )
+class CheckpointKind(StrEnum):
+    """The reason why a checkpoint is left at its position, which tells how likely a resumption there is."""
 
-    def __init__(
-        self,
-        parent: Node | None,
-        start: int,
-        tokens: Tokens,
-        blocks: BlockIds,
-        windows: list[WeakReferences],
-        now: float,
-    ) -> None:
-        self.parent = parent
-        self.start = start
-        self.end = start + len(tokens)
-        self.tokens = tokens  # [end - start], owned
-        self.blocks = blocks  # of block indices start // block_size … ceil(end / block_size) - 1
-        self.windows = (
-            windows  # for each window family, weak references to its blocks of the same block indices
-        )
-        self.checkpoints: dict[int, Checkpoint] = {}  # by position, in (start, end]
-        self.children: dict[int, Node] = {}  # by first token
-        self.ref_count = 0  # leases whose node is here or below: > 0 means not evictable
-        self.protections: dict[HitProtection, None] = {}  # of queued requests that would hit this node
-        self.resume_anywhere: bool = parent is None or parent.resume_anywhere
-        self.passed_by = False  # its conversation went on elsewhere, from a user turn above
-        self.last_used = now
-        self.hits = 0
-        self.queue_ticket = 0
+    SYSTEM = "system"  # end of system prompt and tools: other conversations branch off here
+    USER = "user"  # end of the last user turn, before its reasoning: the next turn may drop the reasoning
+    TOOL = "tool"  # end of a tool's result within a turn
+    PROMPT = "prompt"  # end of a prompt
+    ANSWER = "answer"  # end of an answer
+    DIVERGENCE = "divergence"  # other requests diverged from this prefix here
+    MARK = "mark"  # asked for by the client
+
+
+# Likelihood of a resumption, relative to the end of a tool's turn. A tool's turn is followed up at once or never;
+# users come back, and every new conversation passes the end of the system prompt.
+CHANCE = {
+    CheckpointKind.SYSTEM: 8.0,
+    CheckpointKind.MARK: 8.0,
+    CheckpointKind.USER: 4.0,
+    CheckpointKind.DIVERGENCE: 4.0,
+    CheckpointKind.ANSWER: 2.0,
+    CheckpointKind.TOOL: 1.0,
+    CheckpointKind.PROMPT: 1.0,
+}
+
+# Kinds that a single conversation resumes from once. After it has left a deeper checkpoint, little chance remains.
+RESUMED_ONCE = frozenset({CheckpointKind.ANSWER, CheckpointKind.TOOL, CheckpointKind.PROMPT})
+CHANCE_WHEN_PASSED = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A position of a prompt at which a later request can diverge: 0 < position <= prompt tokens."""
+
+    position: int
+    kind: CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBlocks:
+    """The blocks of one window family that a resumption reads: block indices `first` … `first` + len(ids) - 1."""
+
+    first: int
+    ids: BlockIds
+
+    def whole(self, position: int, block_size: int) -> BlockIds:
+        """Returns the blocks that are full up to `position`. They are shared; a partly filled one is copied."""
+        return self.ids[: max(0, position // block_size - self.first)]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node of the tree, with the edge that leads to it."""
+
+    parent: Node | None
+    start: int
+    tokens: Tokens  # [end - start], owned
+    blocks: BlockIds  # of block indices start // block_size … ceil(end / block_size) - 1
+    windows: list[WeakReferences]  # of each window family, to its blocks of the same block indices
+    last_used: float
+    end: int = field(init=False)
+    resume_anywhere: bool = field(init=False)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position, in (start, end]
+    children: dict[int, Node] = field(default_factory=dict)  # by first token
+    ref_count: int = 0  # leases whose node is here or below: > 0 means not evictable
+    protections: dict[HitProtection, None] = field(
+        default_factory=dict
+    )  # of queued requests that would hit it
+    passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
+    hits: int = 0
+    queue_ticket: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.tokens)
+        self.resume_anywhere = self.parent is None or self.parent.resume_anywhere
 
     @property
     def is_protected(self) -> bool:
@@ -103,7 +127,7 @@ class Node:
         return USELESS if last is None or last.position != self.end else last.worth
 
     def checkpoint_up_to(self, position: int) -> Checkpoint | None:
-        """The deepest checkpoint on the path to here that lies at `position` or before."""
+        """Returns the deepest checkpoint on the path to here that lies at `position` or before."""
         for node in self.path():
             within = [at for at in node.checkpoints if at <= position]
             if within:
@@ -133,10 +157,11 @@ class Root(Node):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is cached below it, and no lease references it."""
+        """True if no prefix is cached below it, and no lease references it."""
         return not (self.children or self.ref_count)
 
 
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """Lets every family resume at exactly one position of exactly one prefix. Hangs on the node that holds it.
 
@@ -145,44 +170,20 @@ class Checkpoint:
     position and its prefix's digest, and is refused where they differ.
     """
 
-    __slots__ = (
-        "cost_tokens",
-        "digest",
-        "hits",
-        "kind",
-        "last_used",
-        "node",
-        "position",
-        "protections",
-        "queue_ticket",
-        "ref_count",
-        "slot",
-        "windows",
-    )
-
-    def __init__(
-        self,
-        node: Node,
-        position: int,
-        digest: bytes,
-        kind: CheckpointKind,
-        windows: tuple[WindowBlocks, ...],
-        slot: SlotId,
-        cost_tokens: float,
-        now: float,
-    ) -> None:
-        self.node: Node | None = node  # None: dropped
-        self.position = position
-        self.digest = digest  # of tokens 0 … position-1 and their namespace
-        self.kind = kind
-        self.windows = windows  # one for each window family
-        self.slot = slot  # NO_SLOT if the model has no recurrent states
-        self.cost_tokens = cost_tokens  # its bytes, in tokens of full attention
-        self.last_used = now
-        self.hits = 0
-        self.ref_count = 0  # leases that resume from it and have not computed anything yet
-        self.protections: dict[HitProtection, None] = {}  # of queued requests that would resume from it
-        self.queue_ticket = 0
+    node: Node | None  # None: dropped
+    position: int
+    digest: bytes  # of tokens 0 … position-1 and their namespace
+    kind: CheckpointKind
+    windows: tuple[WindowBlocks, ...]  # one for each window family
+    slot: SlotId  # NO_SLOT if the model has no recurrent states
+    cost_tokens: float  # its bytes, in tokens of full attention
+    last_used: float
+    hits: int = 0
+    ref_count: int = 0  # leases that resume from it and have not computed anything yet
+    protections: dict[HitProtection, None] = field(
+        default_factory=dict
+    )  # of queued requests that would resume here
+    queue_ticket: int = 0
 
     @property
     def previous(self) -> Checkpoint | None:
@@ -202,7 +203,7 @@ class Checkpoint:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no request has resumed from it, or is about to."""
+        """True if no request has resumed from it or is about to."""
         return not (self.hits or self.ref_count or self.protections)
 
     @property
@@ -211,7 +212,7 @@ class Checkpoint:
 
     @property
     def is_passed(self) -> bool:
-        """Whether there is a deeper one: on its node, or the first below it on a branch that has any."""
+        """True if there is a deeper one: on its node, or on a branch below it before the branch divides."""
         assert self.node is not None
         if max(self.node.checkpoints, default=0) > self.position:
             return True
@@ -246,15 +247,13 @@ class Checkpoint:
         return f"Checkpoint({self.kind} at {self.position}, slot {self.slot})"
 
 
+@dataclass(slots=True, eq=False)
 class HitProtection:
     """A queued request's protection of the prefix that it would hit: evicted after all that is not protected."""
 
-    __slots__ = ("checkpoint", "nodes", "version")
-
-    def __init__(self, version: int) -> None:
-        self.nodes: list[Node] = []
-        self.checkpoint: Checkpoint | None = None
-        self.version = version  # of the tree when it was made
+    version: int  # of the tree when it was made
+    nodes: list[Node] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
 
     def add(self, node: Node) -> None:
         node.protections[self] = None
@@ -275,7 +274,7 @@ def kept_part(tokens: Tokens) -> Tokens:
     """Returns a part of a node's tokens to keep: the view itself if it keeps at most as much again alive, else a
     copy.
 
-    Cutting a long edge short then costs nothing, and all edges together take at most twice their tokens.
+    Shortening a long edge then costs nothing, and all edges together take at most twice their tokens.
     """
     whole = tokens.base
     return tokens if whole is None or 2 * tokens.nbytes >= whole.nbytes else tokens.copy()
@@ -320,20 +319,20 @@ def continuation(node: Node, tokens: Tokens, most: int) -> Tokens:
 
 
 def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
-    """Cuts an edge at a position inside it; returns the new upper half.
+    """Splits an edge at a position inside it; returns the new upper half.
 
-    `node` stays the lower half, with its children and its leases. A block that the cut goes through belongs to both
-    halves: both hold it. A checkpoint stays with the half that has its position.
+    `node` stays the lower half, with its children and its leases. A block that is divided belongs to both halves:
+    both hold it. A checkpoint stays with the half that has its position.
     """
     assert node.parent is not None
     assert node.start < position < node.end
-    cut = position - node.start
+    upper_tokens = position - node.start
     first = node.start // block_size
     upper_blocks = -(-position // block_size) - first
     upper = Node(
         node.parent,
         node.start,
-        kept_part(node.tokens[:cut]),
+        kept_part(node.tokens[:upper_tokens]),
         node.blocks[:upper_blocks].copy(),
         [references[:upper_blocks].copy() for references in node.windows],
         node.last_used,
@@ -346,11 +345,11 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
     upper.ref_count = node.ref_count
     for protection in node.protections:
         protection.add(upper)
-    upper.children[int(node.tokens[cut])] = node
+    upper.children[int(node.tokens[upper_tokens])] = node
     node.parent.children[int(node.tokens[0])] = upper
     node.parent = upper
     node.start = position
-    node.tokens = kept_part(node.tokens[cut:])
+    node.tokens = kept_part(node.tokens[upper_tokens:])
     node.blocks = node.blocks[position // block_size - first :].copy()
     node.windows = [references[position // block_size - first :].copy() for references in node.windows]
     if position % block_size:
@@ -359,7 +358,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
 
 
 def block_table(node: Node, position: int, block_size: int) -> BlockIds:
-    """Blocks of positions 0 … position-1 along the path to `node`; the last may be partly filled."""
+    """Returns the blocks of positions 0 … position-1 along the path to `node`; the last may be partly filled."""
     table = np.empty(-(-position // block_size), np.int32)
     filled_from = len(table)
     for step in node.path():
@@ -371,8 +370,8 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
 
 
 def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block_size: int) -> BlockIds:
-    """Blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for those that
-    were released. `position` <= node.end."""
+    """Returns the blocks of one window family for positions 0 … position-1 along the path to `node`; NO_BLOCK for
+    those that were released. `position` <= node.end."""
     references = np.full(-(-position // block_size), -1, np.int64)
     filled_from = len(references)
     for step in node.path():
@@ -384,8 +383,8 @@ def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block
 
 
 def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
-    """Blocks of the ancestors of `node` that `table`, read along the path to `node`, does not contain: partly filled
-    last blocks that a deeper block replaces.
+    """Returns the blocks of the ancestors of `node` that `table`, read along the path to `node`, does not contain:
+    partly filled last blocks that a deeper block replaces.
 
     A lease on the path uses these as well: they cannot be evicted before the nodes below them.
     """

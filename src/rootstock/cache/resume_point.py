@@ -1,9 +1,9 @@
 """The resume point of a prompt: the largest position at which every family can resume.
 
 Full attention can resume wherever its prefix is found. A window needs the positions just before, a chunk those since
-its start, a recurrent state a checkpoint at exactly that position. Each family answers the largest position that it
-accepts up to a given one; asking them in turn until none lowers it gives the largest that all accept, in whatever
-order they are asked.
+its start, a recurrent state a checkpoint at exactly that position. Each family lowers a given position to the largest
+that it accepts. Repeated until no family lowers it further, this gives the largest position that all accept; the
+order of the families does not matter.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rootstock.cache.checkpoints import WindowBlocks
 from rootstock.cache.families import SlidingWindow, WindowFamily
 from rootstock.cache.pools import Pools
-from rootstock.cache.radix_node import Checkpoint, Node, window_blocks
+from rootstock.cache.radix_node import Checkpoint, Node, WindowBlocks, window_blocks
 from rootstock.cache.types import NO_BLOCK, BlockIds
 
 
@@ -52,7 +51,7 @@ def resume_point(node: Node, at_most: int, pools: Pools) -> Resume:
 
 
 def _all_accept(tables: Sequence[BlockIds], at_most: int, kept: int, pools: Pools) -> tuple[int, str | None]:
-    """Finds the largest position that all window families accept, or one not beyond `kept`, and the family that
+    """Returns the largest position that all window families accept, or one not beyond `kept`, and the family that
     lowered it last."""
     position, before, capped_by = at_most, -1, None
     while position > kept and position != before:
@@ -66,7 +65,7 @@ def _all_accept(tables: Sequence[BlockIds], at_most: int, kept: int, pools: Pool
 
 def needed_blocks(family: WindowFamily, blocks: BlockIds, position: int, block_size: int) -> WindowBlocks:
     """Cuts out the part of a table that a resumption at `position` reads; its last block may be partly filled."""
-    start = family.tail_start(position)
+    start = family.first_visible(position)
     end = -(-position // block_size)
     first = min(start // block_size, end) if start < position else end
     return WindowBlocks(first, blocks[first:end].copy())
@@ -79,7 +78,7 @@ def deepest_resumable(family: WindowFamily, blocks: BlockIds, at_most: int, bloc
     present = blocks[:length] != NO_BLOCK
     if not isinstance(family, SlidingWindow):
         # From the start of the chunk on, as far as there is no gap; the start itself needs nothing.
-        start = family.tail_start(at_most)
+        start = family.first_visible(at_most)
         gone = np.flatnonzero(~present[start // block_size :])
         if len(gone) == 0:
             return at_most

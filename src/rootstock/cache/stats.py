@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -24,15 +24,6 @@ class Counters:
     checkpoints_refused: int = (
         0  # found where they do not belong: a bug, and a miss rather than a wrong answer
     )
-
-    def admitted(self, prompt_tokens: int, hit_tokens: int) -> None:
-        self.admissions += 1
-        self.asked_tokens += prompt_tokens
-        self.hit_tokens += hit_tokens
-        self.missed_tokens += prompt_tokens - hit_tokens
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from rootstock.cache.families import (
     RecurrentState,
     token_families,
 )
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
 from rootstock.cache.radix_node import common_prefix
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
 from rootstock.cache.types import Tokens
 
 
@@ -79,7 +78,7 @@ class StoredIndex:
         return key in self._places
 
     def at(self, digest: bytes) -> Sequence[tuple[int, RecordKey, Identity]]:
-        """(family, key, identity) of each record that begins after the tokens with this digest."""
+        """Returns (family, key, identity) of each record that begins after the tokens with this digest."""
         return self._at.get(digest, ())
 
     def add(self, identity: Identity) -> None:
@@ -123,7 +122,7 @@ class StoredIndex:
             self.remove(key)
 
     def some(self, count: int) -> list[Identity]:
-        """The records that were added last, at most `count`."""
+        """Returns the records that were added last, at most `count`."""
         keys = list(self._places)[-count:]
         return [identity for k in keys for _, key, identity in self._at[self._places[k]] if key == k]
 
@@ -135,7 +134,7 @@ class StoredIndex:
         return len(identity.tokens) * family.bytes_per_token
 
     def covers(self, family: int, parent: bytes, tokens: Tokens) -> bool:
-        """Whether a block is stored that begins with these tokens."""
+        """Returns True if a block is stored that begins with these tokens."""
         return any(
             f == family
             and identity.kind is Kind.BLOCKS
@@ -144,7 +143,7 @@ class StoredIndex:
         )
 
     def keys_along(self, tokens: Tokens, namespace: Namespace, first: int) -> list[RecordKey]:
-        """Keys of the records that agree with `tokens` and end beyond `first`."""
+        """Returns the keys of records that agree with `tokens` and end beyond `first`."""
         found = []
         for position, digest in _boundaries(tokens, namespace, first // self.block_size, self.block_size):
             for _, key, identity in self._at.get(digest, ()):
@@ -154,7 +153,7 @@ class StoredIndex:
         return found
 
     def keys_beyond(self, namespace: Namespace, first: int) -> list[RecordKey]:
-        """Keys of the records of this namespace that end beyond `first`. O(records)."""
+        """Returns the keys of this namespace's records that end beyond `first`. O(records)."""
         of = namespace.digest()
         return [
             key
@@ -275,10 +274,10 @@ class _Search:
             yield from ((end, None) for end in sorted(ends))
 
     def _hit_at(self, position: int, found: int, state: Identity | None) -> TierHit | None:
-        """The records to load to resume at `position`; None if some of them are not stored."""
+        """Returns the records to load to resume at `position`; None if some of them are not stored."""
         index, size = self.index, self.index.block_size
         # Of each family, the first position to load; windows first, since they are the likeliest to be missing.
-        needed = {family: index.token_families[family].tail_start(position) for family in index.windows}
+        needed = {family: index.token_families[family].first_visible(position) for family in index.windows}
         base = position
         if self.in_memory < position:
             base = self.in_memory // size * size
@@ -297,7 +296,7 @@ class _Search:
         return TierHit(position, base, max(found, self.in_memory), tuple(blocks), state, payload_bytes)
 
     def _block(self, family: int, block: int, position: int) -> StoredBlock | None:
-        """The record of a family's block that agrees up to `position`; None if it is not stored."""
+        """Returns the record of a family's block that agrees up to `position`; None if it is not stored."""
         size = self.index.block_size
         start = block * size
         here = self._here.get(block)

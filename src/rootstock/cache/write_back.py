@@ -10,12 +10,11 @@ import numpy as np
 import xxhash
 
 from rootstock.cache.families import ChunkedAttention
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Checkpoint, Node, Root
-from rootstock.cache.record_identity import Identity, Kind, RecordKey, identify
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
@@ -99,7 +98,7 @@ class WriteBackQueue:
         full = self._pools.full
         if not (self.through and self.is_open) or full.family is None:
             return
-        size, end = self._size, lease.published
+        size, end = self._size, lease.num_cached_tokens
         if not at_end:
             end -= end % size
         if first // size * size < end:
@@ -118,7 +117,7 @@ class WriteBackQueue:
     ) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued from it with tokens that are not at hand: rather too much than too little.
+            # Other requests continued from it with tokens that are not at hand, so records beyond it all go.
             keys = self.stored.keys_beyond(namespace, first)
         else:
             keys = self.stored.keys_along(tokens, namespace, first)
@@ -147,10 +146,10 @@ class WriteBackQueue:
             self._add_state(namespace, tokens, slot)
 
     def _is_storable(self, checkpoint: Checkpoint) -> bool:
-        """Whether its blocks hold all their positions. Where a chunk begins inside a block, the positions before it
-        may never have been written; records begin at blocks, so such a block cannot be stored."""
+        """Returns True if its blocks hold all their positions. Where a chunk begins inside a block, the positions
+        before it may never have been written. Records begin at blocks, so such a block cannot be stored."""
         for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
-            inside = pool.family.tail_start(checkpoint.position) % self._size
+            inside = pool.family.first_visible(checkpoint.position) % self._size
             if isinstance(pool.family, ChunkedAttention) and inside and len(held.ids):
                 return False
         return True

@@ -20,8 +20,8 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 
-from rootstock.cache.plan import Tokens
-from rootstock.cache.record_identity import Identity, Kind, RecordKey
+from rootstock.cache.keys import Identity, Kind, RecordKey
+from rootstock.cache.types import Tokens
 from rootstock.cli import options
 from rootstock.cli.output import Column, age, counted, iso_time, print_table, progress_bar
 from rootstock.config import parse_bytes
@@ -29,8 +29,7 @@ from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.tiers.base import AlreadyStored, Entry, NotStored, Off, Stored
 from rootstock.tiers.disk.archive import Unreadable, read_places
-from rootstock.tiers.disk.files import Files
-from rootstock.tiers.disk.lock import LOCK_NAME
+from rootstock.tiers.disk.files import LOCK_NAME, Files
 from rootstock.tiers.disk.prefixes import (
     NamespaceContent,
     Prefix,

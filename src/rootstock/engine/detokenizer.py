@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.tokenizer import ModelTokenizer
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # decoders return it for bytes that are no UTF-8, or not yet

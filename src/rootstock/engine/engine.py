@@ -20,7 +20,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.limits import RequestLimits

@@ -13,8 +13,8 @@ from typing import Literal, NewType
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.checkpoints import Boundary
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary
+from rootstock.cache.types import Tokens
 from rootstock.errors import RootstockError
 
 RequestId = NewType("RequestId", str)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
 

@@ -15,8 +15,9 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
-from rootstock.cache.plan import NOTHING, Tokens
+from rootstock.cache.plan import NOTHING
 from rootstock.cache.tier_index import TierHit
+from rootstock.cache.types import Tokens
 from rootstock.engine.cost_model import StepSize, attended_positions
 from rootstock.engine.pacing import Pace
 from rootstock.engine.sequence import (
@@ -58,7 +59,7 @@ class ScheduledSequence:
     @property
     def completes_prompt(self) -> bool:
         """True if this forward computes the last known token, so that the next one can be sampled."""
-        return self.lease.computed + len(self.tokens) >= self.lease.known
+        return self.lease.num_computed_tokens + len(self.tokens) >= self.lease.num_tokens
 
     @property
     def logits_to_keep(self) -> int:
@@ -70,7 +71,7 @@ class ScheduledSequence:
     def segment(self) -> Segment:
         """Returns the runtime's view of this sequence."""
         lease = self.lease
-        return Segment(self.tokens, lease.computed, lease.tables, self.logits_to_keep, lease.slot)
+        return Segment(self.tokens, lease.num_computed_tokens, lease.tables, self.logits_to_keep, lease.slot)
 
     def row(self, index: int) -> ScheduledSequence:
         """Returns one token of a decode with drafts, as if it had a step of its own."""
@@ -227,7 +228,7 @@ class Scheduler:
         """
         new = self._chunk(step, sequence, lease, at_least)
         if new:
-            tokens = lease.tokens[lease.computed : lease.computed + new]
+            tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
             step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
             step.budget -= new
         self._end_with_first_token(step)
@@ -238,13 +239,13 @@ class Scheduler:
         if not sequence.prompt_scored:
             scored = sum(len(item.tokens) for item in step.scheduled if not item.sequence.prompt_scored)
             budget = min(budget, self._scored_chunk_tokens - scored)
-        paced = max(at_least, self._paced(step, lease.computed, budget))
+        paced = max(at_least, self._paced(step, lease.num_computed_tokens, budget))
         if paced <= 0:
             return 0
-        end = min(lease.known, lease.computed + paced)
-        if lease.next_cut is not None:
-            end = min(end, lease.next_cut)
-        new = end - lease.computed
+        end = min(lease.num_tokens, lease.num_computed_tokens + paced)
+        if lease.next_checkpoint_position is not None:
+            end = min(end, lease.next_checkpoint_position)
+        new = end - lease.num_computed_tokens
         while new > 1 and isinstance(self._cache.extend(lease, new), Deferred):
             new //= 2
         if new == 1 and not self._reserve(step, sequence, lease, 1):
@@ -354,8 +355,8 @@ class Scheduler:
     def _with_draft(self, item: ScheduledSequence, draft: Tokens) -> ScheduledSequence:
         lease = item.lease
         most = min(len(draft), item.sequence.tokens_left - 1)  # the last token is not computed
-        if lease.next_cut is not None:
-            most = min(most, lease.next_cut - lease.computed - 1)
+        if lease.next_checkpoint_position is not None:
+            most = min(most, lease.next_checkpoint_position - lease.num_computed_tokens - 1)
         most = self._reserve_draft(lease, most)
         if most <= 0:
             return item
@@ -371,7 +372,7 @@ class Scheduler:
         watermark = len(self._running) * (most // size + 1)
         if most > 0 and not self._waiting and not self._is_deferred(lease, 1 + most, watermark):
             return most
-        most = min(most, lease.table_blocks * size - lease.computed - 1)
+        most = min(most, lease.table_blocks * size - lease.num_computed_tokens - 1)
         return 0 if most <= 0 or self._is_deferred(lease, 1 + most, watermark) else most
 
     def _is_deferred(self, lease: Lease, tokens: int, watermark: int) -> bool:
@@ -490,7 +491,7 @@ def size_of(scheduled: list[ScheduledSequence]) -> StepSize:
     """Counts the tokens of a step and the positions that they attend to."""
     prefill_tokens = prefill_attended = decode_tokens = decode_attended = 0
     for item in scheduled:
-        past, new = item.lease.computed, len(item.tokens)
+        past, new = item.lease.num_computed_tokens, len(item.tokens)
         if item.decodes:
             decode_tokens += new
             decode_attended += past
@@ -502,14 +503,16 @@ def size_of(scheduled: list[ScheduledSequence]) -> StepSize:
 
 def _up_to_checkpoint(item: ScheduledSequence) -> ScheduledSequence:
     """Shortens a chunk to the checkpoint position that a later admission asked for inside it."""
-    position = item.lease.next_cut
-    if position is None or item.lease.computed + len(item.tokens) <= position:
+    position = item.lease.next_checkpoint_position
+    if position is None or item.lease.num_computed_tokens + len(item.tokens) <= position:
         return item
-    return ScheduledSequence(item.sequence, item.lease, item.tokens[: position - item.lease.computed])
+    return ScheduledSequence(
+        item.sequence, item.lease, item.tokens[: position - item.lease.num_computed_tokens]
+    )
 
 
 def _progress(sequence: Sequence) -> tuple[int, int, int]:
     """Orders victims of preemption: least generated first, then least computed, then the latest arrival."""
     lease = sequence.lease
     assert lease is not None
-    return len(sequence.generated), lease.computed - lease.hit_tokens, -sequence.arrival
+    return len(sequence.generated), lease.num_computed_tokens - lease.hit_tokens, -sequence.arrival

@@ -10,8 +10,9 @@ import numpy as np
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import NOTHING, Load, Plan, Tokens
+from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
+from rootstock.cache.types import Tokens
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
@@ -36,7 +37,9 @@ class WaitingForPrefix:
     @property
     def is_over(self) -> bool:
         # Without a node it publishes no more tokens before it ends.
-        return self.producer.ended or self.producer.node is None or self.producer.published >= self.until
+        return (
+            self.producer.ended or self.producer.node is None or self.producer.num_cached_tokens >= self.until
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.errors import SpecialTokenInText
 
 # A printable character, because templates print objects with `repr`. A client's own is escaped, too.

@@ -199,7 +199,7 @@ class StepRunner:
         sequence, completes = item.sequence, item.completes_prompt
         try:
             if not sequence.prompt_scored:
-                self._score(sequence, item.lease.computed, logits)
+                self._score(sequence, item.lease.num_computed_tokens, logits)
             sampled = sequence.sampler.sample(logits[-1]) if completes and sequence.max_tokens else None
         except RootstockError as error:
             self._discard(sequence, item.lease, error)

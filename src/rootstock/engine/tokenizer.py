@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.chat_template import TemplateNames, names_in
 from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer, cut_for, cut_whole
 from rootstock.errors import (

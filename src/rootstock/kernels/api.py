@@ -48,6 +48,6 @@ class Attention(Protocol):
         """Prepares everything about a step that does not depend on the layer, for the layers of one family.
 
         `spans` cover the rows in order and hold the family's block tables. The row at position p attends to
-        family.tail_start(p) … p. Blocks before the block of position tail_start(past) are not read.
+        family.first_visible(p) … p. Blocks before the block of position first_visible(past) are not read.
         """
         ...

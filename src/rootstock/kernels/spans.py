@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.families import FullAttention, TokenFamily
-from rootstock.cache.plan import NO_BLOCK, BlockIds
+from rootstock.cache.types import NO_BLOCK, BlockIds
 
 Slots = NDArray[np.int64]  # [positions]
 
@@ -79,7 +79,7 @@ def readings(
     # A shared range begins at one position, so only decodes with the same first visible position can share.
     alike: dict[int, list[int]] = {}
     for row, span in enumerate(decodes):
-        alike.setdefault(family.tail_start(span.past), []).append(row)
+        alike.setdefault(family.first_visible(span.past), []).append(row)
     for first, rows in reversed(alike.items()):
         part(rows, first, first // block_size)
     while pending:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.explain import Explanation
 from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary
+from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.boundaries import chat_with_boundaries

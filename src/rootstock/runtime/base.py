@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from rootstock.cache.families import Family
 from rootstock.cache.keys import Namespace
-from rootstock.cache.plan import NO_SLOT, BlockIds, HostBytes, Plan, RowPart, SlotId, Tokens
+from rootstock.cache.plan import HostBytes, Plan, RowPart
+from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 
@@ -64,7 +65,7 @@ class Segment:
     tokens: Tokens  # [new] at least one
     past: int  # number of positions that are already computed
     # For each token family, in the order of the model's families: [≥ ceil((past + new) / block_size)] the row of each
-    # block. Read-only, valid during this call. Blocks before tail_start(past) // block_size may be NO_BLOCK.
+    # block. Read-only, valid during this call. Blocks before first_visible(past) // block_size may be NO_BLOCK.
     tables: tuple[BlockIds, ...]
     logits_to_keep: int  # number of last rows that need logits: 1 to sample, new to score a prompt, 0: none
     state: SlotId = NO_SLOT  # working state after `past` positions; undefined if past = 0

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.explained import explained_in_words, text_before

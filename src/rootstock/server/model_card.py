@@ -21,7 +21,7 @@ def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
     for family in families:
         if isinstance(family, RecurrentState):
             total += family.bytes_per_state
-        elif not isinstance(family, FullAttention) and (positions := family.longest_tail):
+        elif not isinstance(family, FullAttention) and (positions := family.max_lookback):
             # A run may begin anywhere in its first block.
             blocks = (positions + block_size - 2) // block_size + 1
             total += blocks * block_size * family.bytes_per_token

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.special_tokens import EscapedNames
 from rootstock.engine.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told

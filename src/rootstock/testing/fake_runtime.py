@@ -24,7 +24,8 @@ from rootstock.cache.families import (
     TokenFamily,
     token_families,
 )
-from rootstock.cache.plan import NO_BLOCK, BlockCopy, BlockIds, HostBytes, Plan, RowPart, RowsReturned, Tokens
+from rootstock.cache.plan import BlockCopy, HostBytes, Plan, RowPart, RowsReturned
+from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Segment
 
 Hashes = NDArray[np.uint64]
@@ -103,7 +104,7 @@ class _Pool:
     def digests(self, blocks: BlockIds, end: int, rows: int) -> Hashes:
         """Computes digests [rows] of the last positions before `end`. Each depends on all positions that it sees."""
         queries = np.arange(end - rows, end)
-        first = self.family.tail_start(end - rows)
+        first = self.family.first_visible(end - rows)
         at = self._at(blocks, np.arange(first, end))
         return _seen(self.family, self.tokens[at], self.positions[at], self.hashes[at], first, queries)
 
@@ -124,7 +125,7 @@ def _seen(
     """Computes digests [queries]. The other arrays begin at position `first`."""
     sums = _sums(tokens, positions, hashes, first)
     # A query at position q sees the positions that a resumption at q needs, and its own.
-    starts = np.array([family.tail_start(int(q)) for q in queries])
+    starts = np.array([family.first_visible(int(q)) for q in queries])
     return _mix(sums[queries + 1 - first] - sums[starts - first])
 
 
@@ -243,7 +244,7 @@ class FakeRuntime:
             # The chain continues from the family's own last position, if the family still keeps it.
             size = pool.block_size
             parent = int(_SEED)
-            if past and pool.family.tail_start(past) < past:
+            if past and pool.family.first_visible(past) < past:
                 parent = int(pool.hashes[blocks[(past - 1) // size], (past - 1) % size])
             elif past:
                 parent = self._hash_before(segment)
@@ -261,7 +262,7 @@ class FakeRuntime:
     def _hash_before(self, segment: Segment) -> int:
         """Returns the chain's hash before the segment from a family that keeps it, for families that do not."""
         for pool, blocks in zip(self._pools, segment.tables, strict=True):
-            if pool.family.tail_start(segment.past) < segment.past:
+            if pool.family.first_visible(segment.past) < segment.past:
                 at = segment.past - 1
                 return int(pool.hashes[blocks[at // pool.block_size], at % pool.block_size])
         if self._has_states:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 
 Buffer = memoryview | NDArray[np.uint8]  # contiguous
 
@@ -182,3 +182,35 @@ class Tier(Protocol):
     def entries(self) -> Iterator[Entry]: ...
 
     def close(self) -> None: ...
+
+
+class UnavailableTier:
+    """Tier that could not be opened: every load is a miss, and its state has the reason."""
+
+    def __init__(self, off: Off) -> None:
+        self._off = off
+
+    @property
+    def state(self) -> TierState:
+        return self._off
+
+    def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
+        return [NotStored(Refusal.UNAVAILABLE, self._off.reason) for _ in records]
+
+    def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult:
+        return Miss(MissKind.UNAVAILABLE, self._off.reason)
+
+    def touch(self, keys: Iterable[RecordKey]) -> None:
+        pass
+
+    def quarantine(self, keys: Iterable[RecordKey]) -> None:
+        pass
+
+    def clear(self, namespace: bytes | None = None) -> None:
+        pass
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(())
+
+    def close(self) -> None:
+        pass

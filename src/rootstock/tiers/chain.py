@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.tiers.base import (
     Buffer,
     Entry,
@@ -47,19 +47,19 @@ class TierChain:
     damaged. The lower tier reports its own evictions, which may include records that the upper tier still holds.
     """
 
-    def __init__(self, upper: HostTier, lower: Tier, mover: TierWriter, *, gone: Gone | None = None) -> None:
+    def __init__(self, upper: HostTier, lower: Tier, writer: TierWriter, *, gone: Gone | None = None) -> None:
         self.upper = upper
         self.lower = lower
-        self._mover = mover
+        self._writer = writer
         self._gone = gone
         self._lock = threading.Lock()
         self._moving: dict[RecordKey, Record] = {}  # passed to the writer, but not yet in the lower tier
         self._condemned: set[RecordKey] = set()  # those of `_moving` that must not stay in the lower tier
-        upper.spilled = self._spill
+        upper.on_evicted = self._move_down
 
     @property
     def state(self) -> TierState:
-        """Returns the state of the upper tier, which works whatever the lower tier's state is."""
+        """Returns the state of the upper tier, which works in every state of the lower tier."""
         return self.upper.state
 
     # -- storing -------------------------------------------------------------------------------------------------
@@ -73,15 +73,15 @@ class TierChain:
                 (outcomes[number],) = self.lower.store([records[number]])
         return outcomes
 
-    def _spill(self, record: Record) -> None:
+    def _move_down(self, record: Record) -> None:
         """Passes an evicted record to the writer. Called by the upper tier, which can load it until this returns."""
         key = record.identity.key
         with self._lock:
             self._moving[key] = record
-        put = self._mover.put(record, self._arrived)
+        put = self._writer.put(record, self._arrived)
         if put == NotStored(Refusal.QUEUE_FULL):
-            self._mover.drain()
-            put = self._mover.put(record, self._arrived)
+            self._writer.drain()
+            put = self._writer.put(record, self._arrived)
         if isinstance(put, NotStored):  # it is larger than the queue, or other threads filled the queue again
             (outcome,) = self.lower.store([record])
             self._arrived(key, outcome)
@@ -108,7 +108,7 @@ class TierChain:
             return above
         with self._lock:
             condemned = key in self._condemned
-        below = Miss(MissKind.ABSENT) if condemned else self._mover.load(identity, into)
+        below = Miss(MissKind.ABSENT) if condemned else self._writer.load(identity, into)
         if isinstance(below, Loaded):
             return below
         if below.kind is not MissKind.ABSENT or above.kind in (MissKind.ABSENT, MissKind.UNAVAILABLE):
@@ -154,7 +154,7 @@ class TierChain:
     def close(self) -> None:
         """Stores the records that only the upper tier has in the lower tier, least recently used first, so that the
         lower tier evicts them in the right order. Takes as long as these stores."""
-        self._mover.close()
+        self._writer.close()
         group: list[Record] = []
         group_bytes = 0
         for record in self.upper.records():

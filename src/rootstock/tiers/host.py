@@ -1,8 +1,9 @@
 """Host RAM tier: between an accelerator and the disk, or on its own.
 
-Records are copied in. The least recently used are evicted first, and passed to `spilled`. The cap covers everything:
-payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so the cap
-holds at every instant. A record that is being evicted counts, and can be loaded, until `spilled` has returned.
+Records are copied in. The least recently used are evicted first, and passed to `on_evicted`. The cap covers
+everything: payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so
+the cap holds at every instant. A record that is being evicted counts, and can be loaded, until `on_evicted` has
+returned.
 
 Nothing here outlives the process: `Stored` means that a load finds the record.
 """
@@ -20,8 +21,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import xxhash
 
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
-from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import (
     AlreadyStored,
     Buffer,
@@ -51,7 +52,7 @@ _log = logging.getLogger(__name__)
 _RECORD_BYTES = 6 * 1024
 _BUFFER_BYTES = 48  # for the length of each buffer
 
-Spilled = Callable[[Record], None]
+OnEvicted = Callable[[Record], None]
 """Called with an evicted record, whose payload never changes, by the thread that stores, which holds no lock of the
 tier then. The record can be loaded here until this returns. It must not store, quarantine or clear here."""
 
@@ -86,23 +87,23 @@ class _Held:
 
 class HostTier:
     """Tier in host RAM. Thread-safe. `gone` gets the records that were quarantined or cleared, and those evicted
-    while `spilled` is None. `spilled` is set before the first store."""
+    while `on_evicted` is None. `on_evicted` is set before the first store."""
 
     def __init__(
         self,
         cap_bytes: int,
-        spilled: Spilled | None = None,
+        on_evicted: OnEvicted | None = None,
         *,
         gone: Gone | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.cap_bytes = cap_bytes
-        self.spilled = spilled
+        self.on_evicted = on_evicted
         self._gone = gone
         self._clock = clock
         self._changed = threading.Condition()
         self._held: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
-        self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `spilled` has not returned yet
+        self._leaving: dict[RecordKey, _Held] = {}  # evicted, but `on_evicted` has not returned yet
         self._used_bytes = 0  # charged: held, leaving, and reserved for copies in progress
         self._closed = False
 
@@ -178,7 +179,7 @@ class HostTier:
                     # Everything is being evicted or copied by other threads, which notify when they are done.
                     self._changed.wait()
             for victim in victims:
-                self._hand_on(victim)
+                self._pass_on(victim)
 
     def _evict(self, short_bytes: int) -> list[_Held]:
         """Moves enough records to `_leaving` to free `short_bytes`. Records that already leave are not counted,
@@ -195,15 +196,15 @@ class HostTier:
             self._leaving[key] = self._held.pop(key)
         return victims
 
-    def _hand_on(self, victim: _Held) -> None:
+    def _pass_on(self, victim: _Held) -> None:
         key = victim.identity.key
         # The receiver computes its own checksum, so damage that is not detected now would never be found.
         try:
-            if self.spilled is not None and victim.is_intact:
-                self.spilled(victim.record)
+            if self.on_evicted is not None and victim.is_intact:
+                self.on_evicted(victim.record)
             else:
                 self._tell_gone([key])
-        except Exception:  # a bug in `spilled`: the record is lost, but the store continues
+        except Exception:  # a bug in `on_evicted`: the record is lost, but the store continues
             _log.exception("Passing on a record evicted from host RAM failed. The record is lost.")
         finally:
             with self._changed:
@@ -249,7 +250,7 @@ class HostTier:
                     self._use(held)
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """Removes these records. If one is being evicted, this returns after `spilled` has returned."""
+        """Removes these records. If one is being evicted, this returns after `on_evicted` has returned."""
         struck = []
         for key in keys:
             with self._changed:
@@ -261,7 +262,7 @@ class HostTier:
 
     def clear(self, namespace: bytes | None = None) -> None:
         """Drops every record, or those of a namespace, for good. If some are being evicted, this returns after
-        `spilled` has returned."""
+        `on_evicted` has returned."""
         with self._changed:
             cleared = [key for key, held in self._held.items() if held.is_of(namespace)]
             for key in cleared:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.plan import HostBytes
-from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.tiers.base import Buffer, LoadResult, Miss, MissKind
 
 _log = logging.getLogger(__name__)

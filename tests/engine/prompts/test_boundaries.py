@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, tokenizer_of
-from rootstock.cache.checkpoints import CheckpointKind
+from rootstock.cache.radix_node import CheckpointKind
 from rootstock.engine.prompts.boundaries import boundaries_of
 from rootstock.engine.prompts.chat import Conversation, conversation_of
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat

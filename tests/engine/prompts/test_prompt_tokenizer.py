@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, TokenizedPieces
 from rootstock.errors import PromptTextTooLong
 from rootstock.testing.byte_tokenizer import ByteTokenizer

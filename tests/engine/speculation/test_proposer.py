@@ -12,7 +12,7 @@ import pytest
 from engine.helpers import Bench, Families, numbers
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Lease, ReleaseReason
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig, parse_draft_tokens
 from rootstock.engine.request import ResolvedSampling, StopParams, TokenEvent
 from rootstock.engine.sequence import Sequence as Running

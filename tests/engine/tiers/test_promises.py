@@ -21,9 +21,9 @@ import pytest
 from engine.helpers import Client
 from engine.tiered import KINDS, MIB, OTHER, PROMPT, Families, Tiered, kinds, of_kinds, opened_by, options
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.cache.pools import Rows
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.engine.request import Failed
 from rootstock.engine.step import PlanExecutor
 from rootstock.engine.tiers.connector import OVERDUE_LEAST_S, STALE_S

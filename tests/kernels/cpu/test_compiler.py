@@ -1,4 +1,4 @@
-"""What is compiled is what the sources say."""
+"""Compiler of the loops: processor features, and code cached before its sources changed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rootstock.kernels.cpu.amx_tiles import are_there
 from rootstock.kernels.cpu.compiler import compiles_for, forget_older_code, nb
 
 
-def test_matrix_units_that_the_environment_keeps_from_the_compiler_are_not_there(
+def test_matrix_units_hidden_by_the_environment_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compiling for them all the same would end the process."""
+    """Code compiled for missing units would end the process."""
     for told in ("", "+avx512bw", "+amx-tile,-amx-bf16,+avx512bw"):
         monkeypatch.setattr(nb.config, "CPU_FEATURES", told)
         assert not compiles_for("amx-tile", "amx-bf16")
@@ -24,7 +24,7 @@ def test_matrix_units_that_the_environment_keeps_from_the_compiler_are_not_there
         assert compiles_for("amx-tile", "amx-bf16")
 
 
-def test_what_was_compiled_before_any_of_the_sources_changed_is_compiled_anew(tmp_path: Path) -> None:
+def test_code_compiled_before_any_source_changed_is_compiled_again(tmp_path: Path) -> None:
     kept = tmp_path / "__pycache__"
     kept.mkdir()
     times = {

@@ -1,4 +1,4 @@
-"""The loops between linear layers: what they compute, against the same in float64."""
+"""Row loops between linear layers: their results against the same computation in float64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_norm_is_exact_up_to_one_rounding(dtype: torch.dtype, count: int, scal
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", ROWS)
-def test_a_residual_is_added_as_torch_adds_it_and_its_rounded_sum_is_normalised(
+def test_a_residual_is_added_as_by_torch_and_the_rounded_sum_is_normalised(
     dtype: torch.dtype, count: int
 ) -> None:
     rows, more = random(count, 72, dtype=dtype), random(count, 72, dtype=dtype).flip(0)
@@ -118,7 +118,7 @@ def test_queries_and_keys_are_normalised_and_rotated_and_values_left_alone(
     assert torch.equal(rows, before)
 
 
-def test_a_rows_result_does_not_depend_on_how_many_there_are() -> None:
+def test_a_rows_result_does_not_depend_on_the_number_of_rows() -> None:
     rows, weight = random(40, 64, dtype=torch.bfloat16), random(64, dtype=torch.float32)
     together, alone = torch.empty_like(rows), torch.empty_like(rows)
     RowLoops(rows.dtype).rms_norm(rows, weight, EPS, together)
@@ -128,8 +128,9 @@ def test_a_rows_result_does_not_depend_on_how_many_there_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_result_does_not_depend_on_where_it_lies(dtype: torch.dtype) -> None:
-    """Compiled loops go another way where what they write lies close behind what they read."""
+def test_a_rows_result_does_not_depend_on_its_address(dtype: torch.dtype) -> None:
+    """Compiled loops take another branch if the memory that they write lies close behind the memory that they
+    read."""
     width, size = 24, dtype.itemsize
     row, weight = random(1, width, dtype=dtype), random(width, dtype=torch.float32)
     gate_up = random(1, 2 * width, dtype=dtype, scale=3.0)

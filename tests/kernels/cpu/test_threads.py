@@ -1,4 +1,4 @@
-"""The threads that compute: how they wait for work, and that they end when they are told to."""
+"""Threads of compiled functions: how they wait for work, and how they end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compute(threads: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
-def test_a_team_that_ended_leaves_no_threads_and_is_had_again() -> None:
+def test_a_team_that_ended_leaves_no_threads_and_starts_again() -> None:
     if threads._torch_openmp() is None:
         pytest.skip("torch computes with another runtime than libgomp")
     before, team, results = torch.get_num_threads(), set[str](), []
@@ -55,17 +55,17 @@ def test_without_libgomp_there_is_no_team_to_end(monkeypatch: pytest.MonkeyPatch
     end_team()
 
 
-@pytest.mark.parametrize("said", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_the_environment_says_about_waiting_is_kept(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+@pytest.mark.parametrize("variable", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_the_environments_setting_of_waiting_is_kept(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(said, "7")
+    monkeypatch.setenv(variable, "7")
     before = dict(os.environ)
     wait_briefly()
     assert dict(os.environ) == before
 
 
-def test_threads_wait_briefly_if_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_wait_briefly_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
@@ -73,6 +73,6 @@ def test_threads_wait_briefly_if_nobody_says_otherwise(monkeypatch: pytest.Monke
     assert os.environ["GOMP_SPINCOUNT"] == str(SPINS)
 
 
-def test_the_command_line_says_so_before_torch_is_loaded() -> None:
+def test_the_command_line_sets_the_waiting_time_before_torch_is_loaded() -> None:
     code = "import sys, rootstock.cli.main, rootstock.server.listen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0

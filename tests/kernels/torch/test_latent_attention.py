@@ -1,4 +1,4 @@
-"""Attention over latents equals attention over what they expand to."""
+"""Attention over latents equals attention over the expanded K and V."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rootstock.kernels.cpu.attention import NumbaAttention
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.kernels.torch.latent_attention import (
     LatentAttention,
-    _LatentStep,
+    LatentStepAttention,
     gather_latents,
     sliced_latents,
 )
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 
 def latents(batch: RaggedBatch, nope: int, value_dim: int) -> tuple[RaggedBatch, Tensor]:
-    """A batch whose K are latents and whose V are rotary keys: its query is of the model's dimensions, [tokens,
-    q_heads, nope + rope]. And the weight that expands latents, [q_heads, nope + value_dim, rank]."""
+    """Returns a batch whose K are latents and whose V are rotary keys, with queries [tokens, q_heads, nope + rope],
+    and the weight that expands latents, [q_heads, nope + value_dim, rank]."""
     rank, rope = batch.keys.shape[-1], batch.values.shape[-1]
     tokens, q_heads, _ = batch.query.shape
     random = torch.Generator().manual_seed(tokens)
@@ -44,7 +44,7 @@ def assert_equals_expanded(
     kernel: LatentAttention | Attention, batch: RaggedBatch, up: Tensor, tolerance: float
 ) -> None:
     step = kernel.prepare(batch.spans, batch.family)
-    latent_step = step if isinstance(step, _LatentStep) else _LatentStep(step)
+    latent_step = step if isinstance(step, LatentStepAttention) else LatentStepAttention(step)
     keys, values = batch.keys.flatten(0, 1), batch.values.flatten(0, 1)
     with torch.inference_mode():
         out = latent_step(batch.query, batch.key, batch.value, keys, values, batch.scores, up)
@@ -79,7 +79,7 @@ def latent_batches(draw: st.DrawFn) -> tuple[RaggedBatch, Tensor]:
 
 @given(latent_batches(), tunings)
 @settings(max_examples=100)
-def test_attention_over_latents_equals_attention_over_what_they_expand_to(
+def test_attention_over_latents_equals_attention_over_expanded_rows(
     batch_and_up: tuple[RaggedBatch, Tensor], tuning: Tuning
 ) -> None:
     batch, up = batch_and_up
@@ -88,7 +88,7 @@ def test_attention_over_latents_equals_attention_over_what_they_expand_to(
 
 @given(latent_batches(), st.sampled_from([1, 8]))
 @settings(max_examples=60)
-def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], few_rows: int) -> None:
+def test_compiled_attention_over_latents(batch_and_up: tuple[RaggedBatch, Tensor], few_rows: int) -> None:
     batch, up = batch_and_up
     beside = sliced_latents(batch.block_size, 1, None)
     kernel = NumbaAttention(
@@ -104,7 +104,7 @@ def test_compiled_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], f
 
 @given(latent_batches(), st.sampled_from([100, 1 << 24]))
 @settings(max_examples=50)
-def test_gathered_latents_do_as_well(batch_and_up: tuple[RaggedBatch, Tensor], most_scores: int) -> None:
+def test_gathered_attention_over_latents(batch_and_up: tuple[RaggedBatch, Tensor], most_scores: int) -> None:
     batch, up = batch_and_up
     kernel = GatherAttention(batch.block_size, CPU, most_scores, gather_latents)
     assert_equals_expanded(kernel, batch, up, 1e-5)

@@ -24,7 +24,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def assert_rounded_once(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Of the true result; what sums in float32 lose on the way is that of `in_features` roundings at most."""
+    """Asserts one rounding of the true result. Sums in float32 may lose `in_features` roundings on the way."""
     expected = exact(x, weight, bias)
     magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
     sums = weight.shape[1] * torch.finfo(torch.float32).eps * magnitude
@@ -57,7 +57,7 @@ def test_packed_weights_take_any_leading_axes_and_strides_and_no_rows_at_all() -
 
 
 @needs_bfloat16_units
-def test_packed_weights_are_their_own_copy_and_can_be_had_back() -> None:
+def test_packed_weights_are_a_copy_and_can_be_unpacked() -> None:
     weight = random(40, 33, seed=0, dtype=torch.bfloat16)
     before = weight.clone()
     linear = Prepacked(weight, None)
@@ -67,7 +67,7 @@ def test_packed_weights_are_their_own_copy_and_can_be_had_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_are_multiplied_as_they_lie(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_not_packed(dtype: torch.dtype) -> None:
     weight, bias = random(24, 50, seed=0, dtype=dtype), random(24, seed=1, dtype=dtype)
     linear = prepare(weight, bias)
     assert isinstance(linear, Plain)

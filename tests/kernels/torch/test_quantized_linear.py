@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: how far they are from what they were, and that every way of multiplying agrees."""
+"""Weights in 8 and 4 bits: their rounding errors, and agreement of all ways of multiplying."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def weights_of(linear: Linear, dtype: torch.dtype) -> Tensor:
-    """[out, in] in float32, by what many rows are multiplied with: each input alone."""
+    """Returns the weights [out, in] in float32 that many rows are multiplied with, by multiplying unit vectors."""
     rows = torch.eye(linear.in_features, dtype=dtype)
     return linear(torch.cat([rows, rows])[: max(FEW_ROWS + 1, linear.in_features)])[
         : linear.in_features
@@ -53,7 +53,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     weight = random(64, 128, dtype=dtype)
     kept = weights_of(rounded(weight, None, "int8", DequantizeScratch()), dtype)
     step = weight.float().abs().amax(1, keepdim=True) / 127
-    # A scale in bfloat16 is itself off by 1/256, and so is what it gives.
+    # A scale in bfloat16 is off by up to 1/256, and the product with it as well.
     slack = 1e-5 if dtype == torch.float32 else 1.5
     assert ((kept - weight.float()).abs() <= step * (0.5 + slack)).all()
 
@@ -67,7 +67,7 @@ def test_4_bits_represent_sixteen_even_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("constant", [0.0, 1.0, -3.0])
-def test_constant_weights_stay_what_they_are(rounding: Rounding, constant: float) -> None:
+def test_constant_weights_are_exact(rounding: Rounding, constant: float) -> None:
     weight = torch.full((64, 64), constant)
     kept = weights_of(rounded(weight, None, rounding, DequantizeScratch()), torch.float32)
     torch.testing.assert_close(kept, weight, rtol=1e-6, atol=0)
@@ -112,7 +112,7 @@ def test_weights_larger_than_a_tile_are_widened_tile_by_tile(
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("int8", 0.26), ("int4", 0.16)])
-def test_rounded_weights_take_a_share_of_the_memory_and_hold_nothing_of_the_original(
+def test_quantized_weights_take_less_memory_and_keep_nothing_of_the_original(
     rounding: Rounding, share: float
 ) -> None:
     weight, x = random(256, 256), random(3, 256)
@@ -138,7 +138,7 @@ def test_groups_are_as_long_as_divides_the_inputs() -> None:
         ((64, 64), torch.float16, "float16 on cpu is not quantized"),
     ],
 )
-def test_what_cannot_be_rounded_says_why(
+def test_the_reason_why_weights_are_not_quantized(
     shape: tuple[int, int], dtype: torch.dtype, reason: str, rounding: Rounding
 ) -> None:
     assert not_rounded(torch.zeros(shape, dtype=dtype), rounding) == reason
@@ -146,9 +146,7 @@ def test_what_cannot_be_rounded_says_why(
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_rounded_and_widened_on_as_many_threads_as_torch_has_with_the_same_result(
-    rounding: Rounding, dtype: torch.dtype
-) -> None:
+def test_weights_are_the_same_for_any_number_of_threads(rounding: Rounding, dtype: torch.dtype) -> None:
     weight = random(333, 640, dtype=dtype)
     before = torch.get_num_threads()
     kept = []

@@ -1,4 +1,4 @@
-"""Who attends: chosen once, compiled before the first request, and said when it cannot be."""
+"""Attention backends: their choice, their compilation before the first request, and warnings if it fails."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rootstock.kernels.cpu.attention import NumbaAttention, loops_for
 from rootstock.runtime.torch import attention_backends
 from rootstock.runtime.torch.attention_backends import compiled_for
 from rootstock.runtime.torch.runner import load_model
+from runtime.torch.helpers import pool_of
 from twins.driving import BLOCK_SIZE, BLOCKS, ByHand, mixed_steps, random_tokens
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_numba")
-def test_without_numba_attention_runs_on_torch_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_numba_attention_runs_on_torch_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert compiled_for(CPU) is None
         assert compiled_for(CPU) is None
@@ -51,13 +52,13 @@ def test_without_numba_attention_runs_on_torch_and_one_line_says_so(caplog: pyte
 
 
 @pytest.mark.usefixtures("without_numba")
-def test_who_asks_for_numba_and_has_none_is_told(tmp_path: Path) -> None:
+def test_a_request_for_a_missing_numba_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     with pytest.raises(InvalidOption, match="Numba cannot be imported"):
         load_model(ModelConfig(str(tmp_path), device="cpu", attention="numba"))
 
 
-def test_numba_is_for_cpus_unless_it_is_not_wanted() -> None:
+def test_numba_is_used_on_cpus_unless_torch_is_chosen() -> None:
     assert compiled_for(CPU) == compiled_for(CPU, "numba") == "numba"
     assert compiled_for(CPU, "torch") is None
     assert compiled_for(torch.device("mps")) is None
@@ -67,7 +68,7 @@ def test_numba_is_for_cpus_unless_it_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "mistral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_compiled_once_a_model_is_loaded(model_type: str, dtype: str, tmp_path: Path) -> None:
+def test_nothing_is_compiled_after_a_model_is_loaded(model_type: str, dtype: str, tmp_path: Path) -> None:
     save(tmp_path, model_type)
     runtime = load_model(ModelConfig(str(tmp_path), dtype=dtype, device="cpu", threads=1))
     runtime.allocate([BLOCKS] * len(runtime.description.families), BLOCK_SIZE)
@@ -80,7 +81,7 @@ def test_nothing_is_compiled_once_a_model_is_loaded(model_type: str, dtype: str,
     assert not recorded.buffer
 
 
-def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
+def test_without_a_disk_cache_each_start_compiles_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = []
@@ -101,12 +102,11 @@ def test_where_nothing_can_be_kept_on_disk_each_start_compiles_and_says_so(
     assert "compiled at each start" in caplog.text
 
 
-def test_the_torch_way_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_torch_backend_can_be_chosen(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     for asked, compiled in (("torch", False), ("numba", True)):
         runtime = load_model(
             ModelConfig(str(tmp_path), dtype="float32", device="cpu", threads=1, attention=asked)
         )
         runtime.allocate((BLOCKS,), BLOCK_SIZE)
-        assert runtime._pool is not None
-        assert isinstance(runtime._pool.kernels.sliced, NumbaAttention) is compiled
+        assert isinstance(pool_of(runtime).kernels.sliced, NumbaAttention) is compiled

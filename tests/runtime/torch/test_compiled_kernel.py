@@ -1,4 +1,4 @@
-"""A kernel that is compiled for the device: used if it agrees, and what happens if it does not."""
+"""Kernels compiled for a device: one that agrees is used, another backend serves the model otherwise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from checkpoints import VOCAB, save
+from checkpoints import save
 from rootstock.cache.families import TokenFamily
 from rootstock.config import ModelConfig
 from rootstock.kernels.api import StepAttention
@@ -23,9 +22,9 @@ from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.runtime.torch import attention_backends, runner
 from rootstock.runtime.torch.attention_backends import compiled_for
-from twins.driving import Dense, allocate, load, packed_logits, random_tokens
+from runtime.torch.helpers import assert_agrees, pool_of
+from twins.driving import load
 
-STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
 CUDA = torch.device("cuda")
 
 
@@ -42,7 +41,7 @@ class Right(GatherAttention):
 
 class Wrong(Right):
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
-        """Heads get each other's results."""
+        """Prepares a step that gives heads each other's results."""
         step = super().prepare(spans, family)
         return lambda *given: step(*given).flip(1)
 
@@ -54,7 +53,7 @@ class Uncompilable(Right):
 
 @pytest.fixture(params=[Right, Wrong, Uncompilable])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Right]:
-    """Stands in for Triton's, on a CPU."""
+    """Replaces Triton's kernel, on a CPU."""
     monkeypatch.setitem(
         sys.modules, "rootstock.kernels.cuda.triton_attention", SimpleNamespace(TritonAttention=request.param)
     )
@@ -63,16 +62,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return request.param
 
 
-def assert_agrees(directory: Path, runtime: runner.TorchRuntime) -> None:
-    allocate(runtime)
-    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
-    own = Dense(directory, attention="eager")
-    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
-        expected = own.logits(tokens)
-        assert float(np.abs(logits - expected).max()) <= 1e-3 * float(expected.std())
-
-
-def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
+def test_a_compiled_kernel_is_used_only_if_it_agrees(
     tmp_path: Path, kernel: type[Right], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = save(tmp_path, "gemma3_text")  # full attention and windows
@@ -80,7 +70,7 @@ def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
         runtime = load(directory)
     described, before = runtime.description, kernel.used
     assert described.execution_mode == "packed"
-    assert_agrees(directory, runtime)
+    assert_agrees(runtime, directory)
     warnings = [record.getMessage() for record in caplog.records]
     if kernel is Right:
         assert (described.mode_reason, warnings) == ("", [])
@@ -95,7 +85,7 @@ def test_a_compiled_kernel_is_used_if_it_agrees_and_else_what_needs_no_compiler(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_decodes_that_miss_a_position_are_given_up(
+def test_compiled_decodes_that_miss_a_position_are_not_used(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lay_out = attention._lay_out
@@ -114,7 +104,7 @@ def test_compiled_decodes_that_miss_a_position_are_given_up(
     assert "without numba" in warning
 
 
-def test_a_model_that_cannot_be_packed_blames_no_kernel(
+def test_a_model_that_cannot_be_packed_logs_no_kernel_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
@@ -162,6 +152,5 @@ def test_models_are_served_by_triton(
     runtime = runner.load_model(ModelConfig(str(directory), dtype="float32", device=device))
     assert (runtime.description.execution_mode, runtime.description.mode_reason) == ("packed", "")
     assert runtime._served.compiled == "triton"
-    assert_agrees(directory, runtime)
-    assert runtime._pool is not None
-    assert {layer.kernel for layer in runtime._pool.layers.values()} == {"triton"}
+    assert_agrees(runtime, directory)
+    assert {layer.kernel for layer in pool_of(runtime).layers.values()} == {"triton"}

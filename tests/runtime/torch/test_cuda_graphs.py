@@ -1,5 +1,7 @@
-"""Decodes as graphs: what is filled in, what is recorded, and what is refused. On a CPU a recorded step is called
-again, which tests everything but the recording."""
+"""Decodes as CUDA graphs: their inputs, recorded steps, and models that are refused.
+
+On a CPU a recorded step is called again, which tests everything but the recording.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ BLOCK_SIZE, BLOCKS = 4, 60
 
 
 class FromTensors(GatherAttention):
-    """In Triton's place: decodes through tables and records, read when a step is called."""
+    """Replacement of Triton's backend: reads block tables and records when a step is called."""
 
     def __init__(self, block_size: int, device: torch.device, least_split: int) -> None:
         super().__init__(block_size, device)
@@ -94,7 +96,7 @@ def recorded(directory: Path, capture: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def decodes_and_plain(runtime: TorchRuntime, batch: int) -> tuple[Logits, Logits]:
-    """A prefill, then a step of decodes, replayed and as any other step; each with tables of its own."""
+    """Runs a prefill, then a step of decodes twice: replayed, and plainly. Each sequence has tables of its own."""
     random = np.random.default_rng(batch)
     families = len(runtime.description.families)
     tables = [random.permutation(BLOCKS).astype(np.int32) for _ in range(families)]
@@ -135,7 +137,7 @@ def test_replayed_decodes_equal_plain_ones(
     ("capture", "said"),
     [(never_again, "decodes differ by"), (refuse, "not permitted when stream is capturing")],
 )
-def test_what_cannot_be_recorded_is_run_plainly_and_said_once(
+def test_steps_that_cannot_be_recorded_run_plainly_with_one_warning(
     tmp_path: Path, capture: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "compiled_for", lambda *asked: "triton")
@@ -196,7 +198,7 @@ def test_batches_are_filled_up_to_the_next_size() -> None:
     assert filled_up([first, last], 2) == [first, last]
 
 
-def test_what_a_replay_reads() -> None:
+def test_the_inputs_of_a_replay() -> None:
     tables = np.array([3, 9, 4, 8], np.int32), np.array([-1, 6, 5, 7], np.int32)
     segments = [
         Segment(np.array([11], np.int32), 6, tables, 1),

@@ -1,11 +1,10 @@
-"""Fallbacks: in which execution mode a model ends, why, and in what condition it is left."""
+"""Fallback: the execution mode of a model, the reason, and the state in which a failed mode leaves the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import nn
 
@@ -15,24 +14,12 @@ from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.hooks import IMPLEMENTATION, Unexpanded
 from rootstock.runtime.torch.inspect import attention_probe, mask_pattern
 from rootstock.runtime.torch.module_parts import PartByPart
-from twins.driving import Dense, allocate, load, packed_logits, random_tokens
-
-STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
-
-
-def assert_agrees(directory: Path) -> None:
-    """Two sequences in chunks and decodes, with the model's own attention as the reference."""
-    runtime = load(directory)
-    allocate(runtime)
-    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
-    own = Dense(directory, attention="eager")
-    for tokens, logits in zip(sequences, packed_logits(runtime, sequences, STEPS), strict=True):
-        expected = own.logits(tokens)
-        assert float(np.abs(logits - expected).max()) <= 1e-3 * float(expected.std())
+from runtime.torch.helpers import STEPS, assert_agrees
+from twins.driving import allocate, load, packed_logits, random_tokens
 
 
 def in_parts(model: nn.Module) -> dict[str, bool]:
-    """Class of each module that does not take a packed step as it is → whether it runs alone."""
+    """Returns the class of each module that runs by parts, and True if it runs one sequence at a time."""
     found = {}
     for module in model.modules():
         forward: Any = vars(module).get("forward")
@@ -55,7 +42,7 @@ def in_parts(model: nn.Module) -> dict[str, bool]:
         ("bloom", "one sequence per forward", "BloomForCausalLM does not call attention"),
     ],
 )
-def test_the_execution_mode_and_its_reason(tmp_path: Path, model_type: str, mode: str, reason: str) -> None:
+def test_the_execution_mode_and_the_reason(tmp_path: Path, model_type: str, mode: str, reason: str) -> None:
     described = load(save(tmp_path, model_type)).description
     assert described.execution_mode == mode
     assert reason in described.mode_reason
@@ -67,20 +54,20 @@ def test_the_execution_mode_and_its_reason(tmp_path: Path, model_type: str, mode
 @pytest.mark.parametrize(
     ("model_type", "forgets"), [("jamba", True), ("zamba", True), ("zamba2", False), ("minimax", False)]
 )
-def test_a_mixer_that_forgets_is_found_however_noisy_its_model_is(
+def test_a_mixer_that_ignores_its_state_is_found_in_noisy_models(
     tmp_path: Path, model_type: str, forgets: bool, seed: int, dtype: str
 ) -> None:
-    """In bfloat16 the logits of one Jamba in three hide it."""
+    """In bfloat16 the logits of one Jamba in three do not show it."""
     described = load(save(tmp_path, model_type, seed), dtype).description
     assert described.execution_mode == ("packed, token-wise mixers" if forgets else "packed")
 
 
-def test_a_context_too_short_to_be_cut_is_left_to_the_self_check(tmp_path: Path) -> None:
+def test_a_context_too_short_to_be_divided_is_left_to_the_self_check(tmp_path: Path) -> None:
     directory = save(tmp_path, "qwen3_next", max_position_embeddings=2)
     assert load(directory).description.execution_mode == "packed"
 
 
-def test_a_model_whose_decodes_differ_for_an_unknown_reason_is_served_as_it_decodes(
+def test_a_model_whose_decodes_differ_from_one_pass_is_served_as_it_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "limit_time_steps", lambda model, found: False)
@@ -105,7 +92,7 @@ def test_only_modules_that_need_it_run_by_parts(
     assert in_parts(load(save(tmp_path, model_type))._model) == parts
 
 
-def test_a_pattern_that_is_no_family_is_evaluated_for_one_sequence_at_a_time(
+def test_an_unknown_mask_pattern_is_evaluated_for_one_sequence_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, "gemma3_text")
@@ -119,7 +106,7 @@ def test_a_pattern_that_is_no_family_is_evaluated_for_one_sequence_at_a_time(
     assert runtime.description.execution_mode == "packed"
     assert [family.name for family in runtime.description.families] == ["full"]
     assert in_parts(runtime._model) == {"Gemma3Attention": True}
-    assert_agrees(tmp_path)
+    assert_agrees(runtime, tmp_path)
 
 
 def test_one_sequence_per_forward_serves_windows_and_states_too(
@@ -131,14 +118,17 @@ def test_one_sequence_per_forward_serves_windows_and_states_too(
     monkeypatch.setattr("rootstock.runtime.torch.fallback.probe_packed", refuse)
     for model_type in ("gemma3_text", "llama4_text", "qwen3_next", "deepseek_v32"):
         directory = save(tmp_path / model_type, model_type)
-        described = load(directory).description
+        runtime = load(directory)
+        described = runtime.description
         assert described.execution_mode == "one sequence per forward"
         assert described.mode_reason == "the model cannot be packed today"
         assert {family.name for family in described.families} <= {"full", "state"}
-        assert_agrees(directory)
+        assert_agrees(runtime, directory)
 
 
-def test_a_rung_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_failed_leaves_no_replacement_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = attention_probe.probe_packed
 
     def late(*args: Any) -> Any:
@@ -162,7 +152,7 @@ def test_latents_are_attended_without_being_expanded(tmp_path: Path, monkeypatch
     assert runtime._model.config._attn_implementation == IMPLEMENTATION
 
 
-def test_if_no_rung_can_run_the_model_all_their_reasons_are_given(
+def test_if_no_mode_can_run_the_model_the_reason_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:

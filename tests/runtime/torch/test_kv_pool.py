@@ -1,4 +1,4 @@
-"""Pools: what they hold, what they cost, and what copies do to them."""
+"""Pools: their families, their memory, and copies between rows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from rootstock.cache.families import (
     SlidingWindow,
     row_bytes,
 )
-from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowsReturned, SlotId, StateCopy
+from rootstock.cache.plan import BlockCopy, Plan, RowsReturned, StateCopy
+from rootstock.cache.types import BlockId, SlotId
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.self_check import relative_error
 from rootstock.runtime.torch.state_pool import StateCache, StateKey, StatePool, StateShape
+from runtime.torch.helpers import pool_of
 from twins.driving import allocate, load, packed_logits, random_tokens
 
 HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats
@@ -53,20 +55,19 @@ HEADS = 2 * 16 * 2 * 4  # K and V of two heads of 16 floats
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_families_are_what_the_layers_keep(
+def test_families_match_the_tensors_that_layers_keep(
     tmp_path: Path, model_type: str, families: tuple[Family, ...]
 ) -> None:
     runtime = load(save(tmp_path, model_type))
     assert runtime.description.families == families
     runtime.allocate([10] * len(families), 4)
-    pool = runtime._pool
-    assert pool is not None
+    pool = pool_of(runtime)
     held = sum(tensor.nbytes for layer in pool.layers.values() for tensor in layer.tensors)
     held += pool.states.nbytes if pool.states is not None else 0
     assert held == sum(10 * row_bytes(family, 4) for family in families)
 
 
-def test_a_window_as_long_as_the_context_hides_nothing(tmp_path: Path) -> None:
+def test_a_window_as_long_as_the_context_is_full_attention(tmp_path: Path) -> None:
     save(tmp_path, "mistral", sliding_window=512)
     assert load(tmp_path).description.families == (FullAttention(3, 3 * HEADS),)
 
@@ -77,7 +78,7 @@ def test_windows_of_different_length_are_families_of_their_own(tmp_path: Path) -
 
 
 def test_a_pool_takes_memory_when_it_is_written(tmp_path: Path) -> None:
-    """In a process of its own: what this one has freed would be taken first."""
+    """Measures another process, because this one would first take memory that it has freed."""
     save(tmp_path, "qwen3_next")
     script = f"""
 import numpy as np
@@ -118,7 +119,7 @@ def test_rows_that_are_given_back_take_no_memory_and_leave_their_neighbours_alon
     before = resident_bytes()
     returned = np.array([40, 3, 41, 7, 42], np.int32)
     rows.give_back(returned)
-    assert before - resident_bytes() > 4 << 20  # of 5; this process may take some for other things
+    assert before - resident_bytes() > 4 << 20  # of 5 MiB; this process may take some for other objects
     kept = [row for row in range(64) if row not in returned]
     assert (rows.tensor[kept] == 1).all()
     rows.tensor[40] = 2
@@ -146,8 +147,7 @@ def test_a_plan_gives_back_rows_of_the_family_that_it_names(
 ) -> None:
     runtime = load(save(tmp_path, model_type))
     runtime.allocate([10, 10], 4)
-    pool = runtime._pool
-    assert pool is not None
+    pool = pool_of(runtime)
     given: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         LazyRows, "give_back", lambda self, rows, positions=1: given.append((*rows, positions))
@@ -170,8 +170,7 @@ def test_states_larger_than_the_memory_are_refused_with_the_option(tmp_path: Pat
 def test_copies_stay_in_their_family(tmp_path: Path) -> None:
     runtime = load(save(tmp_path, "gemma3_text"))
     runtime.allocate([4, 4], 2)
-    pool = runtime._pool
-    assert pool is not None
+    pool = pool_of(runtime)
     with torch.inference_mode():
         for layer in pool.layers.values():
             for memory in layer.tensors:
@@ -186,7 +185,7 @@ def test_copies_stay_in_their_family(tmp_path: Path) -> None:
 def test_states_are_copied_in_order(tmp_path: Path) -> None:
     runtime = load(save(tmp_path, "qwen3_next"))
     runtime.allocate([2, 4], 2)
-    states = runtime._pool.states if runtime._pool is not None else None
+    states = pool_of(runtime).states
     assert states is not None
     with torch.inference_mode():
         for memory in states._memory.values():
@@ -222,7 +221,7 @@ def test_rounded_states_are_smaller_and_cost_less_than_a_hundredth_of_the_logits
 
 
 def test_rounded_states_are_never_exchanged_with_exact_ones(tmp_path: Path) -> None:
-    """What is kept is part of a namespace by its dtype."""
+    """The dtype of stored states is a part of the namespace."""
     save(tmp_path, "qwen3_next")
     assert load(tmp_path).description.kv_dtype == "float32"
     assert rounded(tmp_path).description.kv_dtype == "bfloat16+float32"

@@ -1,4 +1,4 @@
-"""Mamba-2 mixers limit their time step in every token, however many are computed at once."""
+"""Mamba-2 mixers limit their time step in every token, for any number of tokens per step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_chunks(directory: Path, tokens: np.ndarray[Any, Any], chunk: int) -> np.n
 
 
 def largest(ours: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
-    """In standard deviations of the expected logits."""
+    """Returns the largest difference in standard deviations of the expected logits."""
     return float(np.abs(ours - expected).max() / expected.std())
 
 
@@ -51,7 +51,7 @@ def largest(ours: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float
         ("falcon_h1", NARROW),
     ],
 )
-def test_one_token_is_limited_as_several_are(
+def test_one_token_is_limited_like_several(
     tmp_path: Path, model_type: str, fields: dict[str, Any], chunk: int
 ) -> None:
     directory, tokens = save(tmp_path, model_type, **fields), random_tokens(VOCAB, 31, 3)
@@ -80,7 +80,7 @@ def test_the_limits_are_those_of_the_configuration(tmp_path: Path, chunk: int) -
     assert largest(in_chunks(directory, tokens, chunk), expected) <= TOLERANCE
 
 
-def test_a_mixer_without_limits_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_mixer_without_limits_stays_unchanged(tmp_path: Path) -> None:
     directory = save(tmp_path, "mamba2")
     runtime = load(directory)
     biases = [module.dt_bias for module in runtime._model.modules() if hasattr(module, "dt_bias")]
@@ -89,13 +89,13 @@ def test_a_mixer_without_limits_is_left_as_it_is(tmp_path: Path) -> None:
     assert "time_steps" not in runtime.description.weights_fingerprint
 
 
-def test_what_other_limits_computed_is_not_taken_for_this_models(tmp_path: Path) -> None:
+def test_states_computed_with_other_limits_are_not_shared(tmp_path: Path) -> None:
     """States of earlier versions, on a disk, were decoded without limits."""
     assert load(save(tmp_path, "zamba2")).description.weights_fingerprint.endswith("/time_steps.1")
 
 
 @pytest.mark.parametrize("declared", [None, "0.1", [0.1], [0.9, 0.1], [None, 1.0], [float("nan"), 1.0]])
-def test_limits_that_are_none_leave_those_of_the_file(tmp_path: Path, declared: Any) -> None:
+def test_invalid_limits_are_ignored(tmp_path: Path, declared: Any) -> None:
     """A configuration comes from outside."""
     directory = save(tmp_path, "zamba2")
     config = (directory / "config.json").read_text()
@@ -108,7 +108,7 @@ def test_limits_that_are_none_leave_those_of_the_file(tmp_path: Path, declared: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_limited_step_is_bit_for_bit_the_clamped_one(dtype: torch.dtype) -> None:
-    """As the scan computes it, and with a bias that was widened to every channel of its head as in the update."""
+    """Compares both forms: the scan's, and the update's with the bias widened to every channel of its head."""
     random = torch.Generator().manual_seed(0)
     bias, steps = (3 * torch.randn(shape, generator=random).to(dtype) for shape in ((8,), (5, 8)))
     limiting = _limiting(nn.Parameter(bias, requires_grad=False), (0.4, 1.2))

@@ -1,4 +1,4 @@
-"""Modules that run by parts of a packed step: what they are given, and where their results go."""
+"""Modules that run by parts of a packed step: their arguments, and the rows of their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kept(PartCache):
 
 
 class Step(StepCache):
-    """Five rows: of two sequences with two new tokens each, and of one with one."""
+    """Step of five rows: two sequences with two new tokens each, and one with one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Step(StepCache):
 
 
 class Echo(nn.Module):
-    """Gives back its rows, tenfold, and what attention modules call weights; writes down what it was given."""
+    """Module that returns its rows times ten, and None as attention weights; it records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_rows_go_to_their_part_and_results_back_to_their_rows() -> None:
     assert [cache.kept for cache in step.caches] == [1, 1, 0]
 
 
-def test_what_is_by_rows_is_cut_wherever_it_is_and_all_else_stays() -> None:
+def test_arguments_with_rows_are_divided_and_all_others_stay() -> None:
     module = by_parts(alone=False)
     other = torch.ones(5, 7)
     module(
@@ -85,20 +85,20 @@ def test_what_is_by_rows_is_cut_wherever_it_is_and_all_else_stays() -> None:
     assert last["other"] is other
 
 
-def test_one_that_runs_alone_gets_real_masks() -> None:
+def test_a_module_that_runs_alone_gets_real_masks() -> None:
     module, mask = by_parts(alone=True), MaskPattern(causal_mask_function, None)
     module(ROWS, attention_mask=mask, past_key_values=Step())
     seen = [call["attention_mask"][0, 0].int().tolist() for call in module.given]
     assert seen == [[[1, 0], [1, 1]], [[1, 1, 1, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]]]
 
 
-def test_in_a_group_patterns_stay_patterns() -> None:
+def test_a_module_that_runs_in_groups_gets_mask_patterns() -> None:
     module, mask = by_parts(alone=False), MaskPattern(causal_mask_function, None)
     module(ROWS, attention_mask=mask, past_key_values=Step())
     assert all(call["attention_mask"] is mask for call in module.given)
 
 
-def test_without_a_step_of_ours_the_module_is_called_as_ever() -> None:
+def test_without_a_packed_step_the_module_is_called_directly() -> None:
     module = by_parts(alone=True)
     mask = object()
     module(ROWS, attention_mask=mask, past_key_values=None)
@@ -108,14 +108,14 @@ def test_without_a_step_of_ours_the_module_is_called_as_ever() -> None:
 
 
 class Choosing(nn.Module):
-    """An indexer: for each row the positions that it chose, as many as its sequence has, at most three."""
+    """Indexer: chooses positions for each row, as many as its sequence has, at most three."""
 
     def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
         new = hidden_states.shape[1]
         return hidden_states, torch.arange(min(3, new + 1)).expand(1, new, -1)
 
 
-def test_positions_that_an_indexer_chose_are_as_many_for_every_row_and_none_is_added() -> None:
+def test_an_indexers_positions_are_filled_up_by_repeating_them() -> None:
     module = Choosing()
     module.forward = PartByPart(module, alone=True)  # type: ignore[method-assign]
     _, chosen = module(ROWS, past_key_values=Step())
@@ -130,14 +130,14 @@ def test_positions_that_an_indexer_chose_are_as_many_for_every_row_and_none_is_a
 
 
 class Weighing(nn.Module):
-    """Gives back attention weights of two heads as well: as many as the first part has new tokens."""
+    """Module that also returns attention weights, of as many heads as the first part has new tokens."""
 
     def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
         sequences, new = hidden_states.shape[:2]
         return hidden_states, torch.ones(sequences, 2, new, new)
 
 
-def test_weights_are_not_taken_for_rows_when_there_are_as_many_heads_as_new_tokens() -> None:
+def test_attention_weights_are_not_mistaken_for_rows() -> None:
     module = Weighing()
     module.forward = PartByPart(module, alone=True)  # type: ignore[method-assign]
     rows, weights = module(ROWS, past_key_values=Step())

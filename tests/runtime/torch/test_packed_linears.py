@@ -1,4 +1,4 @@
-"""Packed linear layers of a model: what is packed, what is left alone, and that the model stays what it was."""
+"""Packed linear layers: the layers that are packed, those that stay unchanged, and the model's unchanged logits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rootstock.kernels.torch.linear import Plain, Prepacked, packs_bfloat16
 from rootstock.kernels.torch.quantized_linear import FEW_ROWS, Int4, Int8
 from rootstock.runtime.base import Logits
 from rootstock.runtime.torch import runner
-from rootstock.runtime.torch.packed_linears import Packing, pack_linears, packed_of
+from rootstock.runtime.torch.packed_linears import Packing, pack_linears
 from rootstock.runtime.torch.runner import load_model
 from rootstock.server.model_card import numbers_of, table_of
+from runtime.torch.helpers import STEPS
 from twins.driving import Dense, allocate, load, packed_logits, random_tokens
 
 needs_bfloat16_units = pytest.mark.skipif(
     not packs_bfloat16(torch.device("cpu")),
     reason="this processor has no bfloat16 units, so nothing is packed",
 )
-STEPS = [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}]
 
 
 class Block(nn.Module):
@@ -71,6 +71,11 @@ def exercise(model: nn.Module) -> dict[str, Logits]:
         }
 
 
+def packed_of(module: nn.Module) -> linear.Linear | None:
+    """Returns the packed layer of a linear that is packed on its own; None otherwise."""
+    return getattr(vars(module).get("forward"), "linear", None)
+
+
 def pack(model: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> Packing:
     return pack_linears(model, groups, lambda: exercise(model), lambda: 0.01, lambda done: None)
 
@@ -80,7 +85,7 @@ def assert_unchanged(after: dict[str, Logits], before: dict[str, Logits]) -> Non
         np.testing.assert_allclose(after[kind], rows, atol=0.02 * float(rows.std()))
 
 
-# ------------------------------------------------------------------------------------------------ what is packed
+# ------------------------------------------------------------------------------------------------ packed layers
 
 
 @needs_bfloat16_units
@@ -131,7 +136,7 @@ def test_subclasses_hooks_own_forwards_and_raw_experts_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_is_not_bfloat16_stays_as_it_is(dtype: torch.dtype) -> None:
+def test_weights_of_other_dtypes_stay_unchanged(dtype: torch.dtype) -> None:
     model = Tied(dtype=dtype)
     calls: list[None] = []
     packing = pack_linears(model, [], lambda: calls.append(None) or {}, lambda: 0.0, lambda done: None)  # type: ignore[func-returns-value]
@@ -141,7 +146,7 @@ def test_what_is_not_bfloat16_stays_as_it_is(dtype: torch.dtype) -> None:
 
 
 @needs_bfloat16_units
-def test_linears_that_share_their_weights_share_what_is_packed() -> None:
+def test_linears_that_share_their_weights_share_the_packed_layer() -> None:
     model = Tied()
     model.block.v.weight = model.block.k.weight
     before = exercise(model)
@@ -150,7 +155,7 @@ def test_linears_that_share_their_weights_share_what_is_packed() -> None:
     assert_unchanged(exercise(model), before)
 
 
-# --------------------------------------------------------------------------------------------------- who reads
+# ---------------------------------------------------------------------------------------------- reads of weights
 
 
 class Reader(Block):
@@ -174,7 +179,7 @@ class Reader(Block):
         lambda linear, x: nn.functional.linear(x, linear.weight.data),
     ],
 )
-def test_a_linear_whose_weight_is_read_elsewhere_is_left_as_it_is(
+def test_a_linear_whose_weight_is_read_elsewhere_stays_unchanged(
     read: Callable[[nn.Linear, Tensor], Tensor],
 ) -> None:
     model = Tied(Reader(read))
@@ -186,7 +191,7 @@ def test_a_linear_whose_weight_is_read_elsewhere_is_left_as_it_is(
 
 
 @needs_bfloat16_units
-def test_asking_for_a_weights_shape_and_dtype_is_no_reading() -> None:
+def test_reading_a_weights_shape_and_dtype_does_not_count() -> None:
     def ask(linear: nn.Linear, x: Tensor) -> Tensor:
         weight = linear.weight
         assert weight.device.type == "cpu"
@@ -198,8 +203,8 @@ def test_asking_for_a_weights_shape_and_dtype_is_no_reading() -> None:
 
 
 @needs_bfloat16_units
-def test_what_was_read_unseen_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last net: what nobody saw shows as a number that is none."""
+def test_a_model_whose_weights_were_read_unseen_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights read as NaN, so a read that the watch missed shows in the logits."""
     monkeypatch.setattr(
         "rootstock.runtime.torch.packed_linears._SHAPE_ONLY", {"T", "matmul", "__matmul__", "linear"}
     )
@@ -245,11 +250,11 @@ def test_a_group_computes_all_members_at_once_and_each_member_gives_its_part() -
     assert (group.in_features, group.out_features) == (32, 56)
     x = torch.randn(3, 32).to(torch.bfloat16)
     assert torch.equal(group(x), torch.cat([block.q(x), block.k(x), block.v(x)], -1))
-    assert packed_of(block.q) is None, "it multiplies for others as well"
+    assert packed_of(block.q) is None, "it is a member of a group"
 
 
 @needs_bfloat16_units
-def test_members_compute_once_for_one_input_and_anew_for_whatever_else(
+def test_members_compute_once_for_one_input_and_again_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Tied()
@@ -275,7 +280,7 @@ def test_members_compute_once_for_one_input_and_anew_for_whatever_else(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_groups_lie_in_one_tensor_of_which_the_members_keep_their_parts(dtype: torch.dtype) -> None:
+def test_plain_groups_are_one_tensor_of_which_members_keep_views(dtype: torch.dtype) -> None:
     model = Tied(dtype=dtype)
     block, before = model.block, exercise(model)
     block.v.register_forward_hook(lambda *given: None)
@@ -286,7 +291,9 @@ def test_plain_groups_lie_in_one_tensor_of_which_the_members_keep_their_parts(dt
     x = torch.randn(3, 32).to(dtype)
     torch.testing.assert_close(group(x), torch.cat([block.q(x), block.k(x)], -1))
     if isinstance(group, Plain):
-        assert block.k.weight.data_ptr() == group.weight[24:].data_ptr(), "nothing is there twice"
+        assert block.k.weight.data_ptr() == group.weight[24:].data_ptr(), (
+            "members keep views of the group's tensor"
+        )
         assert torch.equal(block.k.weight, group.weight[24:])
     assert_unchanged(exercise(model), before)
 
@@ -296,7 +303,7 @@ def test_plain_groups_lie_in_one_tensor_of_which_the_members_keep_their_parts(dt
 
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
-    """Of the models that are loaded from here on."""
+    """Records the packing of each model that is loaded from here on."""
     made: list[Packing] = []
 
     def spy(*args: Any) -> Packing:
@@ -320,7 +327,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Packing]:
         ("mamba", {"dt_proj"}),  # multiplied by hand
     ],
 )
-def test_a_loaded_model_is_packed_but_for_what_its_code_reads(
+def test_a_loaded_model_is_packed_except_weights_that_its_code_reads(
     tmp_path: Path, packings: list[Packing], model_type: str, kept: set[str]
 ) -> None:
     load(save(tmp_path, model_type), "bfloat16")
@@ -354,10 +361,10 @@ def test_float32_is_not_touched(tmp_path: Path, packings: list[Packing]) -> None
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("quantize", "most"), [("int8", 0.15), ("int4", 0.8)])
-def test_rounded_weights_change_the_logits_by_what_their_bits_allow(
+def test_quantized_weights_change_the_logits_within_bounds(
     tmp_path: Path, packings: list[Packing], quantize: str, most: float, dtype: str
 ) -> None:
-    """Weights of the tiny models are wide, which makes much of every error."""
+    """Weights of the tiny models vary widely, which amplifies every error."""
     save(tmp_path, "llama", num_key_value_heads=4)
     runtime = load(tmp_path, dtype, quantize=quantize)
     assert len(packings[0].rounded) == 3 * 7 + 1
@@ -380,7 +387,7 @@ def test_the_head_keeps_8_bits_when_the_rest_gets_4(tmp_path: Path) -> None:
     assert model.lm_head.weight.isnan().all()
 
 
-def test_what_cannot_be_rounded_stays_and_is_told(
+def test_layers_that_cannot_be_quantized_stay_and_are_logged(
     tmp_path: Path, packings: list[Packing], caplog: pytest.LogCaptureFixture
 ) -> None:
     load(save(tmp_path, "llama"), quantize="int8")  # of 2 heads of 16: 32 outputs
@@ -391,7 +398,7 @@ def test_what_cannot_be_rounded_stays_and_is_told(
     assert "6 of 22 linear layers are not int8: model.layers.0.self_attn.k_proj, because" in caplog.text
 
 
-def test_keys_and_values_of_rounded_weights_are_never_shared_with_others(tmp_path: Path) -> None:
+def test_keys_and_values_of_quantized_weights_are_never_shared_with_others(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     prints = [load(tmp_path, quantize=name).description.weights_fingerprint for name in QUANTIZATIONS]
     assert len(set(prints)) == len(QUANTIZATIONS)
@@ -399,7 +406,7 @@ def test_keys_and_values_of_rounded_weights_are_never_shared_with_others(tmp_pat
     assert len(namespaces) == len(QUANTIZATIONS)
 
 
-def test_the_description_says_how_weights_are_kept(tmp_path: Path) -> None:
+def test_the_description_has_the_format_of_weights(tmp_path: Path) -> None:
     described = load(save(tmp_path, "llama"), quantize="int4").description
     assert described.quantize == "int4"
     assert dict(table_of(described, 16))["dtype"].startswith("float32 with int4 weights, cache in float32")
@@ -407,7 +414,7 @@ def test_the_description_says_how_weights_are_kept(tmp_path: Path) -> None:
     assert described.parameters == load(tmp_path).description.parameters
 
 
-def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
+def test_a_model_that_gives_nan_with_quantized_weights_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Int8):
@@ -429,12 +436,12 @@ def test_a_model_that_gives_no_numbers_with_rounded_weights_is_refused(
         ({"quantize": "int8", "dtype": "float16"}, "none with --dtype float16: use bfloat16 or float32"),
     ],
 )
-def test_rounding_that_cannot_be_had_is_refused_with_what_to_do(fields: dict[str, str], said: str) -> None:
+def test_impossible_quantization_is_refused_with_the_remedy(fields: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidOption) as refused:
         load_model(ModelConfig("anything", device="cpu", **fields))  # type: ignore[arg-type]
     assert said in refused.value.message
 
 
-def test_rounding_is_for_cpus() -> None:
+def test_quantization_is_for_cpus() -> None:
     with pytest.raises(InvalidOption, match="none on cuda: weights are quantized on CPUs only"):
         runner._refuse_rounding("int4", torch.device("cuda"), torch.bfloat16)

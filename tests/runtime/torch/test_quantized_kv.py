@@ -1,4 +1,4 @@
-"""K and V kept in 8 bits: half the bytes, nearly the same numbers, and the same numbers however they came about."""
+"""K and V in 8 bits: half the bytes, nearly the same logits, and the same logits for every way to compute them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 
 from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState
-from rootstock.cache.plan import BlockCopy, BlockId, Plan, RowPart
+from rootstock.cache.plan import BlockCopy, Plan, RowPart
+from rootstock.cache.types import BlockId
 from rootstock.config import ModelConfig
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.errors import InvalidOption
 from rootstock.kernels.quantized_rows import RoundedRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.runtime.torch.self_check import relative_error
+from runtime.torch.helpers import pool_of
 from twins.driving import BLOCK_SIZE, ByHand, allocate, load, mixed_steps, packed_logits, random_tokens
 
 # Plain, softcaps and windows, windows and normalised heads, sinks, states beside, modules that run alone.
@@ -64,7 +66,7 @@ def test_rounding_costs_little_of_the_logits_but_is_there(tmp_path: Path, model_
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.32), ("bfloat16", 0.63)])
-def test_a_token_takes_its_numbers_bytes_and_a_scale_for_each_head(
+def test_a_token_takes_a_byte_per_number_and_a_scale_per_head(
     tmp_path: Path, dtype: str, share: float
 ) -> None:
     """Heads of 16 numbers: 20 bytes instead of 64 or 32."""
@@ -73,8 +75,7 @@ def test_a_token_takes_its_numbers_bytes_and_a_scale_for_each_head(
     for runtime in (rounded(tmp_path, dtype), exact(tmp_path, dtype)):
         (family,) = runtime.description.families
         assert not isinstance(family, RecurrentState)
-        pool = runtime._pool
-        assert pool is not None
+        pool = pool_of(runtime)
         held = sum(tensor.nbytes for layer in pool.layers.values() for tensor in layer.tensors)
         slots = len(next(iter(pool.layers.values())).tensors[0])
         assert held == family.bytes_per_token * slots
@@ -83,7 +84,7 @@ def test_a_token_takes_its_numbers_bytes_and_a_scale_for_each_head(
 
 
 def test_rounded_rows_are_never_exchanged_with_exact_ones(tmp_path: Path) -> None:
-    """What is kept is part of a namespace by its dtype, and of the layout that records name."""
+    """The dtype of stored rows is a part of the namespace, and of the layout in records' identities."""
     save(tmp_path, "qwen3_next")
     coarse, fine = rounded(tmp_path).description, exact(tmp_path).description
     assert (coarse.kv_dtype, fine.kv_dtype) == ("float32+int8", "float32")  # states are as they were
@@ -100,9 +101,7 @@ def test_the_dtypes_of_buffers_tell_codes_from_scales(tmp_path: Path) -> None:
     assert dtypes == ["int8", "int8", "float32", "float32"] * len(runtime._layout.layers)
 
 
-def test_a_model_that_keeps_latents_alone_is_refused_and_others_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_models_without_k_and_v_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, "deepseek_v3")
     with pytest.raises(InvalidOption, match=r"--kv-dtype.*latents"):
         load(tmp_path, kv_dtype="int8")
@@ -126,13 +125,12 @@ def test_rows_are_rounded_without_a_compiler_as_well(tmp_path: Path, monkeypatch
     expected = packed_logits(rounded(tmp_path), [tokens], steps)[0]
     monkeypatch.setenv("ROOTSTOCK_TEST_ATTENTION", "torch")
     runtime = rounded(tmp_path)
-    assert runtime._pool is not None
-    assert all(isinstance(layer.keys, RoundedRows) for layer in runtime._pool.layers.values())
+    assert all(isinstance(layer.keys, RoundedRows) for layer in pool_of(runtime).layers.values())
     assert relative_error(packed_logits(runtime, [tokens], steps)[0], expected) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_hit_that_is_computed_anew_in_other_chunks_agrees_and_other_tokens_do_not(
+def test_a_hit_computed_again_in_other_chunks_agrees_and_other_tokens_do_not(
     tmp_path: Path, dtype: str
 ) -> None:
     save(tmp_path, "llama")
@@ -153,8 +151,7 @@ def test_a_hit_that_is_computed_anew_in_other_chunks_agrees_and_other_tokens_do_
 def test_a_copied_block_takes_its_scales_along(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     runtime = rounded(tmp_path)
-    pool = runtime._pool
-    assert pool is not None
+    pool = pool_of(runtime)
     with torch.inference_mode():
         for layer in pool.layers.values():
             for tensor in layer.tensors:

@@ -1,4 +1,4 @@
-"""Rows as bytes: what is read of one and put into another is the same memory."""
+"""Rows as bytes: a row that is read and placed in another row has the same content."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 from checkpoints import VOCAB, save
 from rootstock.cache.families import RecurrentState, row_bytes
-from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, RowsReturned
-from rootstock.runtime.torch.kv_pool import TorchPool
+from rootstock.cache.plan import HostBytes, Plan, RowPart, RowsReturned
+from rootstock.cache.types import NO_BLOCK, BlockIds
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.runner import TorchRuntime
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
+from runtime.torch.helpers import pool_of
 from twins.driving import ByHand, Running, allocate, load, random_tokens
 
 BLOCK_SIZE = 4
@@ -30,11 +31,6 @@ def loaded(directory: Path, model_type: str, dtype: str = "float32") -> TorchRun
     return runtime
 
 
-def pool_of(runtime: TorchRuntime) -> TorchPool:
-    assert runtime._pool is not None
-    return runtime._pool
-
-
 def memories_of(runtime: TorchRuntime, family: int) -> list[torch.Tensor]:
     pool = pool_of(runtime)
     if family == len(pool.families):
@@ -45,7 +41,7 @@ def memories_of(runtime: TorchRuntime, family: int) -> list[torch.Tensor]:
 
 
 def fill(runtime: TorchRuntime) -> None:
-    """Every row of every memory with numbers of its own."""
+    """Fills every row of every memory with different numbers."""
     random = torch.Generator().manual_seed(5)
     with torch.inference_mode():
         for family in range(len(runtime.description.families)):
@@ -54,7 +50,7 @@ def fill(runtime: TorchRuntime) -> None:
 
 
 def parts_of(runtime: TorchRuntime, row: int) -> list[RowPart]:
-    """A whole block, a part of one and a single position of each token family, and a state."""
+    """Returns a whole block, a part of one and a single position of each token family, and a state."""
     return [
         RowPart(number, row, tokens)
         for number, family in enumerate(runtime.description.families)
@@ -63,7 +59,7 @@ def parts_of(runtime: TorchRuntime, row: int) -> list[RowPart]:
 
 
 def expected_bytes(runtime: TorchRuntime, part: RowPart) -> list[bytes]:
-    """By torch alone."""
+    """Computes a part's bytes by torch alone."""
     size = BLOCK_SIZE if part.tokens else 1
     first, tokens = part.row * size, part.tokens or 1
     return [
@@ -73,7 +69,7 @@ def expected_bytes(runtime: TorchRuntime, part: RowPart) -> list[bytes]:
 
 
 def move(runtime: TorchRuntime, source: RowPart, target: RowPart) -> None:
-    """Through bytes, as a tier does it."""
+    """Moves a part through bytes, as a tier does."""
     kept, buffers = runtime.read(source), runtime.buffers(target)
     for buffer, content in zip(buffers, kept, strict=True):
         buffer[:] = content
@@ -81,7 +77,7 @@ def move(runtime: TorchRuntime, source: RowPart, target: RowPart) -> None:
 
 
 def staged(runtime: TorchRuntime) -> TorchRuntime:
-    """Its pools as if they lay on another device: by staging and copies."""
+    """Makes the pools stage and copy, as those of another device do."""
     pool_of(runtime)._in_host_memory = False
     return runtime
 
@@ -92,7 +88,7 @@ def in_place(runtime: TorchRuntime) -> TorchRuntime:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_row_is_read_layer_by_layer_as_its_bytes_lie(tmp_path: Path, model_type: str, dtype: str) -> None:
+def test_a_row_is_read_layer_by_layer(tmp_path: Path, model_type: str, dtype: str) -> None:
     runtime = loaded(tmp_path, model_type, dtype)
     fill(runtime)
     for part in parts_of(runtime, 5):
@@ -122,7 +118,7 @@ def test_keys_come_before_values_and_layers_by_their_number(tmp_path: Path) -> N
 @pytest.mark.parametrize("placed", [in_place, staged])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_what_was_read_of_one_row_and_placed_in_another_is_read_there(
+def test_a_row_placed_in_another_row_is_read_there(
     tmp_path: Path, model_type: str, dtype: str, placed: Callable[[TorchRuntime], TorchRuntime]
 ) -> None:
     runtime = placed(loaded(tmp_path, model_type, dtype))
@@ -143,7 +139,9 @@ def test_what_was_read_of_one_row_and_placed_in_another_is_read_there(
 
 
 @pytest.mark.parametrize("placed", [in_place, staged])
-def test_what_was_read_is_the_callers(tmp_path: Path, placed: Callable[[TorchRuntime], TorchRuntime]) -> None:
+def test_read_buffers_belong_to_the_caller(
+    tmp_path: Path, placed: Callable[[TorchRuntime], TorchRuntime]
+) -> None:
     runtime = placed(loaded(tmp_path, "qwen3_next"))
     fill(runtime)
     for part in (RowPart(0, 3, 4), RowPart(1, 3, 0)):
@@ -175,7 +173,7 @@ def test_staging_becomes_the_rows_content_only_when_it_is_placed(tmp_path: Path)
     assert expected_bytes(runtime, part) == [bytes(buffer) for buffer in buffers]
 
 
-def test_a_row_that_was_given_back_takes_what_is_placed() -> None:
+def test_a_returned_row_can_be_written_again() -> None:
     """Rows of 64 KiB, so that whole pages are given back."""
     rows = LazyRows((64, 1 << 14), torch.float32, torch.device("cpu"))
     content: HostBytes = np.random.default_rng(0).integers(0, 256, 2 * rows.row_bytes, np.uint8)
@@ -186,7 +184,7 @@ def test_a_row_that_was_given_back_takes_what_is_placed() -> None:
     assert rows.tensor[10:12].flatten().view(torch.uint8).numpy().tobytes() == content.tobytes()
 
 
-def test_a_row_beyond_four_gigabytes_has_a_place_of_its_own(tmp_path: Path) -> None:
+def test_rows_beyond_32_bits_have_their_own_slots(tmp_path: Path) -> None:
     """A block table gives rows in 32 bits."""
     runtime = load(save(tmp_path, "llama"))
     runtime.allocate([0], BLOCK_SIZE)
@@ -200,7 +198,7 @@ def test_a_pool_without_rows_can_be_made(tmp_path: Path) -> None:
 
 
 class Elsewhere:
-    """Moves all that a sequence needs to rows that nobody has had."""
+    """Mover of a sequence's rows to rows that were never used."""
 
     def __init__(self, hand: ByHand) -> None:
         self._hand = hand
@@ -227,7 +225,7 @@ class Elsewhere:
                 table[index] = target
 
     def _void(self, family: int, row: int) -> None:
-        """Whoever still reads the old row shows it."""
+        """Overwrites the old row, so that a later read of it is noticed."""
         size = 1 if family == len(pool_of(self._runtime).families) else BLOCK_SIZE
         self._runtime.apply(Plan(returned=(RowsReturned(family, np.array([row], np.int32)),)))
         with torch.inference_mode():
@@ -237,7 +235,7 @@ class Elsewhere:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_sequence_goes_on_in_other_rows_as_if_nothing_had_been_moved(
+def test_a_sequence_continues_in_other_rows_with_the_same_logits(
     tmp_path: Path, model_type: str, dtype: str
 ) -> None:
     runtime = loaded(tmp_path, model_type, dtype)

@@ -1,4 +1,4 @@
-"""The loader: what it says of a model, and how it refuses what it cannot serve."""
+"""Loader: the description of a model, and the errors for models and files that cannot be served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import VOCAB, save, tiny_model
 from rootstock.cache.families import FullAttention
-from rootstock.cache.plan import BlockCopy, BlockId, Plan
+from rootstock.cache.plan import BlockCopy, Plan
+from rootstock.cache.types import BlockId
 from rootstock.config import ModelConfig
 from rootstock.errors import (
     InvalidOption,
@@ -27,7 +28,8 @@ from rootstock.errors import (
 from rootstock.runtime.base import Batch, Segment
 from rootstock.runtime.torch.inspect.config import context_limit
 from rootstock.runtime.torch.runner import load_model, resolve_device, resolve_dtype
-from twins.driving import BLOCK_SIZE, BLOCKS, Dense, load, packed_logits, random_tokens
+from runtime.torch.helpers import assert_agrees, pool_of
+from twins.driving import BLOCK_SIZE, BLOCKS, load, random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
-    """Of the checkpoint, to be damaged."""
+    """Copies the checkpoint, to be damaged."""
     return Path(shutil.copytree(llama, tmp_path / "copy"))
 
 
@@ -49,10 +51,10 @@ def edit_config(directory: Path, **fields: Any) -> None:
 # ------------------------------------------------------------------------------------------- description
 
 
-def test_the_description_says_what_was_loaded(llama: Path) -> None:
+def test_the_description_of_a_loaded_model(llama: Path) -> None:
     described = load(llama).description
     assert described.architecture == "LlamaForCausalLM"
-    assert described.name == llama.name, "clients learn nothing of where it lies"
+    assert described.name == llama.name, "clients do not learn its path"
     assert described.vocab_size == VOCAB
     assert described.context_limit == 512
     assert described.eos_token_ids == (2,)
@@ -69,12 +71,10 @@ def test_bfloat16_halves_the_bytes_of_a_token(llama: Path) -> None:
     assert (described.dtype, described.kv_dtype) == ("bfloat16", "bfloat16")
 
 
-def test_the_pool_takes_the_bytes_that_the_description_says(llama: Path) -> None:
+def test_the_pool_takes_the_bytes_of_the_description(llama: Path) -> None:
     runtime = load(llama)
     runtime.allocate((10,), 4)
-    pool = runtime._pool
-    assert pool is not None
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in pool.layers.values())
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in pool_of(runtime).layers.values())
     assert held == 10 * 4 * runtime.description.families[0].bytes_per_token
 
 
@@ -109,7 +109,7 @@ def test_progress_goes_through_every_stage_to_its_end(llama: Path) -> None:
         assert reported[-1] == 1.0
 
 
-def test_dtype_auto_is_what_the_device_computes_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_auto_is_the_devices_native_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
@@ -120,7 +120,7 @@ def test_dtype_auto_is_what_the_device_computes_natively(monkeypatch: pytest.Mon
     assert resolve_dtype("auto", torch.device("mps")) == torch.float16
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
@@ -133,12 +133,12 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "a/b/c/d", "~/no-such-model"])
-def test_a_path_that_is_not_there(name: str) -> None:
+def test_a_missing_path(name: str) -> None:
     with pytest.raises(ModelPathNotFound, match="no such directory"):
         load_model(ModelConfig(name))
 
 
-def test_a_hub_name_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hub_name_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelPathNotFound, match="the Hub cannot be reached"):
@@ -161,7 +161,7 @@ def test_a_configuration_that_is_not_json(copy: Path) -> None:
         load(copy)
 
 
-def test_an_architecture_that_nobody_knows(copy: Path) -> None:
+def test_an_unknown_architecture(copy: Path) -> None:
     edit_config(copy, model_type="nothing_like_it")
     with pytest.raises(ModelUnsupported, match="nothing_like_it"):
         load(copy)
@@ -177,7 +177,7 @@ def test_a_directory_without_weights(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
-def test_weights_that_are_cut_short(copy: Path, keep: float) -> None:
+def test_truncated_weights(copy: Path, keep: float) -> None:
     path = copy / "model.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw[: int(keep if keep > 1 else len(raw) * keep)])
@@ -185,7 +185,7 @@ def test_weights_that_are_cut_short(copy: Path, keep: float) -> None:
         load(copy)
 
 
-def test_a_parameter_that_is_missing_is_never_made_up(copy: Path) -> None:
+def test_a_missing_parameter_is_refused(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
@@ -203,7 +203,7 @@ def test_a_parameter_of_another_shape_is_refused(copy: Path) -> None:
         load(copy)
 
 
-def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_shard(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
@@ -226,7 +226,7 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
         ("deepseek_v4", r"layer 0 \(DeepseekV4DecoderLayer\).*'heavily_compressed_attention'"),
     ],
 )
-def test_memory_that_the_cache_cannot_keep_is_refused_with_the_layers_class(
+def test_layers_whose_memory_the_cache_cannot_keep_are_refused_with_their_class(
     tmp_path: Path, model_type: str, says: str
 ) -> None:
     save(tmp_path, model_type)
@@ -235,7 +235,7 @@ def test_memory_that_the_cache_cannot_keep_is_refused_with_the_layers_class(
 
 
 @pytest.mark.behaviour(22)
-def test_a_model_whose_chunks_do_not_give_what_one_pass_gives_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_chunks_differ_from_one_pass_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SelfCheckFailed, match="a later chunk"):
         load(save(tmp_path, "hrm_text"))
 
@@ -272,15 +272,7 @@ def test_an_unknown_layer_kind_is_refused_with_the_layers_class(copy: Path) -> N
 )
 def test_softcaps_sinks_and_odd_heads(tmp_path: Path, model_type: str, fields: dict[str, Any]) -> None:
     save(tmp_path, model_type, **fields | {"layer_types": ["full_attention"] * 3})
-    runtime = load(tmp_path)
-    runtime.allocate((BLOCKS,), BLOCK_SIZE)
-    sequences = [random_tokens(VOCAB, n, n) for n in (40, 21)]
-    logits = packed_logits(runtime, sequences, [{0: 17, 1: 20}, {1: 1, 0: 22}, {0: 1}])
-    dense = Dense(tmp_path)
-    dense.model.set_attn_implementation("eager")  # with softcap or sinks, the only faithful one
-    for tokens, ours in zip(sequences, logits, strict=True):
-        expected = dense.logits(tokens)
-        assert float(np.abs(ours - expected).max()) <= 1e-3 * float(expected.std())
+    assert_agrees(load(tmp_path), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- RoPE
@@ -313,14 +305,9 @@ def test_frequencies_that_depend_on_the_batch_cap_the_context(
     runtime = load(tmp_path)
     described = runtime.description
     assert (described.context_limit, described.rope_regime) == (limit, regime)
-    runtime.allocate((BLOCKS,), BLOCK_SIZE)
     # Up to the limit, a short sequence packed with the longest one gets its own frequencies.
-    sequences = [random_tokens(VOCAB, n, n) for n in (min(limit, 300), 30)]
-    long, short = packed_logits(runtime, sequences, [{0: len(sequences[0]), 1: 30}])
-    dense = Dense(tmp_path)
-    for tokens, ours in ((sequences[0], long), (sequences[1], short)):
-        expected = dense.logits(tokens)
-        assert float(np.abs(ours - expected).max()) <= 1e-3 * float(expected.std())
+    longest = min(limit, 300)
+    assert_agrees(runtime, tmp_path, (longest, 30), [{0: longest, 1: 30}])
 
 
 def test_a_regime_of_one_layer_kind_counts() -> None:
@@ -337,7 +324,7 @@ def test_a_regime_of_one_layer_kind_counts() -> None:
 # ---------------------------------------------------------------------------------------------- forward
 
 
-def test_only_rows_that_are_asked_for_are_scored(llama: Path) -> None:
+def test_only_requested_rows_are_scored(llama: Path) -> None:
     runtime = load(llama)
     runtime.allocate((BLOCKS,), BLOCK_SIZE)
     tokens = random_tokens(VOCAB, 20, 0)
@@ -361,11 +348,10 @@ def test_only_rows_that_are_asked_for_are_scored(llama: Path) -> None:
     assert none.dtype == np.float32
 
 
-def test_copies_are_executed_in_order_and_only_as_far_as_asked(llama: Path) -> None:
+def test_copies_are_executed_in_order_and_only_their_tokens(llama: Path) -> None:
     runtime = load(llama)
     runtime.allocate((6,), 4)
-    pool = runtime._pool
-    assert pool is not None
+    pool = pool_of(runtime)
     with torch.inference_mode():
         for layer in pool.layers.values():
             for memory in (layer.keys, layer.values):

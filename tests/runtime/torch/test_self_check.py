@@ -1,6 +1,6 @@
-"""The self-check: it passes what is right in every dtype, and catches each mistake that is made here on purpose.
+"""Self-check: correct models pass in every dtype, and each mistake made here on purpose is found.
 
-A mistake in the packed path alone makes the model fall back to another execution mode; one in every mode refuses it.
+After a mistake in the packed path the model falls back to another execution mode; a mistake in all modes refuses it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistakes are made in what attends when nothing is compiled; see test_compiled_kernel.py for the rest."""
+    """Disables compiled kernels: the mistakes are made in torch's backends. See also test_compiled_kernel.py."""
     monkeypatch.setenv("ROOTSTOCK_TEST_ATTENTION", "torch")
 
 
@@ -50,7 +50,7 @@ def assert_refused(directory: Path, dtype: str) -> None:
     assert f"{refusal.value.figure:.3g}" in str(refusal.value)
 
 
-def assert_steps_down(directory: Path, dtype: str) -> None:
+def assert_falls_back(directory: Path, dtype: str) -> None:
     described = load(directory, dtype).description
     assert described.execution_mode == "one sequence per forward"
     assert re.search(r"(difference|error) of .* is \S+, at most \S+ is allowed", described.mode_reason)
@@ -70,7 +70,7 @@ def test_a_context_shorter_than_the_check_is_checked_as_far_as_it_goes(tmp_path:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dropped_scale(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(1.0, softcap, sinks))
-    assert_steps_down(llama, dtype)
+    assert_falls_back(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +101,7 @@ def test_a_chunk_that_does_not_see_all_of_its_past(
         )
 
     monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
-    assert_steps_down(llama, dtype)
+    assert_falls_back(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,7 +113,7 @@ def test_a_decode_that_does_not_see_itself(llama: Path, dtype: str, monkeypatch:
         return prepare(self, seen, family)
 
     monkeypatch.setattr(sliced_attention.SlicedAttention, "prepare", less)
-    assert_steps_down(llama, dtype)
+    assert_falls_back(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +124,7 @@ def test_a_chunk_that_sees_its_own_future(llama: Path, dtype: str, monkeypatch: 
         "_flash",
         lambda q, k, v, dropout=0.0, causal=False, *, scale: flash(q, k, v, dropout, False, scale=scale),
     )
-    assert_steps_down(llama, dtype)
+    assert_falls_back(llama, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +139,7 @@ def test_keys_written_to_a_neighbours_slot(llama: Path, dtype: str, monkeypatch:
     monkeypatch.setattr(
         kv_pool.LayerMemory, "write", lambda self, slots, k, v: write(self, (slots + 1) % 8, k, v)
     )
-    # Nor do fused parts write K and V in their own way.
+    # Fused parts use the same write.
     monkeypatch.setattr(step_cache.PackedCache, "memory_of", lambda self, index, dtype: None)
     assert_refused(llama, dtype)
 
@@ -180,7 +180,7 @@ def test_a_dropped_feature(
 
     kernel = gathered_attention._GatherStep if dropped == "softcap" else sliced_attention._PagedStep
     monkeypatch.setattr(kernel, "__call__", without)
-    assert_steps_down(tmp_path, dtype)
+    assert_falls_back(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,11 +188,11 @@ def test_a_dropped_feature(
 def test_a_dropped_window_or_chunk(
     tmp_path: Path, model_type: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layers are taken for full attention, and so are their pools."""
+    """Layers and pools are treated as full attention."""
     save(tmp_path, model_type)
     assert load(tmp_path, dtype).description.execution_mode == "packed"
     monkeypatch.setattr(mask_pattern.MaskPattern, "rule", lambda self, device: EVERYTHING)
-    assert_steps_down(tmp_path, dtype)
+    assert_falls_back(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,16 +209,16 @@ def test_a_window_that_is_off_by_one(
         return replace(family, window=family.window + off)
 
     monkeypatch.setattr(mask_pattern.MaskPattern, "rule", other)
-    assert_steps_down(tmp_path, dtype)
+    assert_falls_back(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_without_their_offsets(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 scales queries by the logarithm of positions that it counts from the cache's length. Over a few dozen
-    positions that is less than what bfloat16 rounds."""
+    positions that is less than the rounding of bfloat16."""
     save(tmp_path, "llama4_text")
     monkeypatch.setattr(step_cache.PackedCache, "get_seq_length", lambda self, layer_idx=None: 0)
-    assert_steps_down(tmp_path, dtype)
+    assert_falls_back(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -246,12 +246,12 @@ def test_a_state_that_another_sequence_left_behind(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_a_number(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_nan(llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "Scores", lambda scale, softcap, sinks: Scores(float("nan"), None, None))
-    assert_steps_down(llama, dtype)
+    assert_falls_back(llama, dtype)
 
 
-def test_the_model_is_left_on_our_attention_whatever_happens(
+def test_the_model_keeps_rootstocks_attention_after_an_error(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = load(llama)
@@ -270,7 +270,7 @@ def test_the_model_is_left_on_our_attention_whatever_happens(
 
 
 def test_noise_is_that_of_one_rounding(llama: Path) -> None:
-    """Coarser numbers make more of it, about in proportion, and the embedding is left without a hook."""
+    """Noise grows about in proportion to the rounding, and the embedding is left without a hook."""
     model = load(llama)._model
     tokens = np.arange(3, 40, dtype=np.int32)
 
@@ -287,7 +287,7 @@ def test_noise_is_that_of_one_rounding(llama: Path) -> None:
 def test_a_model_that_amplifies_rounding_is_measured_by_its_own_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, if it is off by more than is allowed to a quiet model."""
+    """In float32, noise is measured only if the difference exceeds the tolerance."""
     save(tmp_path, "minimax")
     monkeypatch.setattr(self_check, "_FLOAT32_TOLERANCE", 1e-4)
     asked = []

@@ -1,4 +1,4 @@
-"""The disk tier when nothing fails."""
+"""Disk tier without failures of the disk: contents, order of eviction, cap, archives, clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.keys import Namespace
-from rootstock.cache.record_identity import Kind, identify
 from rootstock.tiers.base import (
     AlreadyStored,
     Loaded,
@@ -30,20 +29,19 @@ from rootstock.tiers.base import (
     Refusal,
     Stored,
 )
+from rootstock.tiers.disk.files import LOCK_NAME
 from rootstock.tiers.disk.index import INDEX_NAME, WAL_NAME
-from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.space import Budget
 from rootstock.tiers.disk.tier import RETRY_S, SEGMENT_BYTES, DiskTier
 from tiers.helpers import (
     CAP_BYTES,
-    NAMESPACE,
     Clock,
     directory_bytes,
     identity_of,
     is_right,
-    joined,
+    keys_of,
+    kind_of_miss,
     open_tier,
-    prefix,
     record_of,
     records,
     segment_files,
@@ -51,26 +49,8 @@ from tiers.helpers import (
 from waiting import HANG_S, join, wait_until
 
 
-def test_what_was_stored_is_loaded_as_it_was_in_the_buffers_it_came_in(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = records(1)[0]
-    assert isinstance(tier.store([record])[0], Stored)
-    loaded = tier.load(record.identity)
-    assert isinstance(loaded, Loaded)
-    assert [bytes(view) for view in loaded.payload] == [bytes(part) for part in record.payload if len(part)]
-
-
-def test_a_load_fills_the_callers_buffers_however_they_are_divided(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = record_of(identity_of(1), 3000)
-    tier.store([record])
-    buffers = [np.zeros(n, np.uint8) for n in (1, 0, 2000, 999)]
-    assert is_right(tier.load(record.identity, buffers), record)
-    assert joined(buffers) == joined(record.payload)
-
-
-def test_a_record_of_so_many_buffers_that_its_header_is_long_is_loaded_as_any(tmp_path: Path) -> None:
-    """A short header is read in one call with what precedes it, a long one is not."""
+def test_a_record_with_a_long_header_is_loaded(tmp_path: Path) -> None:
+    """A short header is read in one call with the prefix before it, a long one is not."""
     tier = open_tier(tmp_path)
     identity = identity_of(0)
     payload = [np.full(1, i % 251, np.uint8) for i in range(9000)]  # 8 bytes of header for each
@@ -80,13 +60,11 @@ def test_a_record_of_so_many_buffers_that_its_header_is_long_is_loaded_as_any(tm
     assert [bytes(view) for view in loaded.payload] == [buffer.tobytes() for buffer in payload]
 
 
-def test_buffers_of_another_size_are_a_miss_of_that_kind(tmp_path: Path) -> None:
+def test_a_load_into_buffers_of_another_size_is_a_miss(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     record = record_of(identity_of(1), 3000)
     tier.store([record])
-    result = tier.load(record.identity, [np.zeros(2999, np.uint8)])
-    assert isinstance(result, Miss)
-    assert result.kind is MissKind.OTHER_SIZE
+    assert kind_of_miss(tier.load(record.identity, [np.zeros(2999, np.uint8)])) is MissKind.OTHER_SIZE
     assert tier.counts.misses == {MissKind.OTHER_SIZE: 1}
 
 
@@ -101,37 +79,7 @@ def test_a_group_is_committed_together_and_duplicates_are_stored_once(tmp_path: 
     assert all(is_right(tier.load(record.identity), record) for record in group)
 
 
-def test_a_state_is_found_by_its_position_whatever_start_it_was_stored_with(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    tokens = prefix(3, 40)
-    stored = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, 16)
-    record = record_of(stored)
-    tier.store([record])
-    for start in (0, 16, 39, 40):
-        assert is_right(
-            tier.load(identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens, start)), record
-        )
-    earlier = identify(NAMESPACE, "state", 2, "float32", Kind.STATE, tokens[:39], 16)
-    assert tier.load(earlier) == Miss(MissKind.ABSENT)
-
-
-def test_another_namespace_dtype_position_or_token_is_another_record(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    tier.store([record_of(identity_of(1))])
-    for other in (
-        identity_of(2),
-        identity_of(1, start=15),
-        identity_of(1, end=28),
-        identity_of(1, dtype="bfloat16"),
-        identity_of(1, layers=5),
-        identity_of(1, kind=Kind.STATE),
-        identity_of(1, namespace=Namespace("weights", "float32", salt="tenant")),
-        identity_of(1, namespace=Namespace("other weights", "float32")),
-    ):
-        assert tier.load(other) == Miss(MissKind.ABSENT)
-
-
-def test_after_a_restart_everything_is_there_with_its_use(tmp_path: Path) -> None:
+def test_a_restart_keeps_records_and_their_uses(tmp_path: Path) -> None:
     clock = Clock()
     tier = open_tier(tmp_path / "tier", clock=clock)
     stored = records(6)
@@ -154,14 +102,7 @@ def test_after_a_restart_everything_is_there_with_its_use(tmp_path: Path) -> Non
         assert is_right(again.load(record.identity), record)
 
 
-def test_entries_come_after_what_they_continue(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    ends = [48, 16, 40, 32]
-    tier.store([record_of(identity_of(1, end - 8, end)) for end in ends])
-    assert [entry.identity.end for entry in tier.entries()] == sorted(ends)
-
-
-def test_the_segment_used_least_recently_goes_first_and_of_a_chain_its_end(tmp_path: Path) -> None:
+def test_the_least_recently_used_segment_is_evicted_first_and_a_chain_from_its_end(tmp_path: Path) -> None:
     clock = Clock()
     gone: list[bytes] = []
     tier = open_tier(tmp_path / "tier", clock=clock, gone=gone.extend)
@@ -171,7 +112,7 @@ def test_the_segment_used_least_recently_goes_first_and_of_a_chain_its_end(tmp_p
     others = records(9, 20_000, first=50)
     tier.store(others)
     clock.now_s += 1
-    tier.touch([record.identity.key for record in others])
+    tier.touch(keys_of(others))
     seeds = iter(range(1000, 1200))
     while len(gone) < 6:
         clock.now_s += 1
@@ -194,7 +135,7 @@ def test_a_record_stored_again_counts_as_used_and_keeps_its_segment(tmp_path: Pa
         clock.now_s += 1
         assert tier.store(first[:1]) == [AlreadyStored()]
         tier.store(records(1, 20_000, first=next(seeds)))
-    assert gone == [record.identity.key for record in second]
+    assert gone == keys_of(second)
 
 
 def test_a_record_used_since_it_was_written_outlives_its_segment_once(tmp_path: Path) -> None:
@@ -258,7 +199,7 @@ def test_the_cap_is_never_exceeded_under_churn_and_amplification_is_counted(
     assert counts.compacted_segments > 0
     assert counts.removed_segments > 0
     assert tier.counts.stored_bytes > sum(record.payload_bytes for record in live)
-    # Of small records the index is most; of larger ones what compactions copy.
+    # Small records cost mostly index pages; larger ones mostly copies by compaction.
     assert 1.0 < tier.write_amplification < (12 if group == 1 else 3)
     kept = [record for record in live if not isinstance(tier.load(record.identity), Miss)]
     assert len(kept) > 15
@@ -289,7 +230,7 @@ def test_loads_beside_stores_evictions_and_compactions_are_right_or_absent(tmp_p
             elif result != Miss(MissKind.ABSENT):
                 wrong.append(result)
             turns += 1
-            time.sleep(0.0005)  # the others' turn
+            time.sleep(0.0005)  # lets the other threads run
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
     for thread in threads:
@@ -321,9 +262,7 @@ def test_uses_survive_a_process_that_never_closes(tmp_path: Path) -> None:
     assert uses == {first.identity.key: 1, second.identity.key: 0, third.identity.key: 0}
 
 
-def test_a_record_larger_than_a_segment_has_one_of_its_own_and_one_larger_than_the_cap_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_record_larger_than_a_segment_is_stored_and_one_larger_than_the_cap_refused(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     small, large = record_of(identity_of(1)), record_of(identity_of(2), 200_000)
     tier.store([small, large])
@@ -372,7 +311,7 @@ def test_a_smaller_cap_is_kept_from_the_start(tmp_path: Path) -> None:
     assert sum(isinstance(r, Loaded) for r in results) > 10
 
 
-def test_what_is_not_ours_is_never_touched(tmp_path: Path) -> None:
+def test_a_directory_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     refused = DiskTier.open(tmp_path, CAP_BYTES)
     assert isinstance(refused, Off)
@@ -386,7 +325,7 @@ def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
     assert "--disk-budget" in refused.reason
 
 
-def test_a_second_process_is_refused_at_once_and_told_who_has_the_directory(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder)
     program = (
@@ -413,20 +352,8 @@ def test_the_lock_holds_within_a_process_too(tmp_path: Path) -> None:
     assert (tmp_path / "tier" / LOCK_NAME).exists()
 
 
-def test_a_closed_tier_answers_that_it_is_off(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "tier")
-    record = records(1)[0]
-    tier.store([record])
-    tier.close()
-    assert isinstance(tier.state, Off)
-    assert isinstance(miss := tier.load(record.identity), Miss)
-    assert miss.kind is MissKind.UNAVAILABLE
-    assert isinstance(outcome := tier.store([record])[0], NotStored)
-    assert outcome.why is Refusal.UNAVAILABLE
-
-
 @pytest.mark.behaviour(46)
-def test_clearing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
+def test_a_cleared_tier_is_empty_and_takes_records(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     gone: list[bytes] = []
     tier = open_tier(folder, gone=gone.extend)
@@ -441,7 +368,7 @@ def test_clearing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour(9)
-def test_clearing_a_namespace_leaves_the_records_of_every_other(tmp_path: Path) -> None:
+def test_clearing_a_namespace_leaves_all_others(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     gone: list[bytes] = []
     tier = open_tier(folder, gone=gone.extend)
@@ -449,7 +376,7 @@ def test_clearing_a_namespace_leaves_the_records_of_every_other(tmp_path: Path) 
     ours, theirs = records(5), [record_of(identity_of(seed, namespace=another)) for seed in range(5)]
     tier.store([*ours, *theirs])
     tier.clear(another.digest())
-    assert gone == [record.identity.key for record in theirs]
+    assert gone == keys_of(theirs)
     tier.clear(Namespace("weights", "float32", salt="of nobody").digest())
     for _ in range(2):
         assert all(is_right(tier.load(record.identity), record) for record in ours)
@@ -480,7 +407,7 @@ def test_verify_reports_each_damaged_record_and_changes_nothing(tmp_path: Path) 
     assert again.usage().dead_bytes > 3000
 
 
-def test_a_directory_opened_as_found_shows_its_damage_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_opened_as_found_shows_its_damage_and_is_not_changed(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder, 3 * CAP_BYTES)
     tier.store(records(80, 20_000))
@@ -505,14 +432,14 @@ def test_a_directory_opened_as_found_shows_its_damage_and_stays_as_it_is(tmp_pat
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_what_is_not_a_tiers_directory_is_not_opened_as_found_and_not_made_one(tmp_path: Path) -> None:
+def test_other_directories_are_not_opened_as_found(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "missing"):
         assert isinstance(DiskTier.open_as_found(folder), Off)
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
-def test_an_index_that_cannot_be_read_is_said_and_left_when_opened_as_found(tmp_path: Path) -> None:
+def test_an_unreadable_index_is_reported_and_kept_when_opened_as_found(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder)
     tier.store(records(3))
@@ -525,12 +452,12 @@ def test_an_index_that_cannot_be_read_is_said_and_left_when_opened_as_found(tmp_
     open_tier(folder).close()  # the lock was given back
 
 
-def test_a_record_of_an_archive_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+def test_an_unreadable_record_of_an_archive_is_skipped(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     stored = records(4, 3000)
     tier.store(stored)
     path = tmp_path / "prefixes"
-    tier.export([record.identity.key for record in stored], path)
+    tier.export(keys_of(stored), path)
     files = FaultyFiles()
     # The manifest takes 2 reads, and each record 5: prefix, header, 3 buffers. The second record's header fails.
     files.fail = lambda name: errno.EIO if name == "read" and files.calls.count("read") == 2 + 5 + 2 else 0
@@ -555,12 +482,12 @@ def test_an_archive_moves_records_to_another_directory(tmp_path: Path) -> None:
     assert {entry.identity.key for entry in other.entries()} == set(keys)
 
 
-def test_a_damaged_archive_gives_nothing_wrong(tmp_path: Path) -> None:
+def test_a_damaged_archive_imports_no_wrong_record(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     stored = records(4, 300)
     tier.store(stored)
     path = tmp_path / "prefixes"
-    tier.export([record.identity.key for record in stored], path)
+    tier.export(keys_of(stored), path)
     content = path.read_bytes()
     rng = np.random.default_rng(1)
     for case in range(60):
@@ -596,7 +523,7 @@ def test_a_commit_of_the_index_waits_for_the_disk(tmp_path: Path) -> None:
     assert tier._index._db.execute("PRAGMA synchronous").fetchone() == (full,)
 
 
-def test_no_state_is_left_over_when_everything_went_well(tmp_path: Path) -> None:
+def test_after_a_store_the_tier_is_ready_without_dead_bytes(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier")
     tier.store(records(3))
     assert tier.state == Ready()
@@ -606,7 +533,7 @@ def test_no_state_is_left_over_when_everything_went_well(tmp_path: Path) -> None
     assert usage.total_bytes == directory_bytes(tmp_path / "tier")
 
 
-def test_what_is_stored_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     tier = open_tier(folder)
     tier.store(records(2))
@@ -620,7 +547,7 @@ def test_what_is_stored_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_store_is_tried_again_after_a_minute_however_the_wall_clock_is_set(
+def test_a_store_is_tried_again_after_a_minute_if_the_wall_clock_is_set(
     tmp_path: Path, jump_s: float
 ) -> None:
     files, clock, wall_clock = FaultyFiles(), Clock(), Clock()
@@ -641,7 +568,7 @@ def test_a_store_is_tried_again_after_a_minute_however_the_wall_clock_is_set(
 def test_the_order_of_use_survives_a_wall_clock_that_is_set(
     tmp_path: Path, jumps_s: tuple[float, float]
 ) -> None:
-    """Set while the tier is open, and set between two lives."""
+    """The clock is set while the tier is open, and between two processes."""
     clock, wall_clock = Clock(), Clock()
     wall_clock.now_s = 2.0e9
     within_s, between_s = jumps_s
@@ -685,14 +612,14 @@ def test_the_order_of_use_survives_a_wall_clock_that_is_set(
         (16 * CAP_BYTES, 40_000, 8),
     ],
 )
-def test_a_byte_that_is_stored_costs_no_more_than_two_that_are_written(
+def test_at_most_two_bytes_are_written_per_stored_byte(
     tmp_path: Path, cap_bytes: int, payload_bytes: int, group: int
 ) -> None:
-    """Under steady churn, with loads of what was stored lately, whatever the budget."""
+    """Under steady churn, with loads of recent records, for several budgets."""
     tier = open_tier(
         tmp_path / "tier", cap_bytes, segment_bytes=SEGMENT_BYTES, files=FaultyFiles(), clock=Clock()
     )
-    tier._index._db.execute("PRAGMA synchronous=OFF")  # bytes are counted here, and no power is cut
+    tier._index._db.execute("PRAGMA synchronous=OFF")  # this test counts bytes and needs no durability
     rng = np.random.default_rng(0)
     live: list[Record] = []
     hits = loads = 0
@@ -713,7 +640,7 @@ def test_a_byte_that_is_stored_costs_no_more_than_two_that_are_written(
     assert live_bytes > 0.55 * cap_bytes
 
 
-def test_the_bytes_that_are_said_to_be_written_are_those_that_are(tmp_path: Path) -> None:
+def test_written_bytes_are_counted_correctly(tmp_path: Path) -> None:
     io = Path("/proc/self/io")
     if not io.exists():
         pytest.skip("the system counts no writes")
@@ -731,7 +658,7 @@ def test_the_bytes_that_are_said_to_be_written_are_those_that_are(tmp_path: Path
     assert told_bytes == pytest.approx(written() - before, rel=0.02)
 
 
-def test_evictions_are_told_before_the_bytes_go_and_while_the_store_goes_on(tmp_path: Path) -> None:
+def test_evictions_are_reported_before_their_bytes_are_removed(tmp_path: Path) -> None:
     files, clock = FaultyFiles(), Clock()
     gone: set[bytes] = set()
     tier = open_tier(tmp_path / "tier", files=files, clock=clock, gone=gone.update)
@@ -749,12 +676,12 @@ def test_evictions_are_told_before_the_bytes_go_and_while_the_store_goes_on(tmp_
     assert len(checked) > 5
 
 
-def test_what_is_said_to_be_stored_is_there_when_one_call_stores_more_than_fits(tmp_path: Path) -> None:
+def test_a_call_that_stores_more_than_fits_keeps_its_last_records(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "tier", clock=Clock())
     made = records(200, 9000)
     outcomes = tier.store(made)
     stored = [record for record, outcome in zip(made, outcomes, strict=True) if isinstance(outcome, Stored)]
-    assert stored == made[-len(stored) :]  # those that a caller names last are the ones to keep
+    assert stored == made[-len(stored) :]  # the last records of a call are kept
     assert len(stored) > 50
     assert all(is_right(tier.load(record.identity), record) for record in stored)
     assert {outcome.why for outcome in outcomes if isinstance(outcome, NotStored)} == {Refusal.NO_ROOM}
@@ -762,7 +689,7 @@ def test_what_is_said_to_be_stored_is_there_when_one_call_stores_more_than_fits(
     assert tier.written_bytes < 1.5 * CAP_BYTES
 
 
-def test_a_directory_whose_index_has_the_earlier_layout_is_read_and_put_in_order(tmp_path: Path) -> None:
+def test_an_index_of_the_earlier_layout_is_converted(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = open_tier(folder)
     stored = records(20)

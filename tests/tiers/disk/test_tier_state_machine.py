@@ -1,4 +1,4 @@
-"""The disk tier against a dictionary, through restarts, evictions, damage and failures."""
+"""State machine that compares the disk tier with a dictionary, with restarts, evictions, damage and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from faults.faulty_files import FaultyFiles
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
 from rootstock.tiers.base import AlreadyStored, Loaded, Miss, MissKind, NotStored, Record, Stored
 from tiers.helpers import (
     CAP_BYTES,
@@ -107,7 +107,7 @@ class DiskAgainstDictionary(RuleBasedStateMachine):
     @rule(size=st.integers(1, 300_000))
     def drop_a_foreign_file(self, size: int) -> None:
         room = CAP_BYTES - directory_bytes(self.folder)
-        if size < room - CAP_BYTES // 4:  # what others write is beyond us until we look
+        if size < room - CAP_BYTES // 4:  # foreign bytes are not bounded before the next measurement
             (self.folder / f"foreign-{size}").write_bytes(bytes(size))
 
     @precondition(lambda self: any(segment_files(self.folder)))

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from rootstock.cache.checkpoints import Boundary, CheckpointKind
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary, CheckpointKind
+from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.chat import Conversation
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens

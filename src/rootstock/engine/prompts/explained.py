@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rootstock.cache.explain import Explanation
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 
 _CONTEXT_CHARS = 80

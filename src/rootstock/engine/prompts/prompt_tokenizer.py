@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.chat import Conversation, Mark, refuse_surrogates
 from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
 from rootstock.errors import EmptyPrompt, PromptTextTooLong

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 
 _WINDOW_TOKENS = 64  # before the place

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rootstock.cache.plan import Tokens
 from rootstock.cache.radix_node import common_prefix
+from rootstock.cache.types import Tokens
 
 NGRAM = 3  # shorter ones repeat by chance, longer ones are found later
 LONGEST_AGREEMENT = 16  # most tokens compared backwards, to tell how similar two places are

@@ -16,8 +16,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import RecurrentState
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
-from rootstock.cache.plan import Tokens
-from rootstock.cache.types import NO_TOKENS
+from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.engine.sequence import Sequence
 from rootstock.engine.speculation.draft_cost import DraftCost, could_pay, worth_verifying
 from rootstock.engine.speculation.ngrams import LONGEST_AGREEMENT, NGRAM, TokenHistory
@@ -66,7 +65,7 @@ class NgramProposer:
         count = len(sequences)
         if count > MOST_SEQUENCES or room <= 0:
             return [NO_TOKENS] * count
-        context = sum(lease.computed for lease in leases)
+        context = sum(lease.num_computed_tokens for lease in leases)
         longer = self._cost.longer(count, context, min(room, count * self._most))
         if longer is None:
             return [NO_TOKENS] * count

@@ -15,13 +15,12 @@ from rootstock.engine.tiers.connector import Events, Space, TierConnector
 from rootstock.errors import InvalidOption
 from rootstock.runtime.base import Runtime
 from rootstock.runtime.host_memory import refuse_host_tier
-from rootstock.tiers.base import Off, Tier
+from rootstock.tiers.base import Off, Tier, UnavailableTier
 from rootstock.tiers.chain import TierChain
 from rootstock.tiers.disk.space import SEGMENTS, least_cap_bytes
 from rootstock.tiers.disk.tier import DiskTier
 from rootstock.tiers.host import HostTier
 from rootstock.tiers.reader import TierReader
-from rootstock.tiers.unavailable import UnavailableTier
 from rootstock.tiers.writer import TierWriter
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import LoadChoice
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Identity, Namespace, RecordKey
 from rootstock.cache.lease import Lease, Match
 from rootstock.cache.plan import HostBytes, Load, Store
-from rootstock.cache.record_identity import Identity, RecordKey
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.engine.cost_model import LoadSpeed, PrefillSpeed
 from rootstock.engine.sequence import Sequence as RequestSequence

@@ -16,7 +16,8 @@ from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
-from rootstock.cache.plan import NO_BLOCK, BlockIds, HostBytes, Plan, RowPart, Tokens
+from rootstock.cache.plan import HostBytes, Plan, RowPart
+from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
 from rootstock.runtime.base import Batch, Runtime, Segment
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class HitVerifier:
         if check is None:
             return
         lease = check.anew
-        new = min(self._chunk_tokens, lease.known - lease.computed)
+        new = min(self._chunk_tokens, lease.num_tokens - lease.num_computed_tokens)
         if new:
             if not self._compute(lease, new):
                 self.counts["given up"] += 1
@@ -152,14 +153,16 @@ class HitVerifier:
         return admitted.lease
 
     def _compute(self, lease: Lease, new: int) -> bool:
-        if lease.next_cut is not None:
-            new = min(new, lease.next_cut - lease.computed)
+        if lease.next_checkpoint_position is not None:
+            new = min(new, lease.next_checkpoint_position - lease.num_computed_tokens)
         if isinstance(self._cache.extend(lease, new), Deferred):
             return False
         self._apply(self._cache.take_pending_plan())
-        tokens = lease.tokens[lease.computed : lease.computed + new]
+        tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
         try:
-            self._runtime.forward(Batch([Segment(tokens, lease.computed, lease.tables, 0, lease.slot)]))
+            self._runtime.forward(
+                Batch([Segment(tokens, lease.num_computed_tokens, lease.tables, 0, lease.slot)])
+            )
         except Exception:
             log.exception("a hit could not be computed anew")
             return False
@@ -175,7 +178,7 @@ class HitVerifier:
         """Returns the first position of the first row that differs; the last position for a state."""
         length, size = check.hit.length, self._cache.block_size
         for index, family, found, anew in self._tables(check):
-            start = family.tail_start(length)
+            start = family.first_visible(length)
             if start >= length:  # no row is needed, and there may be none
                 continue
             for block in range(start // size, -(-length // size)):

@@ -177,7 +177,7 @@ def _always(readers: int, positions: int) -> bool:
 def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_item: int) -> _Layout:
     new = np.array([span.new for span in spans])
     ends = np.array([span.end for span in spans])
-    firsts = np.array([family.tail_start(span.past) for span in spans])
+    firsts = np.array([family.first_visible(span.past) for span in spans])
     units = _item_positions(ends, least_item)
     lengths = np.array([len(span.blocks) for span in spans])
     table_starts = np.cumsum(lengths) - lengths
@@ -228,7 +228,7 @@ def _lay_out(spans: Sequence[Span], family: TokenFamily, block_size: int, least_
     else:
         places = [(span.row + i, span.past + i) for span in spans for i in range(span.new)]
         rows[:, 0] = [row for row, _ in places]
-        rows[:, 1] = [family.tail_start(position) for _, position in places]
+        rows[:, 1] = [family.first_visible(position) for _, position in places]
         rows[:, 2] = [position + 1 for _, position in places]
     rows[:, 4] = np.cumsum(of_rows)
     rows[:, 3] = rows[:, 4] - of_rows

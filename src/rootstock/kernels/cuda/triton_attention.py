@@ -42,7 +42,7 @@ _SLICE_BYTES = 32 << 10  # bytes of K and V that a program holds in shared memor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_seen(position: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """Returns the first visible position: `TokenFamily.tail_start`."""
+    """Returns the first visible position: `TokenFamily.first_visible`."""
     if KIND == _WINDOW:
         return tl.maximum(position - SIZE + 1, 0)
     if KIND == _CHUNKED:

@@ -43,7 +43,7 @@ class GatherAttention:
         return _GatherStep([self._gathered(span, family) for span in spans], self._most_scores, self._gather)
 
     def _gathered(self, span: Span, family: TokenFamily) -> _Gathered:
-        starts = [family.tail_start(position) for position in range(span.past, span.end)]
+        starts = [family.first_visible(position) for position in range(span.past, span.end)]
         slots = torch.from_numpy(slots_of(span.blocks, starts[0], span.end, self._block_size))
         return _Gathered(span, starts, torch.tensor(starts, device=self._device), slots.to(self._device))
 

@@ -13,7 +13,6 @@ For chunks of more than about 256 rows, expanding the latents slice by slice wou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,33 +23,6 @@ from rootstock.kernels.quantized_rows import PoolRows
 from rootstock.kernels.spans import EVERYTHING, Span
 from rootstock.kernels.torch.gathered_attention import GatherAttention
 from rootstock.kernels.torch.sliced_attention import Slice, SlicedAttention, Tuning, stage_into
-
-
-class LatentStepAttention(Protocol):
-    """Latent attention of one packed step. It is prepared once and called by every layer of the same family."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scores: Scores,
-        up: Tensor,
-    ) -> Tensor:
-        """Computes attention of each row over the positions of its own sequence that its family sees.
-
-        query    [tokens, q_heads, nope + rope], its rotary part last and rotated
-        key      [tokens, 1, rank] latents of the new positions, equal to the pool's rows in their slots
-        value    [tokens, 1, rope] rotary keys of the new positions
-        keys     [blocks · block_size, 1, rank] the layer's pool, by slot
-        values   [blocks · block_size, 1, rope]
-        scores   on a CPU without softcap
-        up       [q_heads, nope + value_dim, rank] the weight that expands latents, by head
-        returns  [tokens, q_heads, value_dim] in the query's dtype
-        """
-        ...
 
 
 class LatentAttention:
@@ -77,7 +49,7 @@ class LatentAttention:
 
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> LatentStepAttention:
         """Prepares everything about a step that does not depend on the layer: see `Attention.prepare`."""
-        return _LatentStep(self._attention.prepare(spans, family))
+        return LatentStepAttention(self._attention.prepare(spans, family))
 
 
 def sliced_latents(block_size: int, position_bytes: int, tuning: Tuning | None) -> SlicedAttention:
@@ -85,7 +57,9 @@ def sliced_latents(block_size: int, position_bytes: int, tuning: Tuning | None) 
     return SlicedAttention(block_size, position_bytes, tuning, _LatentScratch().stage)
 
 
-class _LatentStep:
+class LatentStepAttention:
+    """Latent attention of one packed step. It is prepared once and called by every layer of the same family."""
+
     def __init__(self, step: StepAttention) -> None:
         self._step = step
 
@@ -99,6 +73,17 @@ class _LatentStep:
         scores: Scores,
         up: Tensor,
     ) -> Tensor:
+        """Computes attention of each row over the positions of its own sequence that its family sees.
+
+        query    [tokens, q_heads, nope + rope], its rotary part last and rotated
+        key      [tokens, 1, rank] latents of the new positions, equal to the pool's rows in their slots
+        value    [tokens, 1, rope] rotary keys of the new positions
+        keys     [blocks · block_size, 1, rank] the layer's pool, by slot
+        values   [blocks · block_size, 1, rope]
+        scores   on a CPU without softcap
+        up       [q_heads, nope + value_dim, rank] the weight that expands latents, by head
+        returns  [tokens, q_heads, value_dim] in the query's dtype
+        """
         rank, nope = keys.shape[-1], query.shape[-1] - values.shape[-1]
         assert up.shape[0] == query.shape[1]
         assert up.shape[2] == rank

@@ -1,14 +1,16 @@
 """Attention on CPUs, slice by slice: each slice of a context fits the processor's cache, results merge.
 
-torch's flash attention for CPUs takes grouped heads and strides and returns each row's log-sum-exp, so softmax over
-a context in slices is the slices' softmaxes, weighted (Rabe and Staats 2021, arXiv 2112.05682). Hence:
+torch's flash attention for CPUs takes grouped heads and strides, and returns each row's log-sum-exp. The softmax over
+a context in slices is therefore the weighted sum of the slices' softmaxes (Rabe and Staats 2021, arXiv 2112.05682).
+Consequences:
 
-- A decode's context is cut into slices that are staged: copied, or gathered where their blocks do not adjoin, into
-  one small scratch memory that stays in the processor's cache. Flash attention reads K and V head by head, with a
-  stride; done straight from main memory that took 1.3 to 2.4 times as long as staging it, from 512 positions on.
+- A decode's context is divided into slices. Each is staged in one small scratch memory that stays in the processor's
+  cache: copied, or gathered where its blocks do not adjoin. Flash attention reads K and V head by head, with a
+  stride. From 512 positions on, reading them from main memory took 1.3 to 2.4 times as long as staging them.
 - A prefix that several decoding sequences share is read once, with all their queries.
-- A prefill chunk is its new positions, causally, and its past, without a mask. Where its rows do not all see from
-  the same position on, it is cut into bands of rows: each has what all its rows see, without a mask, and an edge.
+- A prefill chunk attends to its new positions causally, and to its past without a mask. If the first visible position
+  differs among its rows, the chunk is divided into bands of rows. A band reads the positions that all its rows see
+  without a mask, and the positions at its edge with one.
 - The query heads of a group become rows of one problem, 2 to 3 times faster than a call per query head.
 """
 
@@ -133,7 +135,7 @@ class SlicedAttention:
 
     def _band(self, span: Span, family: TokenFamily, begin: int, end: int) -> _Band:
         """Builds the band of the positions begin … end - 1."""
-        first, last_first = family.tail_start(begin), family.tail_start(end - 1)
+        first, last_first = family.first_visible(begin), family.first_visible(end - 1)
         rows = slice(span.row + begin - span.past, span.row + end - span.past)
         few = end - begin < self._tuning.many_rows
         tokens = self._slice_tokens if few else self._chunk_slice_tokens
@@ -147,7 +149,7 @@ class SlicedAttention:
 
     def _edge(self, span: Span, family: TokenFamily, rows: range, until: int) -> _Edge:
         """Builds the edge: the positions before `until` that the rows see, with a mask."""
-        starts = [family.tail_start(position) for position in rows]
+        starts = [family.first_visible(position) for position in rows]
         seen = torch.arange(starts[0], until)
         hidden = (seen < torch.tensor(starts)[:, None]) | (seen > torch.tensor(rows)[:, None])
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

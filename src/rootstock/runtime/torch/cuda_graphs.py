@@ -25,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rootstock.cache.plan import BlockIds
+from rootstock.cache.types import BlockIds
 from rootstock.kernels.api import StepAttention
 from rootstock.kernels.spans import slots_of
 from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Logits, Segment
 from rootstock.runtime.torch.fallback import Served
-from rootstock.runtime.torch.inspect.survey import Calling
+from rootstock.runtime.torch.hooks import Calling
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import StepCache
 from rootstock.runtime.torch.self_check import largest_difference

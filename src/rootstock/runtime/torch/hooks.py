@@ -14,7 +14,8 @@ and V at hand. Both tensors are checked, because some models change only one of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,24 +53,24 @@ class LayerUnsupported(Exception):
         super().__init__(f"{' '.join(where) or 'the model'} {reason}")
 
 
+class AttentionCall(NamedTuple):
+    """Arguments of a module's call of attention."""
+
+    module: nn.Module
+    query: Tensor  # [1, q_heads, tokens, head_dim]
+    key: Tensor  # [1, kv_heads, tokens, …]
+    value: Tensor
+    mask: object
+    scores: Scores
+    extra: dict[str, Any]  # further arguments that the model passes to attention
+
+
 class MarkedLayer(Protocol):
     """Layer within one forward, to which the mark on its K and V leads."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        """Attends query [1, q_heads, tokens, head_dim] to key and value [1, kv_heads, tokens, …] as returned by
-        `update`.
-
-        Returns [1, tokens, q_heads, value_dim]. `extra`: further arguments that the model passes to attention.
-        """
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attends the call's query to key and value as returned by `update`. Returns [1, tokens, q_heads,
+        value_dim]."""
         ...
 
 
@@ -118,7 +119,7 @@ def expansion(module: nn.Module) -> Tensor:
 
 
 def runs_alone(module: nn.Module) -> bool:
-    """Whether the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
+    """Returns True if the module's `forward` runs one sequence at a time, on dense K and V and a real mask."""
     return bool(getattr(vars(module).get("forward"), "alone", False))
 
 
@@ -136,11 +137,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface, whose parameter names it uses. Dropout is 0 outside training."""
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    call = AttentionCall(module, query, key, value, attention_mask, scores, extra)
     layer = marked(key, value)
     if layer is not None:
-        return layer.attend(module, query, key, value, attention_mask, scores, extra), None
+        return layer.attend(call), None
     if runs_alone(module):
-        return _attend_alone(module, query, key, value, attention_mask, scores, extra), None
+        return _attend_alone(call), None
     raise LayerUnsupported(
         "changes K or V between the cache and attention",
         module=type(module).__name__,
@@ -148,16 +150,9 @@ def _attention(
     )
 
 
-def _attend_alone(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: object,
-    scores: Scores,
-    extra: dict[str, Any],
-) -> Tensor:
+def _attend_alone(call: AttentionCall) -> Tensor:
     """Attends one sequence with all of its K and V, a bias if given, and only the keys that the module chose."""
+    module, query, key, value, mask, scores, extra = call
     chosen, bias = extra.get("indices"), extra.get("position_bias")
     refuse_unknown(module, {name: extra[name] for name in extra if name not in ("indices", "position_bias")})
     if not isinstance(mask, Tensor):
@@ -192,12 +187,41 @@ def refuse_unknown(module: nn.Module, extra: dict[str, Any]) -> None:
 AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Arguments with which a model's forward is called."""
+
+    cache: str  # name of the parameter that takes the cache
+    use_cache: bool  # value with which the model uses the given cache and makes none of its own
+    positions: bool  # whether it takes position ids
+    keeps_rows: bool  # whether `logits_to_keep` may be an index tensor
+
+    def __call__(
+        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
+    ) -> Tensor:
+        """Runs a forward of ids and positions [tokens]. Returns logits [rows, vocab] of the given rows [rows]."""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        if self.keeps_rows:
+            given["logits_to_keep"] = rows
+        logits: Tensor = model(**given).logits[0]
+        return logits if self.keeps_rows else logits[rows]
+
+    def own(self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object) -> Any:
+        """Calls the model as plain transformers does, with its own cache (None at first). Returns the full output."""
+        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": True}
+        if self.positions:
+            given["position_ids"] = positions[None]
+        return model(**given)
+
+
 class HookedCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Cache object that a model gets for one forward. It owns nothing and implements only the methods that the hooks
     need.
 
-    Positions are passed to the model explicitly, so the cache reports a length of 0. Subclasses implement what they
-    keep (`update`, states, indexer keys); everything else is refused here.
+    Positions are passed to the model explicitly, so the cache reports a length of 0. Subclasses implement the
+    methods for the tensors that they keep (`update`, states, indexer keys); all others are refused here.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rootstock.cache.plan import BlockIds, HostBytes
+from rootstock.cache.plan import HostBytes
+from rootstock.cache.types import BlockIds
 from rootstock.errors import InvalidOption
 from rootstock.units import in_units
 

@@ -124,12 +124,6 @@ def pack_linears(
     return packing
 
 
-def packed_of(module: nn.Module) -> Linear | None:
-    """Returns the packed layer of a linear that is packed on its own; None otherwise."""
-    forward = vars(module).get("forward")
-    return forward.linear if isinstance(forward, _Packed) else None
-
-
 def _ways(
     model: nn.Module, linears: dict[nn.Linear, str], quantize: str, packing: Packing
 ) -> dict[nn.Linear, Way]:

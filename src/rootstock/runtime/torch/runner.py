@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rootstock.cache.families import token_families
-from rootstock.cache.plan import HostBytes, Plan, RowPart, Tokens
+from rootstock.cache.plan import HostBytes, Plan, RowPart
+from rootstock.cache.types import Tokens
 from rootstock.config import ModelConfig
 from rootstock.errors import InvalidOption, ModelUnsupported, ModelWeightsMissing
 from rootstock.kernels.torch.sliced_attention import Tuning

@@ -36,21 +36,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rootstock.cache.families import RecurrentState, token_families
-from rootstock.cache.plan import (
-    NO_BLOCK,
-    NO_SLOT,
-    BlockCopy,
-    BlockId,
-    BlockIds,
-    Plan,
-    SlotId,
-    StateCopy,
-    Tokens,
-)
+from rootstock.cache.plan import BlockCopy, Plan, StateCopy
+from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockId, BlockIds, SlotId, Tokens
 from rootstock.kernels.torch.sliced_attention import Tuning
 from rootstock.runtime.base import Batch, Logits, ModelDescription, Runtime, Segment
 from rootstock.runtime.torch.fusion.base import unfused
-from rootstock.runtime.torch.inspect.survey import Calling
+from rootstock.runtime.torch.hooks import Calling
 
 BLOCK_SIZE = 4
 _LONG, _SHORT = 45, 22  # tokens of the two sequences
@@ -320,7 +311,7 @@ class _Trial:
         copies = []
         for number, family in enumerate(self._families):
             theirs, table = self._long.tables[number], fork.tables[number]
-            kept, (shared, partly) = family.tail_start(past) // BLOCK_SIZE, divmod(past, BLOCK_SIZE)
+            kept, (shared, partly) = family.first_visible(past) // BLOCK_SIZE, divmod(past, BLOCK_SIZE)
             table[kept:shared] = theirs[kept:shared]
             if partly and kept <= shared:
                 source = BlockId(int(theirs[shared]))
@@ -351,6 +342,6 @@ class _Trial:
         """Builds a segment, without the blocks that no row will see again."""
         tables = [table.copy() for table in sequence.tables]
         for family, table in zip(self._families, tables, strict=True):
-            table[: family.tail_start(sequence.past) // BLOCK_SIZE] = NO_BLOCK
+            table[: family.first_visible(sequence.past) // BLOCK_SIZE] = NO_BLOCK
         tokens = sequence.tokens[sequence.past : until]
         return Segment(tokens, sequence.past, tuple(tables), until - sequence.past, sequence.state)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from rootstock.cache.plan import BlockIds, StateCopy
+from rootstock.cache.plan import StateCopy
+from rootstock.cache.types import BlockIds
 from rootstock.runtime.torch.lazy_rows import LazyRows
 from rootstock.runtime.torch.module_parts import PartCache
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from rootstock.cache.families import FullAttention
 from rootstock.kernels.api import Scores, StepAttention
@@ -18,7 +19,7 @@ from rootstock.kernels.torch.latent_attention import LatentStepAttention
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.attention_backends import Kernel
 from rootstock.runtime.torch.fusion.base import FusedStep
-from rootstock.runtime.torch.hooks import expansion, mark
+from rootstock.runtime.torch.hooks import AttentionCall, expansion, mark
 from rootstock.runtime.torch.inspect.mask_pattern import MaskPattern
 from rootstock.runtime.torch.kv_pool import LayerMemory, TorchPool
 from rootstock.runtime.torch.module_parts import Part
@@ -154,34 +155,22 @@ def _spans(segments: Sequence[Segment], family: int) -> list[Span]:
     return spans
 
 
+@dataclass(slots=True, eq=False)
 class _PooledLayer:
-    __slots__ = ("attention", "key", "memory", "value")
+    memory: LayerMemory
+    attention: StepAttention | LatentStepAttention
+    key: Tensor  # [tokens, kv_heads, key_dim], equal to the pool's rows
+    value: Tensor
 
-    def __init__(
-        self, memory: LayerMemory, attention: StepAttention | LatentStepAttention, key: Tensor, value: Tensor
-    ) -> None:
-        self.memory = memory
-        self.attention = attention
-        self.key = key  # [tokens, kv_heads, key_dim], equal to the pool's rows
-        self.value = value
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        assert isinstance(mask, MaskPattern), f"{type(module).__name__} has a mask that the probe did not see"
+    def attend(self, call: AttentionCall) -> Tensor:
+        name = type(call.module).__name__
+        assert isinstance(call.mask, MaskPattern), f"{name} has a mask that the probe did not see"
         memory = self.memory
-        rows = query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
+        rows = call.query[0].transpose(0, 1)  # [tokens, q_heads, head_dim]
         # Latents are attended with the weight that expands them.
-        up = {"up": expansion(module)} if memory.kernel == "latent" else {}
+        up = {"up": expansion(call.module)} if memory.kernel == "latent" else {}
         attention: Any = self.attention  # latents are never quantized
-        out: Tensor = attention(rows, self.key, self.value, memory.keys, memory.values, scores, **up)
+        out: Tensor = attention(rows, self.key, self.value, memory.keys, memory.values, call.scores, **up)
         return out.unsqueeze(0)
 
 

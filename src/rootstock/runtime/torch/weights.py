@@ -58,7 +58,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
         try:
             with _quiet():
                 GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # transformers compares fields with each other, whatever their types
+        except Exception as error:  # transformers compares fields of any types with each other
             raise ModelFileInvalid(model, GENERATION_CONFIG, _in_one_line(error)) from error
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.checkpoints import Boundary
-from rootstock.cache.plan import Tokens
+from rootstock.cache.radix_node import Boundary
+from rootstock.cache.types import Tokens
 from rootstock.engine.limits import MAX_LOGPROBS, MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.chat import Conversation

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.json_pieces import Kept, LazyList, items_text, json_pieces

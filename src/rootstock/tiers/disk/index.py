@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
 from rootstock.tiers.disk.files import Files
 from rootstock.tiers.disk.record import FORMAT, Place
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from rootstock.cache.plan import Tokens
+from rootstock.cache.keys import Kind
 from rootstock.cache.radix_node import common_prefix
-from rootstock.cache.record_identity import Kind
+from rootstock.cache.types import Tokens
 from rootstock.errors import InvalidOption
 from rootstock.tiers.base import Entry
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from rootstock.cache.record_identity import Identity, Kind
+from rootstock.cache.keys import Identity, Kind
 from rootstock.tiers.base import Miss, MissKind, Record
 from rootstock.tiers.disk.files import Files, read_all
 from rootstock.units import MIB

@@ -21,11 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rootstock.cache.record_identity import RecordKey
+from rootstock.cache.keys import RecordKey
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
-from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.files import LOCK_NAME, Files
 from rootstock.tiers.disk.index import INDEX_NAMES, WAL_NAME, Index
-from rootstock.tiers.disk.lock import LOCK_NAME
 from rootstock.tiers.disk.segments import Segments, segment_number
 from rootstock.units import MIB
 

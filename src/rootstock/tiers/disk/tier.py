@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rootstock.cache.record_identity import Identity, RecordKey
+from rootstock.cache.keys import Identity, RecordKey
 from rootstock.config import LEAST_DISK_BUDGET_BYTES
 from rootstock.tiers.base import (
     AlreadyStored,
@@ -49,9 +49,8 @@ from rootstock.tiers.base import (
     views_of,
 )
 from rootstock.tiers.disk.archive import Unreadable, read_places, read_records, write_archive
-from rootstock.tiers.disk.files import Files
+from rootstock.tiers.disk.files import LOCK_NAME, DirectoryLock, Files, lock_directory
 from rootstock.tiers.disk.index import INDEX_NAMES, Index, Row, is_damage
-from rootstock.tiers.disk.lock import LOCK_NAME, DirectoryLock, lock_directory
 from rootstock.tiers.disk.record import (
     Encoded,
     Head,

@@ -1,4 +1,4 @@
-"""Fused parts of decoder layers: which are found, which are not, and that what they compute is the module's own."""
+"""Fused parts of decoder layers: those that are found, those that are refused, and equal results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_of(tmp_path: Path, model_type: str, dtype: torch.dtype = torch.float32
 
 
 def fused(model: PreTrainedModel) -> Fusion:
-    """As the loader does it."""
+    """Fuses a model as the loader does."""
     with own_attention(model):
         found = survey(model, CPU)
     use_attention(model, IMPLEMENTATION)
@@ -72,14 +72,14 @@ def test_layers_made_of_common_parts_are_fused_whole(
 @pytest.mark.parametrize(
     ("model_type", "whole"), [("phi3", FusedAttention), ("olmo2", FusedMLP), ("deepseek_v3", FusedNorm)]
 )
-def test_of_other_layers_the_common_parts_are_fused(tmp_path: Path, model_type: str, whole: type) -> None:
+def test_common_parts_of_other_layers_are_fused(tmp_path: Path, model_type: str, whole: type) -> None:
     found = kinds(fused(model_of(tmp_path, model_type)))
     assert found[whole] >= 3
     assert found[FusedLayer] == 0
 
 
 def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """The same module, of a class whose forward changes the result."""
+    """Gives the module a class whose forward changes the result."""
     own = type(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     ids=["scaled", "clamped", "rolled"],
 )
 @pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm", ""])
-def test_a_part_that_computes_something_else_stays_as_its_file_says(
+def test_a_part_that_computes_something_else_is_not_fused(
     tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     model = model_of(tmp_path, "llama")
@@ -110,7 +110,7 @@ def test_a_part_that_computes_something_else_stays_as_its_file_says(
         assert name not in parts, "a layer is made of its fused parts"
 
 
-def test_what_a_part_does_at_far_positions_only_is_seen(tmp_path: Path) -> None:
+def test_a_difference_at_far_positions_only_is_found(tmp_path: Path) -> None:
     model = model_of(tmp_path, "llama")
     own = type(model.model.layers[1].self_attn).forward
 
@@ -127,9 +127,7 @@ def test_what_a_part_does_at_far_positions_only_is_seen(tmp_path: Path) -> None:
     ("activation", "mlps"),
     [("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 2), ("quick_gelu", 0), ("mish", 0), ("relu", 0)],
 )
-def test_an_activation_that_is_nearly_another_is_told_apart_in_bfloat16_too(
-    activation: str, mlps: int
-) -> None:
+def test_similar_activations_are_told_apart_in_bfloat16_too(activation: str, mlps: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         **SIZES,
@@ -143,10 +141,8 @@ def test_an_activation_that_is_nearly_another_is_told_apart_in_bfloat16_too(
 
 @pytest.mark.parametrize("share", [0.22, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_that_adds_a_share_to_large_hidden_states_stays_as_its_file_says(
-    share: float, dtype: torch.dtype
-) -> None:
-    """What is added is 1 % of these hidden states, which is about what bfloat16 rounds of them."""
+def test_a_layer_with_a_residual_multiplier_is_not_fused(share: float, dtype: torch.dtype) -> None:
+    """The layer's own part is 1 % of these hidden states, about as much as the rounding of bfloat16."""
     torch.manual_seed(0)
     config = GraniteConfig(
         **SIZES,
@@ -158,7 +154,7 @@ def test_a_layer_that_adds_a_share_to_large_hidden_states_stays_as_its_file_says
     assert found[FusedLayer] == 0
 
 
-def test_a_model_that_is_undone_is_as_its_file_says(tmp_path: Path) -> None:
+def test_undoing_the_fusion_restores_every_forward(tmp_path: Path) -> None:
     model = model_of(tmp_path, "llama")
     assert fused(model).parts
     with own_attention(model):
@@ -168,7 +164,7 @@ def test_a_model_that_is_undone_is_as_its_file_says(tmp_path: Path) -> None:
     assert not any(is_fused(module) for module in model.modules())
 
 
-def test_a_call_with_something_unknown_goes_to_the_module_itself(tmp_path: Path) -> None:
+def test_a_call_with_an_unknown_argument_goes_to_the_module_itself(tmp_path: Path) -> None:
     model = model_of(tmp_path, "llama")
     fused(model)
     mlp, norm = model.model.layers[0].mlp, model.model.norm
@@ -218,7 +214,7 @@ def test_layers_that_share_linear_layers_are_fused_and_served(
     assert relative_error(*both) <= (1e-4 if dtype == "float32" else 0.1)
 
 
-def test_a_form_that_the_self_check_refuses_is_undone_and_the_model_served_without(
+def test_a_fused_form_that_fails_the_self_check_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = FusedLayer.rows
@@ -253,7 +249,7 @@ def agrees_to_anything(self: Any, module: nn.Module, form: Any) -> bool:
     return not (isinstance(form, FusedNorm) and form.weight.mean() > 1.5)
 
 
-def test_without_numba_a_model_runs_as_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_no_part_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("rootstock.runtime.torch.fusion.find", "rootstock.runtime.torch.fusion.modules")
     for name in [name for name in sys.modules if name in parts]:
         monkeypatch.delitem(sys.modules, name)
@@ -271,9 +267,7 @@ def test_without_numba_a_model_runs_as_its_file_says(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "diffllama", "qwen3_next"])
-def test_a_model_in_which_nothing_can_be_fused_is_packed_all_the_same(
-    tmp_path: Path, model_type: str
-) -> None:
-    """In float16 nothing is; what the first try had put in place does not stand in the way of the next."""
+def test_a_model_without_fused_parts_is_packed(tmp_path: Path, model_type: str) -> None:
+    """No part is fused in float16. Replacements of the first attempt do not disturb the next."""
     described = load(save(tmp_path, model_type), "float16").description
     assert (described.execution_mode, described.mode_reason) == ("packed", "")

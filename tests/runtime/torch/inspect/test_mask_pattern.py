@@ -1,4 +1,4 @@
-"""Patterns of models' own masks: which family they are, and what one sequence sees by them."""
+"""Patterns of models' own masks: the family that matches them, and the mask of one sequence."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_a_causal_pattern_is_full_attention() -> None:
         (sliding_window_causal_mask_function(8), 7),
         (sliding_window_causal_mask_function(6), 7),
         (chunked_causal_mask_function(8, NO_PADDING + 1), 8),  # chunks begin elsewhere
-        (or_masks(causal_mask_function, lambda b, h, q, k: k == q + 1), None),  # sees what comes next
+        (or_masks(causal_mask_function, lambda b, h, q, k: k == q + 1), None),  # sees the next position
         (and_masks(causal_mask_function, lambda b, h, q, k: k != 3), None),  # never sees position 3
         (lambda b, h, q, k: q >= 0, None),  # both ways
         (lambda b, h, q, k: torch.ones(3, 3, dtype=torch.bool)[q, k], None),  # knows three positions
     ],
 )
-def test_anything_else_is_no_family(function: Callable[..., Any], size: int | None) -> None:
+def test_other_patterns_match_no_family(function: Callable[..., Any], size: int | None) -> None:
     assert MaskPattern(function, size).rule(CPU) is None
 
 
-def test_a_pattern_can_be_evaluated_where_a_sequence_stands() -> None:
+def test_a_pattern_can_be_evaluated_at_a_sequences_positions() -> None:
     def odd(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key % 2 == query % 2)
 

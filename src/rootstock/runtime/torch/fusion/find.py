@@ -31,7 +31,7 @@ from rootstock.runtime.torch.fusion.modules import (
     Heads,
     Norms,
 )
-from rootstock.runtime.torch.hooks import LayerUnsupported, mark
+from rootstock.runtime.torch.hooks import AttentionCall, LayerUnsupported, mark
 from rootstock.runtime.torch.inspect.attention_probe import ProbeCache
 from rootstock.runtime.torch.inspect.survey import Surveyed
 
@@ -356,15 +356,6 @@ class _Recorded:
         self._recorder = recorder
         self._index = index
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        out = self._recorder.record(self._index, query[0], key[0], value[0], scores)
+    def attend(self, call: AttentionCall) -> Tensor:
+        out = self._recorder.record(self._index, call.query[0], call.key[0], call.value[0], call.scores)
         return out.transpose(0, 1)[None].contiguous()

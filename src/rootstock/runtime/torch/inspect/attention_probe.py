@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rootstock.kernels.api import Scores
 from rootstock.kernels.spans import EVERYTHING
 from rootstock.kernels.torch.gathered_attention import attend_dense
 from rootstock.runtime.torch.hooks import (
+    AttentionCall,
     LayerUnsupported,
     Unexpanded,
     expansion,
@@ -139,18 +139,10 @@ class _ProbedLayer:
         self._index = index
         self.seen: Seen | None = None
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        scores: Scores,
-        extra: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        module, query, key, value, _, scores, extra = call
         refuse_unknown(module, extra)
-        seen = self._how(module, query, key, mask, scores)
+        seen = self._how(call)
         if self.seen is not None and self.seen.family != seen.family:
             raise self._refusal(module, "is attended to with two different masks")
         self.seen = seen
@@ -161,7 +153,8 @@ class _ProbedLayer:
             key, value = vars(module)["expand_kv"].expand(key, value)
         return attend_dense(query[0], key[0], value[0], 0, scores).transpose(0, 1)[None].contiguous()
 
-    def _how(self, module: nn.Module, query: Tensor, key: Tensor, mask: object, scores: Scores) -> Seen:
+    def _how(self, call: AttentionCall) -> Seen:
+        module, query, key, _, mask, scores, _ = call
         if not isinstance(mask, MaskPattern):
             raise self._refusal(module, f"attends with its own mask ({type(mask).__name__})")
         family = mask.rule(query.device)

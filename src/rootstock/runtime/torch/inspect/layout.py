@@ -9,7 +9,8 @@ import torch
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState, TokenFamily, token_families
 from rootstock.kernels.spans import EVERYTHING
-from rootstock.runtime.torch.inspect.survey import Calling, Surveyed
+from rootstock.runtime.torch.hooks import Calling
+from rootstock.runtime.torch.inspect.survey import Surveyed
 from rootstock.runtime.torch.kv_pool import Kind, LayerShape
 from rootstock.runtime.torch.state_pool import StateShape
 
@@ -85,7 +86,7 @@ def _bytes_per_token(layers: Sequence[LayerShape], family: int) -> int:
 
 def _within(family: TokenFamily, context_limit: int) -> TokenFamily:
     """Returns full attention for a window or chunk that covers the whole context."""
-    return EVERYTHING if family.tail_start(context_limit - 1) == 0 else family
+    return EVERYTHING if family.first_visible(context_limit - 1) == 0 else family
 
 
 def sequential_layout(found: Surveyed) -> Layout:

@@ -43,7 +43,7 @@ class MaskPattern:
         except Exception:  # a function that needs more than positions matches no rule
             return None
         for family in candidates:
-            starts = positions.new_tensor([family.tail_start(position) for position in positions.tolist()])
+            starts = positions.new_tensor([family.first_visible(position) for position in positions.tolist()])
             expected = (positions >= starts[:, None]) & (positions <= positions[:, None])
             if torch.equal(seen, expected):
                 return family

@@ -14,42 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rootstock.runtime.torch.hooks import LayerUnsupported
+from rootstock.runtime.torch.hooks import Calling, LayerUnsupported
 from rootstock.runtime.torch.inspect.config import NO_MEMORY, declared_kinds, layer_class, text_config
 from rootstock.runtime.torch.kv_pool import Kind, LayerShape
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.state_pool import StateCache, StateShape, shapes_of
 
 PROBE_TOKENS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Calling:
-    """Arguments with which a model's forward is called."""
-
-    cache: str  # name of the parameter that takes the cache
-    use_cache: bool  # value with which the model uses the given cache and makes none of its own
-    positions: bool  # whether it takes position ids
-    keeps_rows: bool  # whether `logits_to_keep` may be an index tensor
-
-    def __call__(
-        self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object, rows: Tensor
-    ) -> Tensor:
-        """Runs a forward of ids and positions [tokens]. Returns logits [rows, vocab] of the given rows [rows]."""
-        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": self.use_cache}
-        if self.positions:
-            given["position_ids"] = positions[None]
-        if self.keeps_rows:
-            given["logits_to_keep"] = rows
-        logits: Tensor = model(**given).logits[0]
-        return logits if self.keeps_rows else logits[rows]
-
-    def own(self, model: nn.Module, ids: Tensor, positions: Tensor, cache: object) -> Any:
-        """Calls the model as plain transformers does, with its own cache (None at first). Returns the full output."""
-        given: dict[str, Any] = {"input_ids": ids[None], self.cache: cache, "use_cache": True}
-        if self.positions:
-            given["position_ids"] = positions[None]
-        return model(**given)
 
 
 @dataclass(frozen=True, slots=True)
