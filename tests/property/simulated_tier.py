@@ -1,4 +1,4 @@
-"""A tier that fails at random, and threads that run when a test lets them."""
+"""A tier that fails at random, and its writer and reader without threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rootstock.tiers.writer import Done, PutResult, Queued
 
 @dataclass
 class Failing:
-    """How often things fail, and what happened."""
+    """Rates of failures, and counts of outcomes."""
 
     stores: float = 0.0
     loads: float = 0.0
@@ -56,7 +56,7 @@ class Failing:
 
 
 class SimulatedTier:
-    """Keeps copies of what it is given, as a disk would through restarts."""
+    """Tier that keeps copies of its records through restarts, as a disk does."""
 
     def __init__(self, rng: np.random.Generator, failing: Failing) -> None:
         self._rng = rng
@@ -76,7 +76,7 @@ class SimulatedTier:
             del self._records[key]
             self._failing.gone += 1
             self.gone([key])
-        _believe(record)
+        _check_content(record)
         if self._rng.random() < self._failing.stores:
             self._failing.refused += 1
             return NotStored(Refusal.FAILED)
@@ -91,7 +91,7 @@ class SimulatedTier:
         assert into is not None
         views = [as_bytes(buffer) for buffer in into]
         if self._rng.random() < self._failing.loads:
-            for view in views:  # what a failed load leaves behind must not be believed
+            for view in views:  # a failed load leaves garbage, which must not be used
                 view[:] = bytes(self._rng.integers(0, 256, view.nbytes, np.uint8))
             self._records.pop(identity.key, None)
             self._failing.missed += 1
@@ -129,8 +129,8 @@ class SimulatedTier:
         pass
 
 
-def _believe(record: Record) -> None:
-    """What the oracle keeps says itself whose it is."""
+def _check_content(record: Record) -> None:
+    """Checks a record against its identity: the oracle's blocks and states hold their tokens and positions."""
     identity = record.identity
     if identity.kind is Kind.STATE:
         position, _ = np.frombuffer(bytes(record.views()[0]), np.uint64)
@@ -251,7 +251,7 @@ class SimulatedReader:
 
 
 class SimulatedTierConnector(TierConnector):
-    """Chance decides whether loading is worth it, and which loads are overdue, and not this machine's speed."""
+    """Connector in which chance decides, not this machine's speed, whether to load and which loads are overdue."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class SimulatedTierConnector(TierConnector):
         return [sequence for sequence in waiting if self._rng.random() < self._failing.overdue]
 
     def run(self) -> None:
-        """What the threads would do meanwhile."""
+        """Does some of the work that the threads of a real tier would have done meanwhile."""
         if self._rng.random() < 0.5:
             self.writer.run(int(self._rng.integers(1, 5)))
         if self._rng.random() < 0.6:

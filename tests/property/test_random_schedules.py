@@ -1,4 +1,4 @@
-"""Thousands of random schedules on the oracle runtime: outputs equal to a run alone, nothing leaked."""
+"""Thousands of random schedules on the oracle runtime: outputs equal a run alone, and no row is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIERED_SHARDS = 2
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_schedules_give_what_a_run_alone_gives_and_balance_the_pool(shard: int) -> None:
+def test_random_schedules_give_the_tokens_of_a_run_alone_and_lose_no_block(shard: int) -> None:
     total = Outcome()
     for seed in range(shard, SCHEDULES, SHARDS):
         try:
@@ -23,13 +23,13 @@ def test_random_schedules_give_what_a_run_alone_gives_and_balance_the_pool(shard
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise
-    # Every mechanism was at work, else the schedules prove less than they say.
+    # Without any of these events the schedules would prove less than they say.
     for name in total.__dataclass_fields__:
         assert getattr(total, name) > 0, f"no schedule had any {name}"
 
 
 @pytest.mark.parametrize("shard", range(TIERED_SHARDS))
-def test_a_tier_that_fails_at_random_never_changes_what_a_request_is_given(shard: int) -> None:
+def test_a_tier_that_fails_at_random_never_changes_the_tokens_of_a_request(shard: int) -> None:
     total = TierOutcome()
     for seed in range(shard, TIERED_SCHEDULES, TIERED_SHARDS):
         try:
@@ -41,6 +41,6 @@ def test_a_tier_that_fails_at_random_never_changes_what_a_request_is_given(shard
         assert getattr(total, name) > 0, f"no schedule had any {name}"
 
 
-def test_a_request_that_was_loaded_can_let_go_of_its_path_to_get_memory() -> None:
-    """It was failed for want of a block that the path's replaced tail holds."""
+def test_a_request_with_a_loaded_prefix_can_release_its_path_to_get_memory() -> None:
+    """Plays a schedule that failed for want of a block that the path's replaced tail held."""
     run_tiered_schedule(900_672)

@@ -1,7 +1,7 @@
-"""B6: three agents at one instant on a hybrid, with one system prompt of two thousand tokens: computed once.
+"""B6: three agents ask at one instant with one system prompt of two thousand tokens, which is computed once.
 
-Each has a question of its own after the same rules and tools. What is computed of their prompts is compared with the
-least that can be: the common prefix once, and each one's own rest. Without sharing it would be computed three times.
+Each has a question of its own after the same rules and tools. The computed prompt tokens are compared with the
+least possible: the common prefix once, and the rest of each prompt. Without sharing the prefix counts three times.
 """
 
 from __future__ import annotations

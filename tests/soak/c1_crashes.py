@@ -1,16 +1,15 @@
-"""C1: `kill -9` at random instants under load, each followed by a restart: nothing wrong, nothing promised is lost.
+"""C1: `kill -9` at random instants under load, each followed by a restart: no wrong token, no lost record.
 
 A child process runs an engine on a tiny float32 model with little memory, so that it evicts all the time, over a disk
-tier that is soon full as well; six conversations that share their beginnings grow at once. It tells through a pipe
-which records were acknowledged as stored, what is about to be evicted from the disk, and each answer. At a random
-instant it is killed. Then this process looks into the directory: it opens, all acknowledged records are there and
-verified; and an engine that starts there goes on with the conversations. Its answers, and those that the child gave,
-are compared with those of the same model without any cache.
+tier that is soon full as well; six conversations that share their beginnings grow at once. The child reports through
+a pipe the records that were acknowledged as stored, those about to be evicted from the disk, and each answer. It is
+killed at a random instant. Then this process opens the directory and verifies that all acknowledged records are
+there, and an engine that starts there continues the conversations. Its answers, and those of the child, are compared
+with those of the same model without any cache.
 
 Half of the rounds are of full attention, the others of recurrent states or sliding windows beside it; half store when
-memory evicts, the others as things are published. Each of these has a directory of its own, which it keeps from kill
-to kill. A kill leaves what the system has in its cache; what a power cut would leave is tested call by call in
-tests/faults/test_crashes.py.
+memory evicts, the others as blocks are published. Each of these has a directory of its own, which it keeps from kill
+to kill. The system's cache of files survives a kill. tests/faults/test_crashes.py tests power cuts call by call.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from asking import Answer, Asker, engine_on, some_tokens
 from common import at_least, conclude, exactly
 
+from asking import Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import RecordKey
@@ -65,15 +64,15 @@ CONTINUED = 8
 
 @dataclass
 class Book:
-    """What a directory has promised to hold."""
+    """Records that a directory must hold."""
 
     promised: set[RecordKey] = field(default_factory=set)
     stored: int = 0
     evicted: int = 0
     within_a_store: bool = False
 
-    def note(self, what: str, keys: Sequence[RecordKey]) -> None:
-        match what:
+    def note(self, event: str, keys: Sequence[RecordKey]) -> None:
+        match event:
             case "begin":
                 self.within_a_store = True
             case "end":
@@ -93,7 +92,7 @@ Note = Callable[[str, Sequence[RecordKey]], None]
 
 @contextlib.contextmanager
 def watched(note: Note) -> Iterator[None]:
-    """Tells of every tier of this process: before records go, and as soon as their store has returned."""
+    """Notes the stores of every tier of this process when they return, and evictions before they happen."""
     store, replace = DiskTier.store, Index.replace
     going: set[RecordKey] = set()  # during the store that is under way
 
@@ -143,17 +142,17 @@ def continued(rng: random.Random, answer: Answer) -> Tokens:
 
 
 def child(model: Path, folder: Path, write: str, seed: int) -> None:
-    """Works until it is killed."""
+    """Serves conversations until the process is killed."""
     telling = threading.Lock()
 
-    def tell(**what: object) -> None:
-        line = (json.dumps(what) + "\n").encode()
+    def tell(**fields: object) -> None:
+        line = (json.dumps(fields) + "\n").encode()
         with telling:
             while line:
                 line = line[os.write(1, line) :]
 
-    def note(what: str, keys: Sequence[RecordKey]) -> None:
-        tell(note=what, keys=[key.hex() for key in keys])
+    def note(event: str, keys: Sequence[RecordKey]) -> None:
+        tell(note=event, keys=[key.hex() for key in keys])
 
     import rootstock.runtime.torch.step_cache  # noqa: F401  nothing is left to import once the load begins
 
@@ -174,7 +173,7 @@ def child(model: Path, folder: Path, write: str, seed: int) -> None:
 
 
 class Child:
-    """Started ahead of its round: what takes longest is to import, and needs nothing."""
+    """Child process, started ahead of its round, because its imports take longest."""
 
     def __init__(self, model: Path, folder: Path, write: str, seed: int) -> None:
         command = [sys.executable, __file__, "--child", str(model), str(folder), write, str(seed)]
@@ -196,7 +195,7 @@ class Child:
                 self._begun.set()
 
     def run_and_kill(self, after_s: float) -> list[dict[str, object]]:
-        """Lets it begin, kills it so long after, and returns all that it told."""
+        """Lets the child begin, kills it after so many seconds, and returns its lines."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
@@ -254,7 +253,7 @@ class World:
         return self._folder / f"{model}-{write}"
 
     def references(self, model: str, prompts: Sequence[Tokens]) -> list[list[int]]:
-        """What the model answers without any cache."""
+        """Returns the model's answers without any cache."""
         if model not in self._references:
             made = engine_on(self.models[model], 0, None, max_batch=8)
             made.engine.start()
@@ -302,7 +301,7 @@ class World:
         self.judge(model, rng.sample(answers, min(COMPARED, len(answers))))
 
     def _look(self, folder: Path, cap_bytes: int, book: Book) -> bool:
-        """Opens it as a server does, and reads every record. False: that can't be."""
+        """Opens the directory as a server does, and reads every record. Returns False if it cannot be opened."""
         totals = self.totals
         lengths = {path: path.stat().st_size for path in folder.glob("*.segment")}
         tier = DiskTier.open(folder, cap_bytes)
@@ -326,7 +325,7 @@ class World:
         return True
 
     def _go_on(self, model: str, folder: Path, write: str, answers: list[Answer], rng: random.Random) -> None:
-        """A server starts there: conversations go on, and prompts are asked again."""
+        """Starts an engine on the directory, continues conversations and repeats prompts."""
         chosen = rng.sample(answers, min(CONTINUED, len(answers)))
         prompts = [continued(rng, answer) for answer in chosen] + [a.prompt for a in chosen[:2]]
         prompts += [beginning(rng)]

@@ -1,21 +1,21 @@
-"""C6: ten minutes of churn in a directory with a cap: it is never exceeded; what that costs is reported.
+"""C6: ten minutes of churn in a directory with a cap that is never exceeded, and the cost of the cap.
 
-An engine on a tiny model with little memory writes many times the cap to a real disk tier: conversations of a
-thousand tokens and more go on in random order, more of them than memory and disk can hold, now and then the engine
-is closed and another one opened, storing on eviction and storing as things are published. Meanwhile another process
-sums up the lengths of all files under the directory as fast as it can.
+An engine on a tiny model with little memory writes many times the cap to a disk tier. Conversations of a thousand
+tokens and more continue in random order, more of them than memory and disk can hold. Several times the engine is
+closed and another one opened, which stores on eviction or on publication. Meanwhile another process sums up the
+lengths of all files under the directory as fast as it can.
 
-Strangers' files and segments of an older format appear there, too, all at once and whole. They count, and they are
-collected as soon as room is short. Of the cap so much is kept free that such a file mostly fits; some are larger than
-that on purpose, and what these do nobody can prevent: samples over the cap since a stranger came are counted apart,
-with how long that lasted, as long as the tier's own files are within it.
+Foreign files and segments of an older format ("strangers") appear there too, each whole at one instant. They count
+for the cap, and are removed as soon as room is short. The tier keeps so much of the cap free that most of them fit.
+Some are larger on purpose, and must exceed the cap: samples over the cap since a stranger appeared are counted apart,
+with their duration, if the tier's own files are within the cap.
 
 Some of the answers are compared with those of the same model without a cache.
 
-Small budgets come last, without strangers: engines at the least budget, at 3 and 16 MiB, and a stream of stores and
-loads of small records straight to the tier at these and 256 MiB. Reported are bytes written for a byte stored once
-the budget is used up, as the tier counts them and as the system does, and records that were missed because they had
-been evicted while their load was planned.
+Small budgets come last, without strangers: engines at 1, 3 and 16 MiB, and a stream of stores and loads of small
+records to the tier itself at these and 256 MiB. Figures are the bytes written for a byte stored once the budget is
+used up, as the tier and as the system count them, and misses of records that were evicted while their load was
+planned.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from common import at_least, at_most, conclude, exactly
 
+from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
 from rootstock.cache.keys import Namespace
 from rootstock.cache.record_identity import Identity, Kind
@@ -70,11 +70,11 @@ STEADY_RECORD_BYTES = 2800
 
 
 def measure(folder: Path, cap_bytes: int) -> None:
-    """Samples until its standard input ends, then tells."""
+    """Samples the directory until standard input ends, then prints the figures."""
     samples = over = over_by_strangers = 0
     most = most_allocated = most_own = 0
     over_by_strangers_s = longest_gap_s = 0.0
-    strangers: dict[str, float] = {}  # since when they are there
+    strangers: dict[str, float] = {}  # name → when it was first seen
     stays_s: list[float] = []
     before, is_excused = time.monotonic(), False
     while not select.select([sys.stdin], [], [], 0.001)[0]:
@@ -109,8 +109,8 @@ def measure(folder: Path, cap_bytes: int) -> None:
 
 
 def sizes(folder: Path) -> tuple[int, int, int, list[str]]:
-    """Bytes of the tier's own files and of strangers', as long as they are; of both, as the disk has them; and the
-    strangers' names."""
+    """Returns the bytes of the tier's own files and of strangers, by length, of both by allocation, and the names of
+    strangers."""
     own = foreign = allocated = 0
     there = []
     for entry in os.scandir(folder):
@@ -142,7 +142,7 @@ def measured(folder: Path, cap_bytes: int, figures: dict[str, Any]) -> Iterator[
 
 @contextlib.contextmanager
 def strangers(folder: Path, outside: Path, figures: dict[str, Any]) -> Iterator[threading.Event]:
-    """Files appear until the event is set."""
+    """Lets files appear until the event is set."""
     enough, rng = threading.Event(), random.Random(0)
     figures["strangers_dropped"] = 0
 
@@ -175,7 +175,7 @@ class Conversation:
 
 
 class Conversations:
-    """More than memory and disk hold. Some are spoken of more often than others, and all of them grow."""
+    """More conversations than memory and disk hold. Some continue more often than others, and all grow."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -196,7 +196,7 @@ class Conversations:
         more = some_tokens(self._rng, 10, 200)
         is_long = len(answer.whole) + len(more) > LONGEST
         conversation.prompt = self._new() if is_long else np.concatenate((answer.whole, more))
-        if self._rng.random() < 0.02:  # others are spoken of now
+        if self._rng.random() < 0.02:  # from now on others continue more often
             self._rng.shuffle(self._all)
 
     def _new(self) -> np.ndarray:
@@ -205,7 +205,7 @@ class Conversations:
 
 @dataclass
 class Churned:
-    """Summed up over the lives of the directory."""
+    """Counts of the disk tier, summed up over its lives."""
 
     stored_bytes: int = 0
     written_bytes: int = 0
@@ -214,7 +214,7 @@ class Churned:
     removed_segments: int = 0
     removed_strangers: int = 0
     refused: int = 0
-    absent: int = 0  # misses of what had been evicted just before
+    absent: int = 0  # misses of records that were evicted just before
     damaged: int = 0  # misses of any other kind
     not_ready: int = 0
     asked_tokens: int = 0
@@ -223,7 +223,7 @@ class Churned:
     loaded_records: int = 0
 
     def add(self, made: Assembly, disk: DiskTier) -> None:
-        """Of an engine that has stopped."""
+        """Adds the counts of an engine that has stopped."""
         cache, room, counts = made.engine._cache.stats(), disk.room_counts, disk.counts
         self.stored_bytes += counts.stored_bytes
         self.written_bytes += disk.written_bytes
@@ -252,7 +252,7 @@ class Churn:
         self._rng = random.Random(7)
 
     def live(self, write: str, until_s: float) -> None:
-        """One engine, from its start to its stop."""
+        """Runs one engine from its start to its stop."""
         tier = TierConfig(
             disk_dir=self._folder,
             disk_budget_bytes=self._cap_bytes,
@@ -300,7 +300,7 @@ class Churn:
 
 
 def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]:
-    """Engines; of all of them the worst is judged."""
+    """Runs engines at small budgets."""
     figures: dict[str, float] = {}
     for mib in SMALL_MIB:
         (here := folder / f"small-{mib}").mkdir()
@@ -319,7 +319,7 @@ def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]
 
 
 def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
-    """Small records straight to a tier; of those stored lately as many are loaded."""
+    """Stores small records in a tier, and loads as many of the latest ones."""
     rng = random.Random(0)
     payload = np.frombuffer(rng.randbytes(STEADY_RECORD_BYTES), np.uint8)
     tokens = np.arange(BLOCK_SIZE, dtype=np.int32)
@@ -361,7 +361,7 @@ def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
 
 
 def system_written_bytes() -> int:
-    """By this process, to files of any kind; 0 where the system does not count."""
+    """Returns the bytes that this process has written to files, and 0 where the system does not count them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("wchar"):

@@ -1,7 +1,8 @@
 """E2: no token, text or count of one tenant in an answer to another, on any route, with and without keys.
 
 Random requests of two tenants against a server of both, and against a twin that only one of them uses: every answer
-to that one must be equal, but for ids and times. The tests' own property, with more examples and random seeds.
+to that one must be equal but for ids and times. This is the property of tests/property/test_tenants.py, with more
+examples and random seeds.
 """
 
 from __future__ import annotations
