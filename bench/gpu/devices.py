@@ -26,12 +26,12 @@ class Bench:
 
     @property
     def model(self) -> Path:
-        """Where the stage `model` writes."""
+        """Returns the folder to which the stage `model` writes."""
         return self.folder / "model"
 
     @property
     def dtype(self) -> str:
-        """Of the model in stages that serve it."""
+        """Returns the dtype of the model in stages that serve it."""
         return "float32" if self.interpreted else "bfloat16"
 
     def release_memory(self) -> None:

@@ -296,7 +296,7 @@ class TierAsker:
         }
 
     def evict(self, prompt_tokens: int) -> None:
-        """Fills the memory with other prompts, and waits until the tier has what was evicted."""
+        """Fills the memory with other prompts, and waits until the tier has the evicted blocks."""
         for seed in range(1, 5):
             for event in self._engine.generate(self._request(seed, prompt_tokens, 1)):
                 assert not hasattr(event, "error"), event

@@ -1,4 +1,4 @@
-"""How fast this machine reads main memory, with as many threads as torch takes."""
+"""Bandwidth at which this machine reads main memory, with torch's number of threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ BYTES = 1 << 30  # far beyond the caches
 
 
 class ReadBandwidth:
-    """Measured again and again while a show runs, because other users of the machine change it. The best counts: a
-    limit that was surpassed would be none."""
+    """Read bandwidth, measured many times during a script, because other users of the machine change it.
+
+    The best counts: a limit must not be surpassed.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.ones(BYTES // 4, dtype=torch.float32)
@@ -19,7 +21,7 @@ class ReadBandwidth:
         self.gb_per_s: list[float] = []
 
     def measure(self) -> float:
-        """GB/s of this moment, which is remembered."""
+        """Measures, keeps and returns the current GB/s."""
         began = time.perf_counter()
         self._memory.sum()
         self.gb_per_s.append(BYTES / 1e9 / (time.perf_counter() - began))

@@ -9,8 +9,8 @@ greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
   transformers   `transformers serve --continuous-batching`, pages of 32 tokens, as many as the workload needs twice
   llama.cpp      its own server (package xllamacpp) on a GGUF file of the same weights, with the slots that did best
 
-The interpreters of the peers are found by options, or by the environment: ROOTSTOCK_TRANSFORMERS_PYTHON and
-ROOTSTOCK_LLAMA_PYTHON. A peer that is not there is reported, and misses its bar.
+Options or the environment (ROOTSTOCK_TRANSFORMERS_PYTHON, ROOTSTOCK_LLAMA_PYTHON) name the interpreters of the peers.
+A missing peer is reported, and misses its bar.
 
 Each server starts with nothing cached and is stopped before the next; a first short request is outside the time.
 Ours is run before and after each of the others, and a ratio is that peer's wall time by the mean of the two.
@@ -65,7 +65,7 @@ class Outcome:
     ttft: Quantiles
     inter_token: Quantiles
     completion_tokens: int
-    prompt_tokens: int | None  # None: the server does not say
+    prompt_tokens: int | None  # None: the server does not report them
 
 
 Side = Callable[[], Outcome]  # raises PeerUnavailable
@@ -233,7 +233,7 @@ def as_gguf(python: str, path: Path, dtype: str) -> Path:
 
 
 def of_dense(path: Path, workload: Workload) -> Outcome:
-    """A turn of all agents is one batch, computed from its first token on: that is what `generate` does."""
+    """Runs each turn of all agents as one batch, which `generate` computes from its first token on."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     dense = Dense(path, torch.bfloat16)
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 """F2: files and functions that one chat request touches, before issue 13 and now, and circles of imports.
 
-A real `rootstock serve` on a small model answers one streamed chat request after a first one of another text. Counted
+`rootstock serve` on a small model answers one streamed chat request after a first one of another text. Counted
 are the files and functions of the package that any thread calls between the request's first byte and the answer's
 last. Compiled loops and calls inside libraries do not count.
 """
