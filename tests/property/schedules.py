@@ -122,12 +122,7 @@ def run_schedule(
     """Plays the schedule of a seed. Without `families` the seed chooses them. With `drafts`, decodes verify right and
     wrong drafts."""
     rng = np.random.default_rng(seed)
-    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
-
-    def fault(batch: Batch) -> None:
-        if fail_rate and rng.random() < fail_rate:
-            raise Injected
-
+    fault = _faults(rng)
     families = families or _families(rng)
     outcome: Outcome = Outcome()
     _live(rng, seed, families, fault, outcome, [], check_every_step, drafts=drafts)
@@ -143,12 +138,7 @@ def run_tiered_schedule(
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
     after a restart continue earlier ones."""
     rng = np.random.default_rng([seed, 1])
-    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
-
-    def fault(batch: Batch) -> None:
-        if fail_rate and rng.random() < fail_rate:
-            raise Injected
-
+    fault = _faults(rng)
     families = families or _families(rng)
     failing = Failing(
         stores=float(rng.choice([0.0, 0.1])),
@@ -266,23 +256,13 @@ def _live(
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
-    counters = engine.stats().counters
-    outcome.draft_tokens += counters.draft_tokens
-    outcome.accepted_draft_tokens += counters.accepted_draft_tokens
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
     assert stats.hit_tokens + stats.missed_tokens == stats.asked_tokens
-    outcome.preemptions += stats.preemptions
-    outcome.hit_tokens += stats.hit_tokens
-    outcome.copied_blocks += stats.copied_blocks
-    outcome.evicted_blocks += stats.evicted_blocks
-    outcome.duplicate_blocks += stats.duplicate_blocks
-    outcome.checkpoints_taken += stats.checkpoints_taken
-    outcome.checkpoints_hit += stats.checkpoints_hit
-    outcome.checkpoints_evicted += stats.checkpoints_evicted
-    outcome.returned_rows += runtime.returned_rows
-    outcome.checkpoints_skipped += stats.checkpoints_skipped
+    for source in (engine.stats().counters, stats, runtime):
+        for name in Outcome.__dataclass_fields__.keys() & set(dir(source)):
+            setattr(outcome, name, getattr(outcome, name) + getattr(source, name))
     assert stats.checkpoints_refused == 0
     assert all(family.live_rows == 0 for family in stats.families)
     if tiering is not None:
@@ -342,6 +322,17 @@ class Guesses:
 
     def forget(self, namespace: Namespace | None = None) -> None:
         pass
+
+
+def _faults(rng: np.random.Generator) -> Callable[[Batch], None]:
+    """Draws how often forwards fail: never in two thirds of the schedules."""
+    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
+
+    def fault(batch: Batch) -> None:
+        if fail_rate and rng.random() < fail_rate:
+            raise Injected
+
+    return fault
 
 
 def _families(rng: np.random.Generator) -> tuple[Family, ...]:

@@ -101,13 +101,8 @@ class SimulatedTier:
             return Miss(MissKind.ABSENT)
         stored, payload = found
         assert difference(identity, stored) is None, "a record was asked for under another's name"
-        assert sum(view.nbytes for view in views) == len(payload)
-        at = 0
-        for view in views:
-            view[:] = payload[at : at + view.nbytes]
-            at += view.nbytes
         self._failing.loaded += 1
-        return Loaded(tuple(views))
+        return _loaded(views, payload)
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         list(keys)
@@ -127,6 +122,15 @@ class SimulatedTier:
 
     def close(self) -> None:
         pass
+
+
+def _loaded(views: Sequence[memoryview], payload: bytes) -> Loaded:
+    assert sum(view.nbytes for view in views) == len(payload)
+    at = 0
+    for view in views:
+        view[:] = payload[at : at + view.nbytes]
+        at += view.nbytes
+    return Loaded(tuple(views))
 
 
 def _check_content(record: Record) -> None:
@@ -173,11 +177,9 @@ class SimulatedWriter:
             return self.tier.load(identity, into)
         assert into is not None
         assert difference(identity, waiting[0].identity) is None
-        payload, at = b"".join(bytes(view) for view in waiting[0].views()), 0
-        for target in map(as_bytes, into):
-            target[:] = payload[at : at + target.nbytes]
-            at += target.nbytes
-        return Loaded(tuple(as_bytes(buffer) for buffer in into))
+        return _loaded(
+            [as_bytes(buffer) for buffer in into], b"".join(bytes(view) for view in waiting[0].views())
+        )
 
     def run(self, records: int = 1) -> None:
         for key in list(self._waiting)[:records]:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -219,18 +219,18 @@ class Child:
 class Totals:
     kills: int = 0
     unreadable: int = 0
-    acknowledged: int = 0
-    evicted: int = 0
-    lost: int = 0
-    damaged: int = 0  # of all records that are there
+    acknowledged_records: int = 0
+    evicted_from_disk: int = 0
+    acknowledged_lost: int = 0
+    damaged_records: int = 0  # of all records that are there
     compared: int = 0
     wrong: int = 0
-    failed: int = 0
+    failed_requests: int = 0
     loaded_tokens: int = 0
-    answers: int = 0
-    within_a_store: int = 0
-    torn: int = 0
-    silent: int = 0  # kills before anything was acknowledged
+    answers_before_kills: int = 0
+    kills_within_a_store: int = 0
+    kills_with_torn_bytes: int = 0
+    kills_before_any_store: int = 0
 
 
 class World:
@@ -270,7 +270,7 @@ class World:
         right = self.references(model, [answer.prompt for answer in answers])
         for answer, tokens in zip(answers, right, strict=True):
             totals.compared += 1
-            totals.failed += not answer.finished
+            totals.failed_requests += not answer.finished
             if answer.finished and answer.tokens != tokens:
                 totals.wrong += 1
                 print(f"{model}: {len(answer.prompt)} tokens, {answer.tokens} instead of {tokens}")
@@ -289,15 +289,15 @@ class World:
                 prompt = np.array(line["prompt"], np.int32)
                 answers.append(Answer(prompt, line["answer"], bool(line["finished"])))  # type: ignore[arg-type]
         totals.kills += 1
-        totals.acknowledged += book.stored - stored
-        totals.silent += book.stored == stored
-        totals.within_a_store += book.within_a_store
-        totals.answers += len(answers)
+        totals.acknowledged_records += book.stored - stored
+        totals.kills_before_any_store += book.stored == stored
+        totals.kills_within_a_store += book.within_a_store
+        totals.answers_before_kills += len(answers)
         book.within_a_store = False
         with watched(book.note):
             if self._look(folder, CAP_BYTES[write], book):
                 self._go_on(model, folder, write, answers, rng)
-        totals.evicted += book.evicted - evicted
+        totals.evicted_from_disk += book.evicted - evicted
         self.judge(model, rng.sample(answers, min(COMPARED, len(answers))))
 
     def _look(self, folder: Path, cap_bytes: int, book: Book) -> bool:
@@ -312,12 +312,14 @@ class World:
         newest = max(lengths, default=None)
         if newest is not None:
             length = newest.stat().st_size if newest.exists() else 0
-            totals.torn += length < lengths[newest]  # bytes behind the last committed record
+            totals.kills_with_torn_bytes += length < lengths[newest]  # bytes behind the last committed record
         there = {entry.identity.key for entry in tier.entries()}
         lost = book.promised - there
         failures = tier.verify().failures
-        totals.lost += len(lost | {failure.key for failure in failures if failure.key in book.promised})
-        totals.damaged += len(failures) + tier.counts.quarantined_records
+        totals.acknowledged_lost += len(
+            lost | {failure.key for failure in failures if failure.key in book.promised}
+        )
+        totals.damaged_records += len(failures) + tier.counts.quarantined_records
         if lost or failures or tier.counts.quarantined_records:
             print(f"{folder.name}: {len(lost)} of {len(book.promised)} lost, damaged: {failures}")
         book.promised &= there  # each is lost once
@@ -364,22 +366,8 @@ def main() -> None:
         finally:
             waiting.end()
     totals = world.totals
-    figures = {
-        "kills": totals.kills,
-        "unreadable": totals.unreadable,
-        "acknowledged_records": totals.acknowledged,
-        "acknowledged_per_kill": round(totals.acknowledged / max(1, totals.kills), 1),
-        "acknowledged_lost": totals.lost,
-        "damaged_records": totals.damaged,
-        "evicted_from_disk": totals.evicted,
-        "answers_before_kills": totals.answers,
-        "compared": totals.compared,
-        "wrong": totals.wrong,
-        "failed_requests": totals.failed,
-        "loaded_tokens": totals.loaded_tokens,
-        "kills_within_a_store": totals.within_a_store,
-        "kills_with_torn_bytes": totals.torn,
-        "kills_before_any_store": totals.silent,
+    figures = asdict(totals) | {
+        "acknowledged_per_kill": round(totals.acknowledged_records / max(1, totals.kills), 1),
         "seconds": round(time.monotonic() - began, 1),
     }
     bars = {

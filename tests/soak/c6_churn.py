@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +213,10 @@ class Churned:
     compactions: int = 0
     removed_segments: int = 0
     removed_strangers: int = 0
-    refused: int = 0
-    absent: int = 0  # misses of records that were evicted just before
-    damaged: int = 0  # misses of any other kind
-    not_ready: int = 0
+    refused_stores: int = 0
+    misses_absent: int = 0  # misses of records that were evicted just before
+    misses_damaged: int = 0  # misses of any other kind
+    lives_not_ready_at_end: int = 0
     asked_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
@@ -231,10 +231,10 @@ class Churned:
         self.compactions += room.compacted_segments
         self.removed_segments += room.removed_segments
         self.removed_strangers += room.removed_foreign_files
-        self.refused += counts.refused.total()
+        self.refused_stores += counts.refused.total()
         absent = counts.misses[MissKind.ABSENT]
-        self.absent += absent
-        self.damaged += counts.misses.total() - absent
+        self.misses_absent += absent
+        self.misses_damaged += counts.misses.total() - absent
         self.asked_tokens += cache.asked_tokens
         self.hit_tokens += cache.hit_tokens
         self.loaded_tokens += cache.loaded_tokens
@@ -272,7 +272,7 @@ class Churn:
                 while left == AT_ONCE and time.monotonic() < until_s:
                     asker.ask(self._conversations.next())
                     self._hear(asker.next())
-            self.totals.not_ready += disk.state != Ready()
+            self.totals.lives_not_ready_at_end += disk.state != Ready()
         self.totals.add(made, disk)
 
     def _hear(self, answer: Answer) -> None:
@@ -312,7 +312,7 @@ def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]
             totals.written_bytes / max(1, totals.stored_bytes), 3
         )
         figures[f"engine_{mib}_mib_churned_over_cap"] = round(totals.stored_bytes / (mib * 2**20), 1)
-        figures[f"engine_{mib}_mib_misses_absent"] = totals.absent
+        figures[f"engine_{mib}_mib_misses_absent"] = totals.misses_absent
         figures[f"engine_{mib}_mib_loaded_records"] = totals.loaded_records
         figures[f"engine_{mib}_mib_failed"] = churn.failed
     return figures
@@ -415,26 +415,15 @@ def main() -> None:
         loads = sum(figures[f"engine_{mib}_mib_loaded_records"] for mib in SMALL_MIB)
         figures["small_misses_absent_of_loaded"] = round(misses / max(1, loads), 5)
     totals = churn.totals
-    figures |= {
+    figures |= asdict(totals) | {
         "max_of_cap": round(figures["max_bytes_without_strangers"] / cap_bytes, 4),
         "max_of_cap_with_strangers": round(figures["max_bytes"] / cap_bytes, 4),
         "churned_over_cap": round(totals.stored_bytes / cap_bytes, 2),
-        "stored_bytes": totals.stored_bytes,
-        "written_bytes": totals.written_bytes,
         "write_amplification": round(totals.written_bytes / max(1, totals.stored_bytes), 3),
-        "compactions": totals.compactions,
-        "removed_segments": totals.removed_segments,
-        "evicted_records": totals.evicted_records,
-        "removed_strangers": totals.removed_strangers,
-        "refused_stores": totals.refused,
-        "misses_absent": totals.absent,
-        "misses_damaged": totals.damaged,
         "lives": LIVES + 1,
-        "lives_not_ready_at_end": totals.not_ready,
         "answers": churn.answers,
         "answers_per_s": round(churn.answers / took_s, 1),
         "stored_mb_per_s": round(totals.stored_bytes / took_s / 1e6, 2),
-        "asked_tokens": totals.asked_tokens,
         "found_of_asked": round(totals.hit_tokens / max(1, totals.asked_tokens), 3),
         "found_on_disk_of_asked": round(totals.loaded_tokens / max(1, totals.asked_tokens), 3),
         "failed_requests": churn.failed,
