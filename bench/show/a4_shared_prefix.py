@@ -8,13 +8,12 @@ boundaries the two agree at the last step; with random ones they differ by the u
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 
 from asking import greedy
 from checkpoints import save_plain
@@ -92,7 +91,7 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.parse_args()
     rng = np.random.default_rng(1)
     random_tails = tuple(int(n) for n in rng.integers(10, 150, REQUESTS))

@@ -13,13 +13,12 @@ measured in turn in every round, so that the machine's drift affects both.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections import deque
 
 import numpy as np
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.lease import Admitted, ReleaseReason
@@ -76,7 +75,7 @@ class Cached:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     sizes = {100: Cached(100, 1), 10_000: Cached(10_000, 2)}

@@ -12,7 +12,6 @@ In bfloat16 the two sides may choose different tokens, so float32 shows first th
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 from dense_side import Dense
 from llamas import MODELS, VOCAB, random_prompts, save_model, say
 from our_side import Ours
@@ -40,7 +39,7 @@ AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1024, new_tokens=(16, 96), answer_to
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--skip-agents", action="store_true")

@@ -16,7 +16,6 @@ Finding the boundaries of a prompt of 100 messages may take 5 ms more than rende
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from agent_world import TOOLS, Agent, Asked, served
 from agent_world import prose as prose_of
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
@@ -173,7 +172,7 @@ def boundaries_ms(model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="tool calls of a turn")
     options = parser.parse_args()

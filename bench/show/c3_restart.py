@@ -17,7 +17,6 @@ the share of equal first tokens.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from llamas import VOCAB, say, write_hybrid, write_llama
 
 from asking import generate, greedy
@@ -65,7 +64,7 @@ States = dict[str, list[Answer]]  # state of the server → an answer for each r
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")

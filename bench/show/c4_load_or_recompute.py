@@ -21,7 +21,6 @@ given as well. If the machine's speed changes during the measurement, right esti
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import at_most, conclude
+from common import argument_parser, at_most, conclude
 from llamas import VOCAB, say, write_llama
 
 from asking import generate, greedy
@@ -112,7 +111,7 @@ class Times:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--speeds", default=",".join(map(str, SPEEDS)), help="times the break-even")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")

@@ -17,7 +17,6 @@ Last, without a bar, the same agents play once more on an engine whose disk know
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shutil
 import statistics
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, conclude
+from common import argument_parser, at_least, conclude
 from llamas import VOCAB, say, write_llama
 
 from rootstock.bench.play import play
@@ -73,7 +72,7 @@ class Side:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--ways", default=",".join(way.name for way in WAYS), help="comma-separated")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -20,6 +21,11 @@ from typing import Any, Literal, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 ROOT = Path(__file__).parents[2]
+
+
+def argument_parser(description: str | None) -> ArgumentParser:
+    """Returns a parser whose help keeps the lines of a script's docstring."""
+    return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ are random for 4096 positions and repeat from there on. `of_limit` is the share 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import Bar, at_most, conclude
+from common import Bar, argument_parser, at_most, conclude
 from torch import Tensor
 
 from rootstock.kernels.api import Scores
@@ -151,7 +150,7 @@ def read_bandwidth(buffer: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="contexts up to 4096, one run, batches of 1 and 8"
     )

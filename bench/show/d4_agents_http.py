@@ -18,7 +18,6 @@ Ours is run before and after each of the others, and a ratio is that peer's wall
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, conclude
+from common import argument_parser, at_least, conclude
 from dense_side import Dense, Stopwatch
 from llamas import say, write_chatting_llama
 from neighbours import Neighbours
@@ -72,7 +71,7 @@ Side = Callable[[], Outcome]  # raises PeerUnavailable
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m")
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--threads", type=int, help="of all sides; as many as torch takes unless given")

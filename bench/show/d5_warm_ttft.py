@@ -10,7 +10,6 @@ that no time includes tokenization.
 
 from __future__ import annotations
 
-import argparse
 import queue
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_most, conclude
+from common import argument_parser, at_most, conclude
 from llamas import write_streaming_llama
 from streaming_client import ClientProcess
 
@@ -43,7 +42,7 @@ ROUNDS = 25
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m", choices=("80m", "600m"))
     options.add_argument("--rounds", type=int, default=ROUNDS)
     given = options.parse_args()

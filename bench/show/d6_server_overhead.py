@@ -17,7 +17,6 @@ The model is small on purpose: with short steps the server's work per token weig
 
 from __future__ import annotations
 
-import argparse
 import queue
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ from rootstock.openmp import wait_briefly
 wait_briefly()  # torch reads it when it is loaded
 
 import torch  # noqa: E402
-from common import at_least, conclude  # noqa: E402
+from common import argument_parser, at_least, conclude  # noqa: E402
 from llamas import write_streaming_llama  # noqa: E402
 from rounds import ANYHOW, in_turn  # noqa: E402
 from streaming_client import ClientProcess  # noqa: E402
@@ -54,7 +53,7 @@ OPENAI_ROUNDS = 2
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m", choices=("80m", "600m"))
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--tokens", type=int, default=TOKENS)

@@ -26,7 +26,6 @@ those of the 600M model's pool.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -36,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 from llamas import random_prompts, save_model, say
 from our_side import Ours
 from trained_tiny import models, text_tokens, train_and_save
@@ -71,7 +70,7 @@ PIECE_TOKENS = 4  # computed at a time by the loops that decode
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="600m")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--threads", type=int, help="as many as torch takes unless given")

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from beside import Health, beside
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from peers import PeerProcess, rootstock_server
 
 SHOW = "E1"
@@ -40,7 +40,7 @@ SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")  # the first ids
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=3, help="of each body; the longest gap of all counts")
     options.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more options for the server")
     given = options.parse_args()

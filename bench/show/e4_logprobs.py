@@ -10,7 +10,6 @@ forward.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from beside import Health, beside
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from peers import rootstock_server
 
 SHOW = "E4"
@@ -36,7 +35,7 @@ PAUSE_S = 0.01  # between two requests to /health
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--model", default="80m", choices=("80m", "tiny"), help="tiny: hardly any forward")
     given = options.parse_args()

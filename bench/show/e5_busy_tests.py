@@ -5,7 +5,6 @@ The busy processes compute in Python, two of them walk through memory. They end 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT, at_least, conclude, exactly
+from common import ROOT, argument_parser, at_least, conclude, exactly
 from neighbours import Neighbours
 
 WALKED_BYTES = 256 * 2**20
@@ -53,7 +52,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--busy", type=int, default=8, help="busy processes")
     parser.add_argument("--paths", nargs="*", default=[], help="tests to run instead of all")

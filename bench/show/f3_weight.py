@@ -7,7 +7,6 @@ The interpreter that runs this script needs the packages `coverage` (7.10 or lat
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, at_least, conclude, exactly
+from common import ROOT, argument_parser, at_least, conclude, exactly
 from e5_busy_tests import counts_of
 from f1_prose import BEFORE, extract, files_of_commit, files_of_tree
 
@@ -33,7 +32,7 @@ data_file = {folder}/data
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--before", default=BEFORE, help="a commit")
     parser.add_argument("--coverage", action="store_true", help="measure the coverage as well")
     parser.add_argument("--processes", type=int, default=2, help="of pytest-xdist")

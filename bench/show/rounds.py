@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import argument_parser
 from llamas import say
 from neighbours import Neighbours
 
@@ -71,7 +72,7 @@ class Rounds:
 
 
 def comparison_options(description: str | None, model: str) -> ArgumentParser:
-    options = ArgumentParser(description=description)
+    options = argument_parser(description)
     options.add_argument("--model", default=model)
     options.add_argument("--rounds", type=int, help="number of rounds")
     options.add_argument("--threads", type=int, help="of both sides (default: torch's own)")

@@ -12,7 +12,6 @@ The checkpoints hold bfloat16 numbers, so that all runs have the same weights an
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -184,7 +183,7 @@ def _rms(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("models", nargs="*", default=SERVED)
     models = parser.parse_args().models
     transformers_logging.disable_progress_bar()

@@ -20,7 +20,6 @@ The table of all of them is written to docs/models.md. `--only gemma3_text,mamba
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from ties import ALLOWED, Measured, figures_of, judged, run_quietly
 
 from checkpoints import save
@@ -166,9 +165,7 @@ def remark(measured: Described) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--only", help="model types, separated by commas")
     only = parser.parse_args().only
     models = only.split(",") if only else [*ARCHITECTURES, *REFUSED]

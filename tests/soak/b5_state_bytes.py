@@ -9,14 +9,13 @@ distinct blocks that the useful positions need.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from agent_world import BLOCK_SIZE, TOOLS, Agent, Asked, World, served
 from b4_agents import AMPLE_BYTES, RULES, SEED
-from common import at_most, conclude
+from common import argument_parser, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
@@ -94,7 +93,7 @@ def of_model(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="tool calls of a turn")
     options = parser.parse_args()

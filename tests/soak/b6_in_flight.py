@@ -6,14 +6,13 @@ least possible: the common prefix once, and the rest of each prompt. Without sha
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import threading
 from pathlib import Path
 
 from agent_world import Agent, prose, served
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
 from rootstock.engine.prompts.text_alignment import shared
@@ -62,7 +61,7 @@ def of_model(model: Path, chunk_tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     options = parser.parse_args()
     figures: dict[str, object] = {}

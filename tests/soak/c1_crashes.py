@@ -14,7 +14,6 @@ to kill. The system's cache of files survives a kill. tests/faults/test_crashes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from common import at_least, conclude, exactly
+from common import argument_parser, at_least, conclude, exactly
 
 from asking import Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
@@ -343,7 +342,7 @@ def main() -> None:
         model, folder, write, seed = sys.argv[2:]
         child(Path(model), Path(folder), write, int(seed))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

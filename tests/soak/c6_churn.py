@@ -20,7 +20,6 @@ planned.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -38,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 
 from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
@@ -373,7 +372,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         measure(Path(sys.argv[2]), int(sys.argv[3]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cap-mib", type=int, default=64)
     parser.add_argument("--small-seconds", type=float, default=30.0, help="of an engine at each small budget")

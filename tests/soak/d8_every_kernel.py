@@ -11,12 +11,11 @@ The tree, the scheduler and tiers on the oracle runtime use no kernel: they are 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import time
 from typing import Any
 
-from common import conclude, exactly
+from common import argument_parser, conclude, exactly
 from own_tests import run_tests
 
 WAYS = {
@@ -38,7 +37,7 @@ WITH_EVERY_WAY = (
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
     given = options.parse_args()
 

@@ -7,16 +7,15 @@ examples and random seeds.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 
-from common import at_least, conclude, exactly
+from common import argument_parser, at_least, conclude, exactly
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--examples", type=int, default=200, help="of each setting and kind of model")
     parser.add_argument("--seed", type=int, default=12, help="of the examples")
     args = parser.parse_args()

@@ -31,7 +31,6 @@ is still beyond the bar is judged by other tokens, like in B1 (ties.py).
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import os
@@ -42,7 +41,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 from ties import ALLOWED, Measured, figures_of, judged, run_quietly
 
 from checkpoints import save
@@ -163,9 +162,7 @@ def compare(measured: Chunked, reference: Reference, way: str, ran: Iterable[Ran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--models", help="model types, separated by commas")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     options = parser.parse_args()
