@@ -54,7 +54,7 @@ CHECKED = {
 
 
 class Warnings(logging.Handler):
-    """The warnings that Rootstock logs: each fallback is one."""
+    """Warnings that Rootstock logs: each fallback is one."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -76,7 +76,7 @@ def warnings_logged() -> Iterator[list[str]]:
 
 @contextmanager
 def triton_everywhere(bench: Bench) -> Iterator[None]:
-    """Triton's kernels serve a CPU, too, by its interpreter."""
+    """Makes Triton's kernels serve a CPU too, by its interpreter."""
     with ExitStack() as stack:
         if bench.interpreted:
             stack.enter_context(mock.patch.object(runner, "compiled_for", return_value="triton"))
@@ -131,7 +131,7 @@ def self_check(bench: Bench) -> Iterator[Row]:
 
 
 def cuda_graphs(bench: Bench) -> Iterator[Row]:
-    """The same decodes with graphs and without: equal logits, and the time of a step."""
+    """Compares decodes with graphs and without: equal logits, and the time of a step."""
     context, steps = (1024, 16) if not bench.interpreted else (40, 3)
     batches = (1, 2, 5, 8, 16, 32, 64) if not bench.interpreted else (1, 3)
     with warnings_logged() as warnings, triton_everywhere(bench):
@@ -196,7 +196,7 @@ class Decodes:
             runtime.forward(Batch([Segment(prompt, 0, (table,), 1)]))
 
     def step(self, tokens: Tokens) -> Logits:
-        """Feeds one token of each sequence. [sequences, vocab]"""
+        """Computes one token of each sequence. Returns [sequences, vocab]."""
         segments = [
             Segment(tokens[row : row + 1], self._past, (table,), 1) for row, table in enumerate(self._tables)
         ]
@@ -211,7 +211,7 @@ class Decodes:
 
 
 def tiers(bench: Bench) -> Iterator[Row]:
-    """One prompt computed, found in memory, and restored from the host tier and, after a restart, from the disk.
+    """Computes a prompt, finds it in memory, and restores it from the host tier and, after a restart, from the disk.
 
     In float32 every way must answer with the same tokens. The engine loads even where computing would take less time.
     """
@@ -240,7 +240,7 @@ def tiers(bench: Bench) -> Iterator[Row]:
 
 @contextmanager
 def engine_of(bench: Bench, dtype: str, prompt_tokens: int, tier: TierConfig) -> Iterator[TierAsker]:
-    """An engine whose memory has room for two such prompts."""
+    """Starts an engine whose memory has room for two such prompts."""
     config = ModelConfig(str(bench.model), bench.device.type, dtype)
     shape = json.loads((bench.model / "config.json").read_text(encoding="utf-8"))
     row_bytes = shape["num_key_value_heads"] * shape["head_dim"] * (4 if dtype == "float32" else 2)
@@ -298,7 +298,7 @@ class TierAsker:
 
 
 def server(bench: Bench) -> Iterator[Row]:
-    """`rootstock serve` under the agents workload over HTTP, with CUDA graphs and without, and without its cache."""
+    """Runs the agents workload over HTTP on `rootstock serve`, with CUDA graphs, without, and without its cache."""
     variants: dict[str, list[str]] = {
         "plain": [],
         "CUDA graphs": ["--cuda-graphs"],

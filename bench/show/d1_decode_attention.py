@@ -92,7 +92,7 @@ class Memory:
 
     @staticmethod
     def _tables(case: Case) -> np.ndarray:
-        """[batch, blocks of a context] int32"""
+        """Returns [batch, blocks of a context] int32."""
         blocks = case.context // BLOCK_SIZE
         ids = np.random.default_rng(0).permutation(case.batch * blocks).astype(np.int32)
         tables = ids.reshape(case.batch, blocks)

@@ -163,7 +163,7 @@ def compare(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, Any]:
 
 
 def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Medians over the runs of one side."""
+    """Returns medians over the runs of one side."""
 
     def median(of: Callable[[Outcome], float], digits: int) -> float:
         return round(statistics.median(of(outcome) for outcome in outcomes), digits)

@@ -152,13 +152,13 @@ def errors_of(
 
 
 def logits_of(ours: Ours, tokens: np.ndarray) -> Logits:
-    """[tokens, vocab] by the model's own code and the engine's linear layers, in one pass."""
+    """Computes [tokens, vocab] by the model's own code and the engine's linear layers, in one pass."""
     with own_attention(ours.runtime._model):
         return dense_logits(ours.runtime._model, tokens[None])[0]
 
 
 def logits_by_pools(ours: Ours, tokens: np.ndarray) -> Logits:
-    """[tokens, vocab] by a few tokens at a time, which read the earlier ones in the pools."""
+    """Computes [tokens, vocab] by a few tokens at a time, which read the earlier ones in the pools."""
     ours.engine.clear_cache()
     blocks = np.arange(-(-len(tokens) // ours.block_size), dtype=np.int32)
     tables = tuple(blocks for _ in token_families(ours.runtime.description.families))
@@ -247,7 +247,7 @@ def attention_speed(rounds: int) -> dict[str, Any]:
 
 
 def random_rows(slots: int) -> torch.Tensor:
-    """[slots, KV_HEADS, HEAD_DIM] bfloat16: random for 4096 of them, and then again"""
+    """Draws [slots, KV_HEADS, HEAD_DIM] bfloat16: 4096 of them, again and again."""
     rows = torch.randn(4096, KV_HEADS, HEAD_DIM).bfloat16()
     return rows.repeat(-(-slots // 4096), 1, 1)[:slots]
 

@@ -22,7 +22,7 @@ Clock = Callable[[], float]  # seconds
 
 
 class Stopwatch:
-    """A logits processor: called once after every forward of `generate`."""
+    """Logits processor that notes the time after every forward of `generate`."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.times: list[float] = []

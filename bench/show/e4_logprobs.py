@@ -97,7 +97,7 @@ class Client:
 
 
 class Stream:
-    """One stream of tokens."""
+    """Stream of tokens, with the time of each line."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -143,7 +143,7 @@ def word_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def random_prompts(count: int, tokens: int, seed: int = 0) -> np.ndarray:
-    """[count, tokens] int32"""
+    """Draws [count, tokens] int32."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, VOCAB, (count, tokens)).astype(np.int32)
 

@@ -67,7 +67,7 @@ Do = Callable[[], None]
 
 @dataclass
 class Case:
-    """A directory, the prompts of its lives, and findings about them."""
+    """Directory, the prompts of its engines, and findings about them."""
 
     rng: np.random.Generator
     folder: Path
@@ -126,7 +126,7 @@ class Case:
             )
 
     def fill(self) -> None:
-        """The first life: prompts, and some of them continued. Afterwards the prompts of the second are longer."""
+        """Asks prompts in a first engine, and continues some. Afterwards the prompts of the second are longer."""
         with self.open() as life:
             self.ask(life, *self.prompts)
             continued = [self.continued(prompt) for prompt in self.prompts]
@@ -265,7 +265,7 @@ def truncated_segment(case: Case) -> Expected:
 
 
 def missing_bytes(case: Case) -> Expected:
-    """A segment's file is gone."""
+    """Removes a segment's file."""
     rows, key = case.rows(), case.pick(case.wanted())
     number = rows[key][1].segment
     lost = {k: p for k, (_, p) in rows.items() if p.segment == number}
@@ -322,7 +322,7 @@ def swapped_records(case: Case) -> Expected:
 
 
 def first_difference(asked: Identity, found: Identity) -> MissKind:
-    """By the order in which the documentation lists the kinds. All records are of one namespace and dtype."""
+    """Returns the kind of the first difference, in the order of the documentation, for one namespace and dtype."""
     if (asked.family, asked.kind) != (found.family, found.kind):
         return MissKind.OTHER_LAYERS
     if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
@@ -339,7 +339,7 @@ def other_tenant(case: Case) -> Expected:
 
 
 def other_dtype(case: Case) -> Expected:
-    """A record of a server that computes in bfloat16, which is another namespace too; or of another dtype alone."""
+    """Leads to a record of a server that computes in bfloat16, another namespace too; or of another dtype alone."""
     other = "bfloat16:bfloat16"
     if case.rng.random() < 0.5:
         return led_astray(case, MissKind.OTHER_NAMESPACE, replace(NAMESPACE, kv_dtype=other), dtype=other)
@@ -440,13 +440,13 @@ def serve_again(case: Case, left: frozenset[RecordKey] = frozenset()) -> None:
 
 
 def full_disk(case: Case) -> None:
-    """ENOSPC: some bytes can still be written, or none; or a file or a name cannot be made durable."""
+    """Raises ENOSPC after some bytes or none, or where a file or a name is made durable."""
     call = str(case.rng.choice(["", "open_new", "sync", "sync_folder", "commit"]))
     refused_stores(case, errno.ENOSPC, call, int(case.rng.integers(0, 150)))  # less than a record
 
 
 def failing_disk(case: Case) -> None:
-    """EIO: for a read, once, or for writes."""
+    """Raises EIO for one read, or for writes."""
     if case.rng.random() < 0.5:
         refused_stores(case, errno.EIO, str(case.rng.choice(["write", "open_new", "sync", "sync_folder"])))
         return

@@ -48,7 +48,7 @@ EOS = 4
 
 
 class Injected(Exception):
-    """A forward that fails on purpose."""
+    """Failure of a forward, on purpose."""
 
 
 @dataclass

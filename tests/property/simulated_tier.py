@@ -151,7 +151,7 @@ def _check_content(record: Record) -> None:
 
 @dataclass
 class SimulatedWriter:
-    """A `TierWriter` without a thread: it stores when `run` is called."""
+    """`TierWriter` without a thread: it stores when `run` is called."""
 
     tier: SimulatedTier
     queue_bytes: int
@@ -208,7 +208,7 @@ class SimulatedJob:
 
 
 class SimulatedReader:
-    """A `TierReader` without a thread: it loads a record when `run` is called."""
+    """`TierReader` without a thread: it loads a record when `run` is called."""
 
     def __init__(self, load: Callable[[Identity, Sequence[Buffer] | None], LoadResult]) -> None:
         self._load = load

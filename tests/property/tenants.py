@@ -81,7 +81,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a tenant."""
+    """Request of a tenant."""
 
     method: str
     route: str  # as the application names it

@@ -233,7 +233,7 @@ class Totals:
 
 
 class World:
-    """The models, their answers without a cache, and the directories."""
+    """Models, their answers without a cache, and directories."""
 
     def __init__(self, folder: Path) -> None:
         self.models = {kind: save_chat(folder / kind, kind) for kind in BUDGET_BYTES}

@@ -78,7 +78,7 @@ class Dense:
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
 
     def logits(self, tokens: Tokens) -> NDArray[np.float32]:
-        """[tokens, vocab] in one pass."""
+        """Computes [tokens, vocab] in one pass."""
         with torch.inference_mode():
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()

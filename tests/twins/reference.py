@@ -24,7 +24,7 @@ class Reference:
         self._one_pass: dict[bytes, NDArray[np.float32]] = {}
 
     def logits(self, tokens: Tokens) -> NDArray[np.float32]:
-        """[tokens, vocab] of the model's one pass."""
+        """Returns [tokens, vocab] of the model's one pass."""
         known = self._one_pass.get(tokens.tobytes())
         if known is None:
             known = self._one_pass[tokens.tobytes()] = self._dense.logits(tokens)
@@ -39,7 +39,7 @@ class Reference:
         return max(float(np.finfo(np.float32).eps) * largest_logit, *own)
 
     def noise_of(self, run: Ran) -> float:
-        """Like `noise`, of one sequence, also cut as in its run."""
+        """Returns the noise of one sequence, also cut as in its run."""
         noise = self.noise([run])
         if self._pieces_are_wrong or self._decodes_are_wrong:
             return noise

@@ -141,7 +141,7 @@ def test_the_engine_serves_several_that_share_prefixes_as_each_alone(twin: Twin)
 
 @pytest.mark.behaviour(23)
 def test_chunks_of_every_size_give_the_models_own_logits(twin: Twin) -> None:
-    """A remainder of every size occurs, and above all of one token."""
+    """Cuts lengths so that a remainder of every size occurs, above all of one token."""
     for ran in chunkings.every_chunk(twin.runtime, PROMPTS, (1, 2, 7, 10)):
         twin.assert_right(ran)
 
