@@ -94,7 +94,7 @@ class Crashes:
 
 @pytest.mark.behaviour(39, 41)
 @pytest.mark.parametrize(("cap_bytes", "payload_bytes"), [(CAP_BYTES, 6000), (16 * CAP_BYTES, 15_000)])
-def test_a_crash_at_any_boundary_of_a_store_loses_only_what_was_not_acknowledged(
+def test_a_crash_at_any_boundary_of_a_store_loses_no_acknowledged_record(
     tmp_path: Path, cap_bytes: int, payload_bytes: int
 ) -> None:
     # The larger cap allows groups of more than one record, and its groups span two segments.

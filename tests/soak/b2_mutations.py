@@ -47,10 +47,10 @@ from twins.test_twins import Twin, twin_in
 TESTS: tuple[Callable[[Twin], None], ...] = (
     test_twins.test_any_mixture_of_four_sequences_gives_the_models_own_logits,
     test_twins.test_a_prefill_cut_anywhere_gives_the_models_own_logits,
-    test_twins.test_every_checkpoint_can_be_resumed_from_again_and_again,
+    test_twins.test_every_checkpoint_can_be_resumed_repeatedly,
     test_twins.test_the_cache_resumes_at_every_checkpoint_that_it_left,
     test_twins.test_evicted_prefixes_are_computed_again_and_right,
-    test_twins.test_the_engine_serves_several_that_share_prefixes_as_each_alone,
+    test_twins.test_requests_that_share_prefixes_are_served_as_if_alone,
 )
 
 

@@ -120,7 +120,7 @@ def test_any_mixture_of_four_sequences_gives_the_models_own_logits(twin: Twin) -
 
 
 @pytest.mark.behaviour(23)
-def test_every_checkpoint_can_be_resumed_from_again_and_again(twin: Twin) -> None:
+def test_every_checkpoint_can_be_resumed_repeatedly(twin: Twin) -> None:
     twin.assert_agrees(ways.resumed)
 
 
@@ -135,7 +135,7 @@ def test_evicted_prefixes_are_computed_again_and_right(twin: Twin) -> None:
 
 
 @pytest.mark.behaviour(23, 48)
-def test_the_engine_serves_several_that_share_prefixes_as_each_alone(twin: Twin) -> None:
+def test_requests_that_share_prefixes_are_served_as_if_alone(twin: Twin) -> None:
     twin.assert_agrees(ways.served)
 
 
@@ -147,7 +147,7 @@ def test_chunks_of_every_size_give_the_models_own_logits(twin: Twin) -> None:
 
 
 @pytest.mark.behaviour(23)
-def test_a_prompt_that_parts_and_one_that_is_repeated_give_the_models_own_logits(twin: Twin) -> None:
+def test_parting_and_repeated_prompts_give_the_models_own_logits(twin: Twin) -> None:
     for ran in chunkings.through_the_cache(twin.runtime, PROMPTS, 19, (1, 12, 18)):
         twin.assert_right(ran)
 
