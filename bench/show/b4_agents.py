@@ -32,6 +32,7 @@ from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
 from rootstock.engine.prompts.boundaries import boundaries_of
 from rootstock.engine.prompts.chat import conversation_of, placed_chat
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
@@ -40,6 +41,7 @@ from rootstock.server.model_card import bytes_per_checkpoint
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
 RULES = prose_of(random.Random(1), 150)
 AMPLE_BYTES = 256 << 20
+CONTEXT_LIMIT = 10**6  # tokens of a prompt whose boundaries are looked for
 SEED = 4
 
 
@@ -149,6 +151,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 def boundaries_ms(model: Path) -> dict[str, float]:
     """Measures processor time for 100 messages of one long turn of tool calls, the costliest kind."""
     codec = HFTokenizer.load(str(model))
+    tokenizer = PromptTokenizer(codec, CONTEXT_LIMIT)
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())
@@ -156,7 +159,7 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     prompt_ms, own_ms = [], []
     for _ in range(40):
         began = time.thread_time()
-        placed = placed_chat(codec, conversation)
+        placed = placed_chat(conversation, tokenizer)
         half = time.thread_time()
         boundaries_of(codec, conversation, placed)
         prompt_ms.append(1e3 * (half - began))
