@@ -25,7 +25,8 @@ from common import conclude, exactly
 from ties import run_quietly
 
 from checkpoints import save
-from rootstock.cache import KVCache
+from rootstock.cache.admission import Admission
+from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.lease import BlockTable
 from rootstock.cache.plan import Plan, StateCopy
@@ -211,9 +212,9 @@ def without_states(right: Any) -> Any:
 
 
 def another_checkpoint(right: Any) -> Any:
-    def first_plan(self: KVCache, *args: Any) -> Plan:
+    def first_plan(self: Admission, *args: Any) -> Plan:
         plan = right(self, *args)
-        slots = self.pools.states.pool.total_blocks
+        slots = self._pools.states.pool.total_blocks
         return replace(plan, states=tuple(StateCopy((c.source + 1) % slots, c.target) for c in plan.states))
 
     return first_plan
@@ -245,7 +246,7 @@ def counted_in_the_step(right: Any) -> Any:
 # Of chunks, and of decodes: their loops lay a step out by themselves.
 KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attention, "_lay_out"))
 # Of modules that are fused, and of those that run as they are.
-SCORES = ((PackedCache, "attend"), (step_cache._PagedLayer, "attend"))
+SCORES = ((PackedCache, "attend"), (step_cache._PooledLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
 STORE = ((StatePool, "write"),)
 
@@ -326,11 +327,16 @@ MUTATIONS = (
         several_at_a_time,
     ),
     # in the cache, which the self-check does not use
-    Mutation("the cache plans no restored state", "mamba2", ((KVCache, "_first_plan"),), without_states),
+    Mutation("the cache plans no restored state", "mamba2", ((Admission, "_first_plan"),), without_states),
     Mutation(
-        "the cache restores another checkpoint", "falcon_h1", ((KVCache, "_first_plan"),), another_checkpoint
+        "the cache restores another checkpoint",
+        "falcon_h1",
+        ((Admission, "_first_plan"),),
+        another_checkpoint,
     ),
-    Mutation("a checkpoint is left without its state", "lfm2", ((KVCache, "_leave_copy"),), without_states),
+    Mutation(
+        "a checkpoint is left without its state", "lfm2", ((CheckpointWriter, "leave"),), without_states
+    ),
     Mutation(
         "blocks of a window go too early", "gemma3n_text", ((BlockTable, "release_before"),), one_block_early
     ),
