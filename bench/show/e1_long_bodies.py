@@ -86,8 +86,9 @@ class Server:
         pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    def cache_mb(self) -> float:
-        return float(self.ask("GET", "/v1/cache/stats")[1]["cache"]["resident_bytes"]) / 1e6
+    def uncached_mb(self) -> float:
+        """Returns the resident memory without the cache's."""
+        return self.rss_mb() - float(self.ask("GET", "/v1/cache/stats")[1]["cache"]["resident_bytes"]) / 1e6
 
 
 def write_model(directory: Path) -> Path:
@@ -204,8 +205,7 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
         server.ask("POST", "/v1/chat/completions", chat_of(words(30_000, seed=2)))
         server.ask("POST", "/v1/completions", prompt_of(longest_ids(seed=99)))
         time.sleep(2)
-    before_mb, cache_before_mb = server.rss_mb(), server.cache_mb()
-    figures["rss_before_mb"] = round(before_mb, 1)
+    figures["rss_before_mb"], before_mb = round(server.rss_mb(), 1), server.uncached_mb()
     with load(server) as (streams, health):
         for _ in range(rounds):
             streams.gaps_ms()
@@ -222,25 +222,23 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
                 print(f"{name}: {times[name][-1]:.3f} s, longest gap {worst[name]:.1f} ms", flush=True)
         figures["worst_health_ms"] = round(health.longest_ms, 1)
     time.sleep(2)
-    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
     figures |= {
         "quiet_gap_ms": round(max(quiet), 1),
         "worst_gap_ms": {name: round(gap, 1) for name, gap in worst.items()},
         "worst_gap_over_quiet_ms": round(max(worst.values()) - max(quiet), 1),
         "seconds_until_refused": {name: round(max(each), 3) for name, each in times.items()},
-        "kept_after_refused_mb": round(kept_mb, 1),
+        "kept_after_refused_mb": round(server.uncached_mb() - before_mb, 1),
     }
-    figures |= accepted(server, rounds, before_mb, cache_before_mb)
+    figures |= accepted(server, rounds, before_mb)
     figures["worst_health_ms"] = max(figures["worst_health_ms"], figures["worst_health_accepted_ms"])
     return figures
 
 
-def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: float) -> dict[str, Any]:
+def accepted(server: Server, rounds: int, before_mb: float) -> dict[str, Any]:
     """Measures the longest prompts that fit, as text and as token ids, each new to the cache."""
     as_text: list[float] = []
     as_ids: list[float] = []
     count = 0
-    health_ms = 0.0
     with load(server) as (streams, health):
         for turn in range(rounds):
             text = longest_accepted(server, seed=10 + turn)
@@ -254,16 +252,14 @@ def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: flo
                     count += status == 200 and answer["usage"]["prompt_tokens"] > 0.95 * CONTEXT
                 gaps.append(max(streams.gaps_ms()))
                 print(f"accepted, {type(prompt).__name__}: gap {gaps[-1]:.1f} ms", flush=True)
-        health_ms = health.longest_ms
     time.sleep(2)
-    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
     return {
         "accepted": count,
         "accepted_gap_ms": round(max(as_text), 1),
         "accepted_gap_of_ids_ms": round(max(as_ids), 1),
         "accepted_gap_over_ids_ms": round(max(as_text) - max(as_ids), 1),
-        "worst_health_accepted_ms": round(health_ms, 1),
-        "kept_after_accepted_mb": round(kept_mb, 1),
+        "worst_health_accepted_ms": round(health.longest_ms, 1),
+        "kept_after_accepted_mb": round(server.uncached_mb() - before_mb, 1),
     }
 
 

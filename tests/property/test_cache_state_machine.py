@@ -192,21 +192,16 @@ class TreeAndPool(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(["", "other"]))
     def clear_for_a_tenant(self, tenant: str) -> None:
         namespace = Namespace("weights", "float32", salt=tenant)
-        others = [
-            node
-            for root in self.cache.tree.roots.values()
-            if root.namespace != namespace
-            for node in walk(root)
-        ]
+
+        def others() -> list[Node]:
+            roots = (root for root in self.cache.tree.roots.values() if root.namespace != namespace)
+            return [node for root in roots for node in walk(root)]
+
+        before = others()
         self.cache.clear(namespace)
         root = self.cache.tree.roots.get(namespace)
         assert root is None or all(node.ref_count for node in walk(root))
-        assert others == [
-            node
-            for root in self.cache.tree.roots.values()
-            if root.namespace != namespace
-            for node in walk(root)
-        ]
+        assert others() == before
 
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
