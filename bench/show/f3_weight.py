@@ -78,7 +78,7 @@ def covered(root: Path, side: str, processes: int, paths: Sequence[str]) -> dict
     return {
         f"coverage_{side}": round(float(totals["percent_covered"]), 2),
         f"covered_lines_{side}": totals["covered_lines"],
-        f"tests_{side}": tests,
+        f"test_cases_{side}": tests,
         f"failures_{side}": failures,
     }
 
