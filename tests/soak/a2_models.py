@@ -134,8 +134,8 @@ def attention_error(runtime: TorchRuntime) -> float:
     sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9, 5))]
     steps = mixed_steps([len(s) for s in sequences], seed=3)
     sliced = Tuning(slice_bytes=1 << 10, chunk_slice_bytes=2 << 10, share_from=1)
-    given: dict[str, Attention | None] = {"paged": pool.kernels.paged, "gather": pool.kernels.gather}
-    for kernels in (given, given | {"paged": SlicedAttention(size, 64, sliced)}):
+    given: dict[str, Attention | None] = {"sliced": pool.kernels.sliced, "gather": pool.kernels.gather}
+    for kernels in (given, given | {"sliced": SlicedAttention(size, 64, sliced)}):
         compared = {name: Compared(kernel, size) for name, kernel in kernels.items() if kernel is not None}
         for name, kernel in compared.items():
             setattr(pool.kernels, name, kernel)
