@@ -31,8 +31,8 @@ from common import argument_parser, at_least, at_most, conclude
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import conversation_of, placed_chat
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import ModelDescription
@@ -41,7 +41,6 @@ from rootstock.server.model_card import bytes_per_checkpoint
 AGENTS = ("Ann", "Ben", "Cid", "Dan")
 RULES = prose_of(random.Random(1), 150)
 AMPLE_BYTES = 256 << 20
-CONTEXT_LIMIT = 10**6  # tokens of a prompt whose boundaries are looked for
 SEED = 4
 
 
@@ -151,7 +150,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 def boundaries_ms(model: Path) -> dict[str, float]:
     """Measures processor time for 100 messages of one long turn of tool calls, the costliest kind."""
     codec = HFTokenizer.load(str(model))
-    tokenizer = PromptTokenizer(codec, CONTEXT_LIMIT)
+    tokenizer = PromptTokenizer(codec, limit_tokens=10**6)
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())

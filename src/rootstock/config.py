@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,11 @@ def parse_draft_tokens(text: str) -> int | None:
     return int(text)
 
 
+def _refuse_unless_in(allowed: Sequence[str], option: str, value: str) -> None:
+    if value not in allowed:
+        raise InvalidOption(option, value, " | ".join(allowed))
+
+
 def is_key(text: str) -> bool:
     return re.fullmatch(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}", text) is not None
 
@@ -134,8 +139,7 @@ class TierConfig:
             raise InvalidOption(
                 "--disk-budget", self.disk_budget_bytes, f"at least {LEAST_DISK_BUDGET_BYTES:,} bytes"
             )
-        if self.disk_write not in DISK_WRITES:
-            raise InvalidOption("--disk-write", self.disk_write, " | ".join(DISK_WRITES))
+        _refuse_unless_in(DISK_WRITES, "--disk-write", self.disk_write)
         if not (0.0 <= self.verify_hits <= 1.0):
             raise InvalidOption("--verify-hits", self.verify_hits, "from 0 to 1")
         if self.host_budget_bytes < 0:
@@ -148,8 +152,8 @@ class EngineConfig:
     chunk_tokens: int = 512  # tokens of one step, decodes included: bounds the delay of running decodes
     max_queue: int = 1024  # requests that wait beyond max_batch
     context_limit: int | None = None  # tokens of prompt and answer; None: the model's limit
-    # Seed of the seeds of requests that name none; None: the system's randomness. With a known seed, an answer would
-    # show how many requests came before it.
+    # Seed from which requests without a seed get theirs; None: the system's randomness. With a known seed, an answer
+    # would show how many requests came before it.
     seed: int | None = None
     # Longest duration of a step with decodes; None: no target. Fewer prompt tokens go into such a step.
     itl_target_s: float | None = None
@@ -189,18 +193,12 @@ class ModelConfig:
     memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise InvalidOption("--device", self.device, " | ".join(DEVICES))
-        if self.dtype not in DTYPES:
-            raise InvalidOption("--dtype", self.dtype, " | ".join(DTYPES))
-        if self.state_dtype not in STATE_DTYPES:
-            raise InvalidOption("--state-dtype", self.state_dtype, " | ".join(STATE_DTYPES))
-        if self.kv_dtype not in KV_DTYPES:
-            raise InvalidOption("--kv-dtype", self.kv_dtype, " | ".join(KV_DTYPES))
-        if self.quantize not in QUANTIZATIONS:
-            raise InvalidOption("--quantize", self.quantize, " | ".join(QUANTIZATIONS))
-        if self.attention not in ATTENTIONS:
-            raise InvalidOption("--attention", self.attention, " | ".join(ATTENTIONS))
+        _refuse_unless_in(DEVICES, "--device", self.device)
+        _refuse_unless_in(DTYPES, "--dtype", self.dtype)
+        _refuse_unless_in(STATE_DTYPES, "--state-dtype", self.state_dtype)
+        _refuse_unless_in(KV_DTYPES, "--kv-dtype", self.kv_dtype)
+        _refuse_unless_in(QUANTIZATIONS, "--quantize", self.quantize)
+        _refuse_unless_in(ATTENTIONS, "--attention", self.attention)
         if self.threads is not None and not (1 <= self.threads <= MAX_THREADS):
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
         name = self.served_name
@@ -218,7 +216,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = field(
         default=None, repr=False
-    )  # bound to no tenant: its requests may name any tenant
+    )  # without a tenant: its requests may name any tenant
     # Required by routes that show or clear data of all tenants.
     admin_key: str | None = field(default=None, repr=False)
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
@@ -244,8 +242,7 @@ class ServerConfig:
             raise InvalidOption("--admin-key", "(not shown)", "another key than those of clients")
         if self.api_key in self.tenant_keys:
             raise InvalidOption("--api-key", "(not shown)", "another key than those of --api-keys-file")
-        if self.explain not in EXPLANATIONS:
-            raise InvalidOption("--explain", self.explain, " | ".join(EXPLANATIONS))
+        _refuse_unless_in(EXPLANATIONS, "--explain", self.explain)
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
         if self.max_body_bytes < KIB:

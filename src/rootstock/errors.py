@@ -32,9 +32,9 @@
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── EngineError                     500
-    │   ├── StepFailed                  500  a forward raised: the requests of that step fail, no others
+    │   ├── StepFailed                  500  a forward raised: only the requests of that step fail
     │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
-    │   ├── OutOfBlocks                 500  a lone request outgrew the pool
+    │   ├── OutOfBlocks                 500  a request needs more blocks than the pool has, alone
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   └── EngineStopped               503
     │       └── LLMClosed                    the library's LLM was closed
@@ -51,9 +51,9 @@
             ├── TokenizerUnusable
             ├── ChatTemplateInvalid          its syntax, with the line
             ├── ModelUnsupported             an architecture or layer kind that is refused, and why
-            └── SelfCheckFailed              paged attention and the model's own disagree, with the figures
+            └── SelfCheckFailed              packed attention and the model's own differ, with the figures
 
-An error carries its data as attributes and states the remedy in its message. `code` is stable and
+The message of an error states the remedy, and attributes have the data that a caller may need. `code` is stable and
 machine-readable, `http_status` is the status of the HTTP response, `param` names the offending field if there is one.
 """
 
@@ -65,7 +65,7 @@ from typing import ClassVar
 
 from rootstock.units import in_units
 
-_SHORT = reprlib.Repr()  # a wrong value may have a megabyte
+_SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _MOST_SHOWN_CHARS = 160
 
@@ -240,8 +240,6 @@ class ModelNotFound(RequestError):
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"Model {shown(asked)} is not served here. Ask for {served!r}.", param="model")
-        self.asked = asked
-        self.served = served
 
 
 class Unauthorized(RequestError):
@@ -273,7 +271,6 @@ class BodyTooLarge(RequestError):
         super().__init__(
             f"The body of the request has more than {limit_bytes:,} bytes (--max-body). Send less at once."
         )
-        self.limit_bytes = limit_bytes
 
 
 class ContentTypeNotJson(RequestError):
@@ -285,8 +282,6 @@ class ContentTypeNotJson(RequestError):
             f"The request's {header} is {_SHORT.repr(value)}. Send the body as 'Content-Type: application/json', "
             "in UTF-8 and without a Content-Encoding."
         )
-        self.header = header
-        self.value = value
 
 
 class HostNotAllowed(RequestError):
@@ -298,7 +293,6 @@ class HostNotAllowed(RequestError):
             f"This server is not known as {_SHORT.repr(host)}. Address it by localhost or by its IP address, or "
             "serve with --allowed-hosts."
         )
-        self.host = host
 
 
 class OriginNotAllowed(RequestError):
@@ -309,7 +303,6 @@ class OriginNotAllowed(RequestError):
         super().__init__(
             f"Web pages of {_SHORT.repr(origin)} may not use this server. Serve with --allowed-origins to let them."
         )
-        self.origin = origin
 
 
 class MalformedHttp(RequestError):
@@ -317,7 +310,6 @@ class MalformedHttp(RequestError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"The request is not valid HTTP: {detail}.")
-        self.detail = detail
 
 
 class RequestTimeout(RequestError):
@@ -326,7 +318,6 @@ class RequestTimeout(RequestError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"The request came too slowly: {detail}. Send it again.")
-        self.detail = detail
 
 
 class UrlTooLong(RequestError):
@@ -335,7 +326,6 @@ class UrlTooLong(RequestError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The URL of the request has more than {limit_bytes:,} bytes.")
-        self.limit_bytes = limit_bytes
 
 
 class HeadTooLarge(RequestError):
@@ -347,8 +337,6 @@ class HeadTooLarge(RequestError):
             f"The request has more than {limit_fields} header fields, or more than {limit_bytes:,} bytes of them "
             "or of chunk extensions and trailers."
         )
-        self.limit_bytes = limit_bytes
-        self.limit_fields = limit_fields
 
 
 class Overloaded(RootstockError):
@@ -383,7 +371,6 @@ class TooManyConnections(Overloaded):
         super().__init__(
             f"The server has its most connections, {limit:,} (--max-connections). Try again in a moment."
         )
-        self.limit = limit
 
 
 class TooManyBodyBytes(Overloaded):
@@ -395,7 +382,6 @@ class TooManyBodyBytes(Overloaded):
             f"With this request, the bodies that the server holds would exceed {limit_bytes:,} bytes. Try again in a "
             "moment."
         )
-        self.limit_bytes = limit_bytes
 
 
 class EngineError(RootstockError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,9 +34,15 @@ def rootstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 @pytest.fixture
-def processes() -> Iterator[list[Process]]:
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts a server in a process of its own, which the end of the test ends."""
     started: list[Process] = []
-    yield started
+
+    def start(*arguments: str) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield start
     for one in started:
         if one.process.poll() is None:
             one.process.kill()

@@ -1,4 +1,4 @@
-"""`rootstock` run by tests: in this process, or in one of its own, with an oracle in the place of the model."""
+"""Commands of `rootstock` for tests: in this process, or in a process of its own with an oracle as the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 
 from waiting import HANG_S
 
-# `rootstock serve` with the oracle in the place of a loaded model; everything else is the real thing.
+# `rootstock serve` with the oracle as the loaded model. Everything else is the real code.
 ORACLE = """
 import sys, time
 from pathlib import Path
@@ -35,7 +35,7 @@ def build_engine(model, cache, engine, tier, *, chat_template, progress, directo
     )
     return assemble(runtime, ByteTokenizer(), cache, engine, tier)
 
-# On a busy machine a load, and the end of an answer, may take any time.
+# On a busy machine, a load or the end of an answer may take any time.
 rootstock.engine.tiers.connector.OVERDUE_LEAST_S = rootstock.server.listen.GRACE_S = 600
 cli.build_engine = build_engine
 cli.locate = lambda model, **_: Path('no directory')
@@ -51,6 +51,15 @@ class Ran:
 
 
 Run = Callable[..., Ran]
+
+
+def refusal(rootstock: Run, *arguments: object) -> str:
+    """Runs `rootstock serve`, which must refuse the arguments. Returns its one line of error."""
+    done = rootstock("serve", "nowhere", *arguments)
+    assert (done.status, done.out) == (2, "")
+    [line] = done.err.splitlines()
+    assert line.startswith("rootstock: ")
+    return line
 
 
 def run_process(*arguments: str) -> Ran:

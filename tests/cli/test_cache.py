@@ -1,4 +1,4 @@
-"""`rootstock cache` on directories as a server leaves them, and on those that something happened to."""
+"""`rootstock cache` on directories that a server left, and on damaged and foreign ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cli.running import Run
+from cli.running import Ran, Run
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.plan import Tokens
 from rootstock.cache.record_identity import Kind, identify
@@ -36,31 +37,28 @@ SECOND = SYSTEM + "How deep should it be planted?"
 
 
 def tokens_of(text: str) -> Tokens:
-    """As `byte_tokenizer` has them."""
+    """Returns the tokens of `byte_tokenizer`."""
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def byte_tokenizer(directory: Path) -> Path:
+@pytest.fixture
+def byte_tokenizer(tmp_path: Path) -> Path:
     letters = {chr(byte): byte for byte in range(128)}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def blocks(
     tokens: Tokens, first: int = 0, namespace: Namespace = NAMESPACE, family: str = "full"
 ) -> list[Record]:
-    """A record for each block from block `first` on, the last one as full as it is."""
+    """Returns a record for each block from block `first` on. The last block may be filled in part."""
+    ends = {start: min(start + BLOCK, len(tokens)) for start in range(first * BLOCK, len(tokens), BLOCK)}
     return [
-        record_of(
-            identify(
-                namespace, family, 4, "float32", Kind.BLOCKS, tokens[: min(start + BLOCK, len(tokens))], start
-            ),
-            500,
-        )
-        for start in range(first * BLOCK, len(tokens), BLOCK)
+        record_of(identify(namespace, family, 4, "float32", Kind.BLOCKS, tokens[:end], start), 500)
+        for start, end in ends.items()
     ]
 
 
@@ -69,132 +67,132 @@ def state(tokens: Tokens, namespace: Namespace = NAMESPACE) -> Record:
     return record_of(identify(namespace, "state", 2, "float32", Kind.STATE, tokens, start), 900)
 
 
-def two_conversations() -> list[Record]:
-    shared = len(SYSTEM) // BLOCK
-    return [
-        *blocks(tokens_of(FIRST)),
-        state(tokens_of(SYSTEM)),
-        *blocks(tokens_of(SECOND), shared),
-        state(tokens_of(SECOND)),
-    ]
+# Two conversations with one system prompt.
+RECORDS = [
+    *blocks(tokens_of(FIRST)),
+    state(tokens_of(SYSTEM)),
+    *blocks(tokens_of(SECOND), len(SYSTEM) // BLOCK),
+    state(tokens_of(SECOND)),
+]
+# More than a budget of 2 MiB can hold.
+LARGE_RECORDS = [record_of(blocks(tokens_of(f"{n:016}"))[0].identity, 100_000) for n in range(60)]
 
 
-def stored(folder: Path, records: Sequence[Record], **options: object) -> Path:
-    tier = open_tier(folder, CAP_BYTES, **options)
+def stored(folder: Path, records: Sequence[Record]) -> Path:
+    tier = open_tier(folder, CAP_BYTES)
     tier.store(records)
     tier.close()
     return folder
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Stores RECORDS in a directory."""
+    return stored(tmp_path / "tier", RECORDS)
 
 
-def listed(rootstock: Run, folder: Path, *options: object) -> dict[str, object]:
-    ran = rootstock("cache", "ls", folder, "--json", *options)
-    assert ran.status == 0, ran.err
-    found: dict[str, object] = json.loads(ran.out)
+@pytest.fixture
+def cache(rootstock: Run) -> Run:
+    """Runs `rootstock cache` and checks its exit status."""
+
+    def run(*arguments: object, status: int = 0) -> Ran:
+        ran = rootstock("cache", *arguments)
+        assert ran.status == status, (ran.out, ran.err)
+        return ran
+
+    return run
+
+
+def listed(cache: Run, folder: Path, *options: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(cache("ls", folder, "--json", *options).out)
     return found
 
 
+def import_(cache: Run, folder: Path, file: Path, budget: str = "16MiB", status: int = 0) -> Ran:
+    return cache("import", folder, file, "--disk-budget", budget, status=status)
+
+
 def damage(folder: Path, record: Record) -> None:
-    """Flips a bit of its payload."""
+    """Flips a bit of the record's payload."""
     payload = b"".join(bytes(view) for view in record.views())
     for path in segment_files(folder):
-        content = path.read_bytes()
+        content = bytearray(path.read_bytes())
         at = content.find(payload)
         if at >= 0:
-            flipped = bytearray(content)
-            flipped[at + len(payload) // 2] ^= 1
-            path.write_bytes(flipped)
+            content[at + len(payload) // 2] ^= 1
+            path.write_bytes(content)
             return
-    raise AssertionError("no segment has it")
+    raise AssertionError("no segment has the record")
 
 
 # -- verify ------------------------------------------------------------------------------------------------------
 
 
-def test_verify_of_a_sound_directory_says_so_and_changes_nothing(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    before = contents(folder)
-    ran = rootstock("cache", "verify", folder)
-    assert (ran.status, ran.err) == (0, "")
-    assert f"{len(two_conversations())} of {len(two_conversations())} records are right" in ran.out
-    assert {path: raw for path, raw in contents(folder).items() if path.name != LOCK_NAME} == {
-        path: raw for path, raw in before.items() if path.name != LOCK_NAME
-    }
+def test_verify_of_a_sound_directory_reports_it_and_changes_nothing(folder: Path, cache: Run) -> None:
+    def contents() -> dict[Path, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
+        return {path: path.read_bytes() for path in files}
+
+    before = contents()
+    ran = cache("verify", folder)
+    assert ran.err == ""
+    assert f"{len(RECORDS)} of {len(RECORDS)} records are right" in ran.out
+    assert contents() == before
 
 
-def test_verify_lists_each_damaged_record_and_repair_strikes_it(tmp_path: Path, rootstock: Run) -> None:
-    records = two_conversations()
-    folder = stored(tmp_path / "tier", records)
-    damage(folder, records[2])
-    damage(folder, records[-1])
-    for _ in range(2):  # looking changes nothing
-        ran = rootstock("cache", "verify", folder)
-        assert ran.status == 1
+def test_verify_lists_each_damaged_record_and_repair_deletes_it(folder: Path, cache: Run) -> None:
+    damage(folder, RECORDS[2])
+    damage(folder, RECORDS[-1])
+    for _ in range(2):  # without --repair nothing changes
+        ran = cache("verify", folder, status=1)
         lines = [line for line in ran.out.splitlines() if line.startswith("damaged\t")]
         assert len(lines) == 2
         assert "checksum\tfull\tpositions 32–47" in lines[0]
         assert f"checksum\tstate\tafter {len(SECOND)} tokens" in lines[1]
-    ran = rootstock("cache", "verify", folder, "--repair")
-    assert ran.status == 1
-    assert "2 damaged records deleted" in ran.out
-    ran = rootstock("cache", "verify", folder)
-    assert ran.status == 0
-    assert f"{len(records) - 2} of {len(records) - 2} records are right" in ran.out
+    assert "2 damaged records deleted" in cache("verify", folder, "--repair", status=1).out
+    ran = cache("verify", folder)
+    assert f"{len(RECORDS) - 2} of {len(RECORDS) - 2} records are right" in ran.out
     assert "belong to no record" in ran.out
 
 
-def test_verify_finds_what_a_segment_lost_at_its_end(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
+def test_verify_finds_a_segment_that_is_cut_at_its_end(folder: Path, cache: Run) -> None:
     last = list(segment_files(folder))[-1]
     os.truncate(last, last.stat().st_size - 1)
-    ran = rootstock("cache", "verify", folder)
-    assert ran.status == 1
-    assert "damaged\tmissing_bytes\t" in ran.out
+    assert "damaged\tmissing_bytes\t" in cache("verify", folder, status=1).out
 
 
-def test_verify_tells_what_other_formats_and_others_take(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
+def test_verify_tells_the_size_of_files_of_other_formats_and_programs(folder: Path, cache: Run) -> None:
     (folder / "v0-00000001.segment").write_bytes(bytes(3 * 2**20))
-    ran = rootstock("cache", "verify", folder)
-    assert ran.status == 0
-    assert "3.0 MiB are files of other formats or programs (v0-00000001.segment)" in ran.out
+    told = "3.0 MiB are files of other formats or programs (v0-00000001.segment)"
+    assert told in cache("verify", folder).out
     assert (folder / "v0-00000001.segment").exists()
 
 
-def test_a_directory_larger_than_any_cap_is_looked_at_without_evicting(
-    tmp_path: Path, rootstock: Run
-) -> None:
-    records = [record_of(blocks(tokens_of(f"{n:016}"))[0].identity, 100_000) for n in range(60)]
-    folder = stored(tmp_path / "tier", records)
-    assert "60 of 60 records" in rootstock("cache", "verify", folder).out
-    assert listed(rootstock, folder)["summary"]["records"] == 60  # type: ignore[index]
+def test_a_directory_of_any_size_is_read_without_evicting(tmp_path: Path, cache: Run) -> None:
+    folder = stored(tmp_path / "tier", LARGE_RECORDS)
+    assert "60 of 60 records" in cache("verify", folder).out
+    assert listed(cache, folder)["summary"]["records"] == 60
 
 
 # -- directories that can't be opened ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["verify", "ls", "export"])
-def test_a_directory_that_a_server_has_is_refused_with_its_process(
-    tmp_path: Path, rootstock: Run, command: str
+@pytest.mark.parametrize("command", [["verify"], ["ls"], ["export", "file"]])
+def test_a_directory_that_a_server_uses_is_refused_with_its_process(
+    tmp_path: Path, cache: Run, command: list[str]
 ) -> None:
     tier = open_tier(tmp_path / "tier", CAP_BYTES)
-    tier.store(two_conversations())
-    ran = rootstock(
-        "cache", command, tmp_path / "tier", *([tmp_path / "file"] if command == "export" else [])
-    )
-    assert ran.status == 2
+    tier.store(RECORDS)
+    ran = cache(command[0], tmp_path / "tier", *(tmp_path / name for name in command[1:]), status=2)
     assert f"in use by a server or another command (pid {os.getpid()})" in ran.err
     assert "Stop that process first." in ran.err
     assert not (tmp_path / "file").exists()
-    assert tier.load(two_conversations()[0].identity)
+    assert tier.load(RECORDS[0].identity)
 
 
-@pytest.mark.parametrize("command", ["verify", "ls", "export"])
-def test_what_is_no_cache_directory_is_refused_and_left_as_it_is(
-    tmp_path: Path, rootstock: Run, command: str
+@pytest.mark.parametrize("command", [["verify"], ["ls"], ["export", "out"]])
+def test_a_directory_without_a_cache_is_refused_and_not_changed(
+    tmp_path: Path, cache: Run, command: list[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "photos").mkdir()
@@ -202,17 +200,13 @@ def test_what_is_no_cache_directory_is_refused_and_left_as_it_is(
     (tmp_path / "file").write_bytes(b"file")
     before = sorted(tmp_path.rglob("*"))
     for name in ("empty", "photos", "file", "missing"):
-        ran = rootstock(
-            "cache", command, tmp_path / name, *([tmp_path / "out"] if command == "export" else [])
-        )
-        assert ran.status == 2
+        ran = cache(command[0], tmp_path / name, *(tmp_path / out for out in command[1:]), status=2)
         assert ran.err.startswith(f"rootstock: {tmp_path / name} is not a directory")
         assert ran.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_commands_need_no_tensor_framework(tmp_path: Path) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
+def test_the_commands_need_no_tensor_framework(tmp_path: Path, folder: Path) -> None:
     code = (
         "import sys, rootstock.cli.main as cli\n"
         "try: cli.main()\n"
@@ -228,81 +222,90 @@ def test_the_commands_need_no_tensor_framework(tmp_path: Path) -> None:
 # -- ls ----------------------------------------------------------------------------------------------------------
 
 
-def test_ls_shows_prefixes_with_what_is_their_own_and_what_they_share(tmp_path: Path, rootstock: Run) -> None:
+def test_ls_shows_prefixes_with_their_own_and_their_shared_size(tmp_path: Path, cache: Run) -> None:
     clock = Clock()
     tier = open_tier(tmp_path / "tier", CAP_BYTES, clock=clock)
-    records = two_conversations()
-    tier.store(records)
+    tier.store(RECORDS)
     clock.now_s += 100
-    tier.touch([records[-1].identity.key])
+    tier.touch([RECORDS[-1].identity.key])
     tier.close()
-    found = listed(rootstock, tmp_path / "tier")
-    first, second = found["prefixes"]  # type: ignore[misc]
-    assert [first["tokens"], second["tokens"]] == [len(SECOND), len(FIRST)]  # the one used last first
+    found = listed(cache, tmp_path / "tier")
+    first, second = found["prefixes"]
+    assert [first["tokens"], second["tokens"]] == [len(SECOND), len(FIRST)]  # the most recently used first
     assert first["key"] == prefix_digest(NAMESPACE, tokens_of(SECOND)).hex()
     assert first["families"] == second["families"] == ["full", "state"]
     assert (first["last_use"], second["last_use"]) == ("1970-01-01T00:18:20Z", "1970-01-01T00:16:40Z")
     assert (first["uses"], second["uses"]) == (1, 0)
-    # The state after SYSTEM lies within a block: on both ways if the block before it is theirs alike.
+    # The state after SYSTEM lies within a block. Both prefixes have it if they share the block before it.
     assert first["shared_bytes"] == second["shared_bytes"] > 500 * (len(SYSTEM) // BLOCK)
     assert [first["checkpoints"], second["checkpoints"]] == [2, 1]
     summary = found["summary"]
-    assert summary["records"] == len(records)  # type: ignore[index]
-    assert first["own_bytes"] + second["own_bytes"] + first["shared_bytes"] == summary["record_bytes"]  # type: ignore[index]
-    assert summary["namespaces"][0]["namespace"] == NAMESPACE.digest().hex()  # type: ignore[index]
-    assert summary["orphans"] == {"records": 0, "bytes": 0}  # type: ignore[index]
+    assert summary["records"] == len(RECORDS)
+    assert first["own_bytes"] + second["own_bytes"] + first["shared_bytes"] == summary["record_bytes"]
+    assert summary["namespaces"][0]["namespace"] == NAMESPACE.digest().hex()
+    assert summary["orphans"] == {"records": 0, "bytes": 0}
 
 
-def test_ls_counts_a_prefix_once_however_its_last_block_grew(tmp_path: Path, rootstock: Run) -> None:
+def test_ls_counts_a_prefix_once_while_its_last_block_grows(tmp_path: Path, cache: Run) -> None:
     text = tokens_of(FIRST)
     grown = [*blocks(text[:40]), *blocks(text[:45], 2), *blocks(text[:70], 2), state(text[:43])]
-    folder = stored(tmp_path / "tier", grown)
-    (only,) = listed(rootstock, folder)["prefixes"]  # type: ignore[misc]
+    (only,) = listed(cache, stored(tmp_path / "tier", grown))["prefixes"]
     assert (only["tokens"], only["checkpoints"], only["shared_bytes"]) == (70, 1, 0)
 
 
-def test_a_windows_tail_is_one_checkpoint_however_many_blocks_it_has(tmp_path: Path, rootstock: Run) -> None:
+def test_the_window_blocks_of_a_position_are_one_checkpoint(tmp_path: Path, cache: Run) -> None:
     text = tokens_of(FIRST)
-    tails = [blocks(text[:end], first, family="window(24)") for end, first in ((70, 2), (75, 3), (150, 7))]
-    folder = stored(tmp_path / "tier", [*blocks(text), *(record for tail in tails for record in tail)])
-    (only,) = listed(rootstock, folder)["prefixes"]  # type: ignore[misc]
+    windows = [blocks(text[:end], first, family="window(24)") for end, first in ((70, 2), (75, 3), (150, 7))]
+    folder = stored(tmp_path / "tier", [*blocks(text), *(record for window in windows for record in window)])
+    (only,) = listed(cache, folder)["prefixes"]
     assert (only["tokens"], only["families"], only["checkpoints"]) == (len(FIRST), ["full", "window(24)"], 3)
 
 
-def test_ls_sums_up_what_continues_records_that_are_gone(tmp_path: Path, rootstock: Run) -> None:
+def test_ls_sums_up_records_whose_beginning_is_gone(tmp_path: Path, cache: Run) -> None:
     records = blocks(tokens_of(FIRST))
     folder = stored(tmp_path / "tier", [*records[:3], *records[5:]])
-    found = listed(rootstock, folder)
-    (only,) = found["prefixes"]  # type: ignore[misc]
+    found = listed(cache, folder)
+    (only,) = found["prefixes"]
     assert only["tokens"] == 3 * BLOCK
-    assert found["summary"]["orphans"]["records"] == len(records) - 5  # type: ignore[index]
-    assert f"{len(records) - 5} records, " in rootstock("cache", "ls", folder).out
-    assert "continue prefixes that are no longer stored" in rootstock("cache", "ls", folder).out
+    assert found["summary"]["orphans"]["records"] == len(records) - 5
+    told = cache("ls", folder).out
+    assert f"{len(records) - 5} records, " in told
+    assert "continue prefixes that are no longer stored" in told
 
 
-def test_states_and_windows_without_full_attention_need_nothing_before_them(
-    tmp_path: Path, rootstock: Run
+def test_states_and_windows_without_full_attention_need_no_earlier_records(
+    tmp_path: Path, cache: Run
 ) -> None:
-    folder = stored(tmp_path / "tier", [state(tokens_of(FIRST)), state(tokens_of(SECOND))])
-    found = listed(rootstock, folder)
-    assert len(found["prefixes"]) == 2  # type: ignore[arg-type]
-    assert found["summary"]["orphans"]["records"] == 0  # type: ignore[index]
+    found = listed(cache, stored(tmp_path / "tier", [state(tokens_of(FIRST)), state(tokens_of(SECOND))]))
+    assert len(found["prefixes"]) == 2
+    assert found["summary"]["orphans"]["records"] == 0
 
 
-def test_ls_with_a_tokenizer_shows_how_texts_begin_and_end(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", [*two_conversations(), *blocks(tokens_of("Hello \x1b[31m there"))])
-    model = byte_tokenizer(tmp_path / "model")
-    found = listed(rootstock, folder, "--tokenizer", model)
-    texts = {prefix["tokens"]: prefix["text"] for prefix in found["prefixes"]}  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("dtype", "shown"), [("bfloat16:bfloat16", "bfloat16"), ("float32:int8", "float32 and int8")]
+)
+def test_ls_shows_the_dtypes_of_the_model_and_the_cache_once(
+    tmp_path: Path, cache: Run, dtype: str, shown: str
+) -> None:
+    identity = identify(NAMESPACE, "full", 4, dtype, Kind.BLOCKS, tokens_of(FIRST)[:BLOCK], 0)
+    told = cache("ls", stored(tmp_path / "tier", [record_of(identity)])).out
+    assert f": full in {shown}, 1 record, " in told
+
+
+def test_ls_with_a_tokenizer_shows_how_texts_begin_and_end(
+    tmp_path: Path, cache: Run, byte_tokenizer: Path
+) -> None:
+    folder = stored(tmp_path / "tier", [*RECORDS, *blocks(tokens_of("Hello \x1b[31m there"))])
+    found = listed(cache, folder, "--tokenizer", byte_tokenizer)
+    texts = {prefix["tokens"]: prefix["text"] for prefix in found["prefixes"]}
     assert texts[len(FIRST)].startswith("You are a patient gardener who grafts … ")
     assert texts[len(FIRST)].endswith("small garden, and when is it cut?")
     assert texts[len(SECOND)].endswith("How deep should it be planted?")
-    assert texts[17] == "Hello �[31m there"  # nothing that a terminal would obey
+    assert texts[17] == "Hello �[31m there"  # no control characters reach the terminal
 
 
-def test_ls_outside_a_terminal_is_lines_of_fields_and_of_remarks(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    ran = rootstock("cache", "ls", folder, "--disk-budget", "16MiB", "--limit", 1)
+def test_ls_outside_a_terminal_prints_fields_and_remarks(folder: Path, cache: Run) -> None:
+    ran = cache("ls", folder, "--disk-budget", "16MiB", "--limit", 1)
     header, row, *remarks = ran.out.splitlines()
     assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["tokens"] == str(len(FIRST))
     assert all(line.startswith("# ") for line in remarks)
@@ -312,12 +315,11 @@ def test_ls_outside_a_terminal_is_lines_of_fields_and_of_remarks(tmp_path: Path,
 
 @pytest.mark.parametrize("columns", [80, 130])
 def test_ls_on_a_terminal_is_a_table_with_more_columns_if_it_is_wide(
-    tmp_path: Path, rootstock: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+    folder: Path, cache: Run, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    lines = rootstock("cache", "ls", folder).out.splitlines()
+    lines = cache("ls", folder).out.splitlines()
     header, row = (next(line for line in lines if word in line) for word in ("tokens", f"{len(FIRST)}  "))
     shown = ["key", "tokens", "families", "checkpoints", "own", "shared"]
     wide = ["at", "last", "use", "uses", "namespace"] if columns == 130 else ["last", "use"]
@@ -327,41 +329,32 @@ def test_ls_on_a_terminal_is_a_table_with_more_columns_if_it_is_wide(
     assert lines[-1].startswith("Namespace ")
 
 
-def test_ls_of_a_directory_with_nothing_of_this_format_says_so(tmp_path: Path, rootstock: Run) -> None:
-    stored(tmp_path / "tier", [])
-    (tmp_path / "tier" / "v0-index.sqlite").write_bytes(bytes(5000))
-    ran = rootstock("cache", "ls", tmp_path / "tier")
-    assert ran.status == 0
-    assert "Nothing is stored" in ran.out
+def test_ls_of_a_directory_without_records_of_this_format_reports_it(tmp_path: Path, cache: Run) -> None:
+    folder = stored(tmp_path / "tier", [])
+    (folder / "v0-index.sqlite").write_bytes(bytes(5000))
+    assert "Nothing is stored" in cache("ls", folder).out
 
 
 # -- export and import -------------------------------------------------------------------------------------------
 
 
-def test_what_was_exported_and_imported_elsewhere_is_loaded_there(tmp_path: Path, rootstock: Run) -> None:
-    records = [*two_conversations(), *blocks(tokens_of(FIRST), namespace=OTHER)]
-    folder = stored(tmp_path / "tier", records)
-    ran = rootstock("cache", "export", folder, tmp_path / "all.rootstock")
-    assert ran.status == 0
+def test_exported_records_can_be_loaded_where_they_are_imported(tmp_path: Path, cache: Run) -> None:
+    records = [*RECORDS, *blocks(tokens_of(FIRST), namespace=OTHER)]
+    folder, file, imported = stored(tmp_path / "tier", records), tmp_path / "all", tmp_path / "new" / "tier"
+    ran = cache("export", folder, file)
     assert f"{len(records)} records written" in ran.out
     assert "same weights, dtype and tenant" in ran.out
-    imported = tmp_path / "new" / "tier"
-    ran = rootstock("cache", "import", imported, tmp_path / "all.rootstock", "--disk-budget", "16MiB")
-    assert ran.status == 0, ran.err
-    assert f"stored\t{len(records)}\t" in ran.out
+    assert f"stored\t{len(records)}\t" in import_(cache, imported, file).out
     tier = open_tier(imported, CAP_BYTES)
     assert all(is_right(tier.load(record.identity), record) for record in records)
     tier.close()
-    ran = rootstock("cache", "import", imported, tmp_path / "all.rootstock", "--disk-budget", "16MiB")
-    assert ran.status == 0
-    assert f"already there\t{len(records)}\n" in ran.out
+    assert f"already there\t{len(records)}\n" in import_(cache, imported, file).out
 
 
-def exported_keys(rootstock: Run, folder: Path, *options: object) -> set[bytes]:
+def exported_keys(cache: Run, folder: Path, *options: object) -> set[bytes]:
     file, there = folder.parent / "chosen.rootstock", folder.parent / "there"
-    ran = rootstock("cache", "export", folder, file, *options)
-    assert ran.status == 0, ran.err
-    assert rootstock("cache", "import", there, file, "--disk-budget", "16MiB").status == 0
+    cache("export", folder, file, *options)
+    import_(cache, there, file)
     tier = open_tier(there, CAP_BYTES)
     keys = {bytes(entry.identity.key) for entry in tier.entries()}
     tier.close()
@@ -373,80 +366,68 @@ def keys_of(records: Sequence[Record]) -> set[bytes]:
     return {bytes(record.identity.key) for record in records}
 
 
-def test_an_export_takes_a_namespace_or_what_leads_to_a_prefix_and_continues_it(
-    tmp_path: Path, rootstock: Run
+def test_an_export_selects_a_namespace_or_the_records_before_and_behind_a_prefix(
+    tmp_path: Path, cache: Run, byte_tokenizer: Path
 ) -> None:
-    mine, others = two_conversations(), blocks(tokens_of("Good morning, how are the pears?"))
+    others = blocks(tokens_of("Good morning, how are the pears?"))
     foreign = blocks(tokens_of(FIRST), namespace=OTHER)
-    folder = stored(tmp_path / "tier", [*mine, *others, *foreign])
-    model = byte_tokenizer(tmp_path / "model")
-    other = OTHER.digest().hex()[:8]
-    assert exported_keys(rootstock, folder, "--namespace", other) == keys_of(foreign)
+    folder = stored(tmp_path / "tier", [*RECORDS, *others, *foreign])
+    assert exported_keys(cache, folder, "--namespace", OTHER.digest().hex()[:8]) == keys_of(foreign)
 
-    text = ("--tokenizer", model, "--prefix-text")
-    assert exported_keys(rootstock, folder, *text, SYSTEM) == keys_of([*mine, *foreign])
-    ids = ",".join(map(str, tokens_of(SYSTEM).tolist()))
-    assert exported_keys(rootstock, folder, "--prefix-tokens", ids) == keys_of([*mine, *foreign])
-    ours = NAMESPACE.digest().hex()
-    assert exported_keys(rootstock, folder, "--prefix-tokens", ids, "--namespace", ours) == keys_of(mine)
-    # Beyond where they part: what leads there and what continues it, and nothing of the other conversation.
-    found = exported_keys(rootstock, folder, *text, SYSTEM + "How", "--namespace", ours)
+    text = ("--tokenizer", byte_tokenizer, "--prefix-text")
+    assert exported_keys(cache, folder, *text, SYSTEM) == keys_of([*RECORDS, *foreign])
+    ids = ("--prefix-tokens", ",".join(map(str, tokens_of(SYSTEM).tolist())))
+    assert exported_keys(cache, folder, *ids) == keys_of([*RECORDS, *foreign])
+    ours = ("--namespace", NAMESPACE.digest().hex())
+    assert exported_keys(cache, folder, *ids, *ours) == keys_of(RECORDS)
+    # A prefix of one conversation only: the records before and behind its end, and none of the other conversation.
     second = keys_of([*blocks(tokens_of(SECOND)), state(tokens_of(SYSTEM)), state(tokens_of(SECOND))])
-    assert found == second
+    assert exported_keys(cache, folder, *text, SYSTEM + "How", *ours) == second
     key = prefix_digest(NAMESPACE, tokens_of(SECOND)).hex()[:12]
-    assert exported_keys(rootstock, folder, "--key", key) == second
+    assert exported_keys(cache, folder, "--key", key) == second
 
 
-def test_an_export_with_a_limit_takes_what_was_used_last_and_all_that_it_continues(
-    tmp_path: Path, rootstock: Run
+def test_an_export_with_a_limit_takes_the_most_recently_used_records_and_their_prefixes(
+    tmp_path: Path, cache: Run
 ) -> None:
     clock = Clock()
     tier = open_tier(tmp_path / "tier", CAP_BYTES, clock=clock)
     old, new = blocks(tokens_of(FIRST)), blocks(tokens_of("Good morning, how are the pears and the plums?"))
     tier.store([*old, *new])
     clock.now_s += 100
-    tier.touch([new[-1].identity.key])  # only its end was: what it continues goes with it
+    tier.touch([new[-1].identity.key])  # the end only: the records before it go with it
     entry_bytes = max(entry.stored_bytes for entry in tier.entries())
     tier.close()
-    limit = entry_bytes * (len(new) + 2)
-    found = exported_keys(rootstock, tmp_path / "tier", "--limit-bytes", limit)
+    found = exported_keys(cache, tmp_path / "tier", "--limit-bytes", entry_bytes * (len(new) + 2))
     assert keys_of(new) < found
     assert found - keys_of(new) <= keys_of(old[: len(found) - len(new)])
 
 
-def test_a_prefix_that_is_not_stored_to_its_end_is_said_with_how_far_it_is(
-    tmp_path: Path, rootstock: Run
+def test_an_export_of_a_longer_prefix_than_the_stored_one_tells_the_stored_length(
+    tmp_path: Path, folder: Path, cache: Run, byte_tokenizer: Path
 ) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    model = byte_tokenizer(tmp_path / "model")
     asked = FIRST + "In winter?"
-    ran = rootstock(
-        "cache", "export", folder, tmp_path / "file", "--tokenizer", model, "--prefix-text", asked
-    )
-    assert ran.status == 2
+    options = ("--tokenizer", byte_tokenizer, "--prefix-text", asked)
+    ran = cache("export", folder, tmp_path / "file", *options, status=2)
     assert f"only {len(FIRST)} of {len(asked)} tokens are stored" in ran.err
     assert not (tmp_path / "file").exists()
 
 
-def test_an_export_leaves_damaged_records_out_and_says_so(tmp_path: Path, rootstock: Run) -> None:
-    records = two_conversations()
-    folder = stored(tmp_path / "tier", records)
-    damage(folder, records[1])
-    ran = rootstock("cache", "export", folder, tmp_path / "file")
-    assert ran.status == 1
-    assert f"{len(records) - 1} records written" in ran.out
+def test_an_export_leaves_damaged_records_out_and_reports_it(
+    tmp_path: Path, folder: Path, cache: Run
+) -> None:
+    damage(folder, RECORDS[1])
+    ran = cache("export", folder, tmp_path / "file", status=1)
+    assert f"{len(RECORDS) - 1} records written" in ran.out
     assert "1 record left out, damaged: 1 checksum" in ran.out
 
 
-def test_an_export_replaces_archives_only(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
+def test_an_export_replaces_archives_only(tmp_path: Path, folder: Path, cache: Run) -> None:
     for _ in range(2):
-        assert rootstock("cache", "export", folder, tmp_path / "file").status == 0
+        cache("export", folder, tmp_path / "file")
     (tmp_path / "letter").write_text("Dear all")
     for path in (tmp_path / "letter", tmp_path, folder / "archive", tmp_path / "none" / "file"):
-        ran = rootstock("cache", "export", folder, path)
-        assert ran.status == 2, path
-        assert str(path) in ran.err
+        assert str(path) in cache("export", folder, path, status=2).err
     assert (tmp_path / "letter").read_text() == "Dear all"
 
 
@@ -463,71 +444,60 @@ def test_an_export_replaces_archives_only(tmp_path: Path, rootstock: Run) -> Non
         (["--prefix-text", "You", "--tokenizer", "missing/model/here"], "tokenizer"),
     ],
 )
-def test_a_choice_that_cannot_be_made_is_a_sentence_and_no_file(
-    tmp_path: Path, rootstock: Run, options: list[str], told: str
+def test_a_wrong_selection_is_refused_with_a_sentence_and_writes_no_file(
+    tmp_path: Path, folder: Path, cache: Run, options: list[str], told: str
 ) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    ran = rootstock("cache", "export", folder, tmp_path / "file", *options)
-    assert ran.status == 2
-    assert told in ran.err
+    assert told in cache("export", folder, tmp_path / "file", *options, status=2).err
     assert not (tmp_path / "file").exists()
 
 
-def test_an_import_of_what_is_no_whole_archive_changes_nothing(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    rootstock("cache", "export", folder, tmp_path / "file")
+def test_an_import_of_an_incomplete_or_foreign_file_changes_nothing(
+    tmp_path: Path, folder: Path, cache: Run
+) -> None:
+    cache("export", folder, tmp_path / "file")
     whole = (tmp_path / "file").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "letter").write_text("Dear all")
     (tmp_path / "manifest").write_bytes(whole[:-60] + b"?" + whole[-59:])
     for name in ("cut", "letter", "manifest", "missing", "."):
-        ran = rootstock("cache", "import", tmp_path / "new", tmp_path / name, "--disk-budget", "16MiB")
-        assert ran.status == 2
-        assert "Nothing was changed." in ran.err
+        assert "Nothing was changed." in import_(cache, tmp_path / "new", tmp_path / name, status=2).err
     assert not (tmp_path / "new").exists()
 
 
-def test_an_import_stores_the_whole_records_and_tells_the_damaged_ones(
-    tmp_path: Path, rootstock: Run
+def test_an_import_stores_the_right_records_and_lists_the_damaged_ones(
+    tmp_path: Path, folder: Path, cache: Run
 ) -> None:
-    records = two_conversations()
-    folder = stored(tmp_path / "tier", records)
-    rootstock("cache", "export", folder, tmp_path / "file")
+    cache("export", folder, tmp_path / "file")
     content = bytearray((tmp_path / "file").read_bytes())
     content[1000] ^= 1
     (tmp_path / "file").write_bytes(content)
-    ran = rootstock("cache", "import", tmp_path / "new", tmp_path / "file", "--disk-budget", "16MiB")
-    assert ran.status == 1
-    assert f"stored\t{len(records) - 1}\t" in ran.out
+    ran = import_(cache, tmp_path / "new", tmp_path / "file", status=1)
+    assert f"stored\t{len(RECORDS) - 1}\t" in ran.out
     assert "damaged\t1\tchecksum\t" in ran.out
 
 
-def test_an_import_evicts_nothing_because_of_a_budget_that_is_too_small(
-    tmp_path: Path, rootstock: Run
+def test_an_import_with_a_budget_that_is_too_small_evicts_nothing(
+    tmp_path: Path, folder: Path, cache: Run
 ) -> None:
-    records = [record_of(blocks(tokens_of(f"{n:016}"))[0].identity, 100_000) for n in range(60)]
-    folder = stored(tmp_path / "tier", records)
-    small = stored(tmp_path / "small", two_conversations())
-    rootstock("cache", "export", folder, tmp_path / "large.rootstock")
-    rootstock("cache", "export", small, tmp_path / "small.rootstock")
-    for into, file in ((folder, "small"), (small, "large"), (tmp_path / "new", "large")):
-        ran = rootstock("cache", "import", into, tmp_path / f"{file}.rootstock", "--disk-budget", "2MiB")
-        assert ran.status == 2
+    large = stored(tmp_path / "large", LARGE_RECORDS)
+    cache("export", large, tmp_path / "large.rootstock")
+    cache("export", folder, tmp_path / "small.rootstock")
+    for into, file in ((large, "small"), (folder, "large"), (tmp_path / "new", "large")):
+        ran = import_(cache, into, tmp_path / f"{file}.rootstock", "2MiB", status=2)
         assert "--disk-budget of 2.0 MiB" in ran.err
-    assert "60 of 60 records are right" in rootstock("cache", "verify", folder).out
+    assert "60 of 60 records are right" in cache("verify", large).out
     assert not (tmp_path / "new").exists()
 
 
-def test_an_import_into_a_directory_in_use_or_of_others_is_refused(tmp_path: Path, rootstock: Run) -> None:
-    folder = stored(tmp_path / "tier", two_conversations())
-    rootstock("cache", "export", folder, tmp_path / "file")
+def test_an_import_into_a_directory_in_use_or_of_other_programs_is_refused(
+    tmp_path: Path, folder: Path, cache: Run
+) -> None:
+    cache("export", folder, tmp_path / "file")
     tier = open_tier(folder, CAP_BYTES)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "tree.jpg").write_bytes(b"tree")
     for into, told in ((folder, "in use"), (tmp_path / "photos", "was not made by Rootstock")):
-        ran = rootstock("cache", "import", into, tmp_path / "file", "--disk-budget", "16MiB")
-        assert ran.status == 2
-        assert told in ran.err
+        assert told in import_(cache, into, tmp_path / "file", status=2).err
     assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["tree.jpg"]
     tier.close()
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: its errors, and a server in a process of its own until a signal ends it."""
+"""Errors of the command line, and servers in processes of their own, from the ready line to the signal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from cli.running import Process, Run, get, run_process
+from cli.running import Process, Run, get, refusal, run_process
 from rootstock import __version__
 from waiting import HANG_S, join, wait_for
+
+DISK_OPTIONS = ("--kv-budget", "1MiB", "--disk-budget", "64MiB", "--disk-dir")
+Start = Callable[..., Process]
 
 
 def test_the_version_is_shown(rootstock: Run) -> None:
@@ -55,14 +58,10 @@ def test_the_version_is_shown(rootstock: Run) -> None:
         (["--allowed-hosts", '["a"'], "--allowed-hosts is"),
     ],
 )
-def test_a_wrong_option_is_one_line_that_names_what_is_allowed(
+def test_a_wrong_option_is_one_line_that_names_the_allowed_values(
     rootstock: Run, options: list[str], said: str
 ) -> None:
-    done = rootstock("serve", "nowhere", *options)
-    assert (done.status, done.out) == (2, "")
-    [line] = done.err.splitlines()
-    assert line.startswith("rootstock: ")
-    assert said in line
+    assert said in refusal(rootstock, *options)
 
 
 def test_a_process_exits_with_the_status_of_the_command() -> None:
@@ -74,15 +73,11 @@ def test_a_process_exits_with_the_status_of_the_command() -> None:
 def test_a_port_in_use_is_one_line_before_anything_is_loaded(rootstock: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = rootstock("serve", "nowhere", "--port", port)
-    assert done.status == 2
-    [line] = done.err.splitlines()
-    assert f"Cannot listen at 127.0.0.1:{port}" in line
+        assert f"Cannot listen at 127.0.0.1:{port}" in refusal(rootstock, "--port", port)
 
 
-def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes: list[Process]) -> None:
-    one = Process("--kv-budget", "1MiB", "--block-size", "16")
-    processes.append(one)
+def test_the_ready_line_describes_the_server(start: Start) -> None:
+    one = start("--kv-budget", "1MiB", "--block-size", "16")
     assert "fake" in one.ready
     assert "full × 1 layer, " in one.ready
     assert "pool of 65,536 tokens, 1.0 MiB" in one.ready
@@ -94,20 +89,14 @@ def test_a_server_says_in_one_line_that_it_is_ready_and_what_it_holds(processes:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
-    processes: list[Process], sent: signal.Signals
+    start: Start, sent: signal.Signals
 ) -> None:
-    one = Process("--kv-budget", "1MiB")
-    processes.append(one)
+    one = start("--kv-budget", "1MiB")
     events: list[str] = []
     started = threading.Event()
 
     def read() -> None:
-        body: dict[str, Any] = {
-            "prompt": "on and on",
-            "max_tokens": 60_000,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = {"prompt": "on and on", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{one.url}/v1/completions", json=body, timeout=HANG_S) as response:
             for line in response.iter_lines():
                 events.append(line)
@@ -124,16 +113,15 @@ def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
 
 
-def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
-    processes: list[Process], tmp_path: Path
+def test_a_server_that_is_started_again_on_its_directory_finds_its_prefixes(
+    start: Start, tmp_path: Path
 ) -> None:
     prompt = "What was said before the restart is not forgotten. " * 20
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
-    answers, cached = [], []
+    answers, cached, ready = [], [], []
     for _ in range(2):
-        one = Process(*options)
-        processes.append(one)
+        one = start(*DISK_OPTIONS, str(tmp_path / "disk"))
+        ready.append(one.ready)
         answer = httpx.post(f"{one.url}/v1/completions", json=body, timeout=HANG_S).json()
         answers.append(answer["choices"][0]["text"])
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -141,8 +129,7 @@ def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
         returncode, _, err = one.stop(signal.SIGTERM)
         assert returncode == 0
         assert "writing the cache to disk" in err
-    assert "on disk 0 records" in processes[0].ready
-    assert "on disk 0 records" not in processes[1].ready
+    assert ["on disk 0 records" in line for line in ready] == [True, False]
     assert answers[0] == answers[1]
     assert cached == [0, len(prompt) - 1]
     assert f"rootstock_loaded_prompt_tokens_total {len(prompt) - 1}.0" in metrics
@@ -151,11 +138,9 @@ def test_a_server_that_is_started_again_on_its_directory_finds_what_was_said(
 
 
 def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
-    processes: list[Process], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    options = ("--kv-budget", "1MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-budget", "64MiB")
-    first, second = Process(*options), Process(*options)
-    processes += [first, second]
+    _, second = (start(*DISK_OPTIONS, str(tmp_path / "disk")) for _ in range(2))
     assert "no disk tier" in second.ready
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
     assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200

@@ -1,6 +1,6 @@
 """Prose of the repository: comments, docstrings and messages of Python files, and text of Markdown files.
 
-`test_prose.py` and `bench/show/f1_prose.py` count in it what CONTRIBUTING.md forbids.
+`bench/show/f1_prose.py` counts forms that CONTRIBUTING.md forbids; `test_architecture.py` finds words that are gone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-# "what" stands for a noun where no noun follows and nobody asks. A question mark ends a question.
+# Pronouns in the place of nouns. A sentence that ends with a question mark may have them.
 NOUNS = re.compile(
     r"\b(what|whatever|whoever|nobody|anybody|somebody|everybody)\b(?![^.!?]{0,120}\?)", re.IGNORECASE
 )
-# First words of a docstring that name nothing and command nothing.
+# First words of a docstring that are neither a noun nor a verb.
 PRONOUNS = (
     "anybody everybody he i it its nobody none she somebody that their them these they this those we you"
 )
@@ -48,16 +48,10 @@ def findings(path: str, source: str) -> list[Finding]:
     found = []
     for text in texts_of(path, source):
         prose = CODE_SPANS.sub("X", text.text)
-        for match in NOUNS.finditer(prose):
-            found.append(
-                Finding(path, text.line + prose[: match.start()].count("\n"), "noun", _around(prose, match))
-            )
-        for match in BAD_START_OF_SENTENCE.finditer(prose):
-            found.append(
-                Finding(
-                    path, text.line + prose[: match.start()].count("\n"), "sentence", _around(prose, match)
-                )
-            )
+        for rule, pattern in (("noun", NOUNS), ("sentence", BAD_START_OF_SENTENCE)):
+            for match in pattern.finditer(prose):
+                line = text.line + prose[: match.start()].count("\n")
+                found.append(Finding(path, line, rule, _around(prose, match)))
         words = re.findall(r"[A-Za-z']+", prose)
         if text.is_docstring and words and words[0].lower() in BAD_STARTS:
             found.append(Finding(path, text.line, "docstring", prose.strip().splitlines()[0][:100]))
@@ -78,14 +72,10 @@ def texts_of(path: str, source: str) -> Iterator[Text]:
     docstrings = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                docstrings.add(first.value)
-                yield Text(first.lineno, first.value.value, is_docstring=True)
+            match node.body:
+                case [ast.Expr(value=ast.Constant(value=str(docstring)) as first), *_]:
+                    docstrings.add(first)
+                    yield Text(first.lineno, docstring, is_docstring=True)
     is_data = path.startswith("tests/") or path in DATA
     for node in () if is_data else ast.walk(tree):
         if (

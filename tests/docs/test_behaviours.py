@@ -1,4 +1,4 @@
-"""Every line of docs/behaviours.md that is in force is held by a test that names it."""
+"""Every line of docs/behaviours.md that is in force has a test with its number."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ sys.meta_path.insert(0, Refuse())
 
 
 def code_of_page() -> str:
-    """The Python blocks, at the lines that they have in the page."""
+    """Returns the Python blocks, each at its lines of the page."""
     lines, inside = [], False
     for line in PAGE.read_text().splitlines():
         if line.startswith("```"):

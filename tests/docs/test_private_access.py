@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-# Of other projects, which offer no public way.
+# Attributes of other projects without a public way to them.
 FOREIGN = {
     "_attn_implementation": "transformers: a configuration's way of attending",
     "_can_set_attn_implementation": "transformers: whether a model lets it be set",
@@ -17,7 +17,7 @@ FOREIGN = {
 
 
 def own_names(of: ast.ClassDef) -> set[str]:
-    """The private attributes that a class has: defined in its body, named in its slots, or set on `self`."""
+    """Returns the private attributes of a class: defined in its body, named in its slots, or set on `self`."""
     found: set[str] = set()
     for part in ast.walk(of):
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -32,14 +32,14 @@ def own_names(of: ast.ClassDef) -> set[str]:
 
 
 def is_self(value: ast.expr) -> bool:
-    """`self`, `cls` or `super()`."""
+    """Returns whether the expression is `self`, `cls` or `super()`."""
     if isinstance(value, ast.Call):
         return isinstance(value.func, ast.Name) and value.func.id == "super"
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 def root(value: ast.expr) -> str:
-    """The name that an expression of attributes begins with; empty if it begins otherwise."""
+    """Returns the name at the beginning of a chain of attributes, or an empty string if there is none."""
     while isinstance(value, ast.Attribute):
         value = value.value
     return value.id if isinstance(value, ast.Name) else ""

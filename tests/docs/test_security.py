@@ -1,4 +1,4 @@
-"""docs/security.md states the limits of a request as the code has them."""
+"""The limits of a request in docs/security.md are those in the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole server over the oracle runtime: whatever the engine or the cache got wrong would change its answers."""
+"""A whole server over the oracle runtime, whose answers change with any error of the engine or the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY: Json = {"temperature": 0}
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model that can be served; tests that change it make a copy."""
+    """A checkpoint that can be served. Tests that change it make a copy."""
     from checkpoints import save_served  # imports torch, which most tests here do not need
 
     return save_served(tmp_path_factory.mktemp("model"))
@@ -41,6 +41,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def user(text: str) -> list[Json]:
     return [{"role": "user", "content": text}]
+
+
+def assert_error(response: Any, status: int, code: str, *parts: str, **fields: str | None) -> None:
+    """Asserts the shape of an error, its code, parts of its message, and the values of other fields."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error == error | {"code": code} | fields
+    assert all(part in error["message"] for part in parts), error
+    assert len(error["message"]) < 400
+    assert "\n" not in error["message"]
 
 
 @dataclass
@@ -57,7 +68,7 @@ class Served:
         return self.client.post("/v1/completions", json={"prompt": prompt, **fields})
 
     def chunks(self, path: str, **fields: Any) -> list[Json]:
-        """The data of every event of a stream; asserts the form and the [DONE] at its end."""
+        """Returns the data of a stream's events. Asserts their form and the [DONE] at the end."""
         with self.client.stream("POST", path, json={"stream": True, **fields}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -68,12 +79,12 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def chat_prompt(self, text: str) -> list[int]:
-        codec = self.assembly.tokenizer
-        tokens: list[int] = codec.encode_chat(codec.render_chat(user(text), [])).tolist()
+        tokenizer = self.assembly.tokenizer
+        tokens: list[int] = tokenizer.encode_chat(tokenizer.render_chat(user(text), [])).tolist()
         return tokens
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """What the oracle's tokens must be, by the tokens alone; ends before an end of sequence."""
+        """Computes the oracle's tokens from the prompt alone, up to an end of sequence."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count:
             token = int(self.runtime.expected_logits(np.array(tokens, np.int32)).argmax())
@@ -83,7 +94,7 @@ class Served:
         return tokens[len(prompt) :]
 
     def settled(self) -> None:
-        """Waits until nothing runs; then everything must have been released."""
+        """Waits until no request runs, and asserts that all rows were released."""
         health = self.assembly.engine.health
         wait_until(lambda: not (health().running or health().waiting))
         stats = self.assembly.engine.stats().cache
@@ -106,7 +117,7 @@ def served_by_oracle(
     engine: EngineConfig | None = None,
     server: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
-    codec: ModelTokenizer | None = None,
+    tokenizer: ModelTokenizer | None = None,
     fault: Callable[[Batch], None] | None = None,
     context_limit: int = 4096,
     blocks: int = 2000,
@@ -115,14 +126,14 @@ def served_by_oracle(
     limits: HttpLimits | None = None,
     reuse: bool = True,
 ) -> Iterator[Served]:
-    codec = codec or ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     runtime = FakeRuntime(
-        vocab_size, context_limit, families=families, eos_token_ids=codec.eos_token_ids, fault=fault
+        vocab_size, context_limit, families=families, eos_token_ids=tokenizer.eos_token_ids, fault=fault
     )
     block_bytes = sum(row_bytes(family, 8) for family in runtime.description.families)
     made = assemble(
         runtime,
-        codec,
+        tokenizer,
         CacheConfig(block_size=8, budget_bytes=blocks * block_bytes, enabled=reuse),
         engine,
     )

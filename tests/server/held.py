@@ -1,4 +1,4 @@
-"""Requests that run for as long as a test wants."""
+"""Requests that run until the test releases them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from waiting import wait_until
 
 
 class Held:
-    """A fault that lets some forwards through and then holds each until something is asked of the engine: a request,
-    an abort, a stop. How busy the machine is does not matter."""
+    """A fault that lets some forwards pass and then holds each until the engine gets a command, such as an abort."""
 
     def __init__(self, free_forwards: int = 0) -> None:
         self.engine: Engine | None = None

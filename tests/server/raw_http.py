@@ -6,15 +6,13 @@ import asyncio
 import http.client
 import json
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
 from rootstock.server.connection import Connection
-
-GIVE_UP_S = 120  # only a server that never gets there takes so long
+from waiting import HANG_S, wait_until
 
 
 class RawClient:
@@ -24,7 +22,7 @@ class RawClient:
         self.socket = socket.socket()
         if receive_buffer_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        self.socket.settimeout(GIVE_UP_S)
+        self.socket.settimeout(HANG_S)
         self.socket.connect((served.client.base_url.host, served.client.base_url.port))
         self._file = self.socket.makefile("rb")
 
@@ -39,21 +37,21 @@ class RawClient:
         self.socket.close()
 
     def makefile(self, _mode: str) -> _KeptOpen:
-        """For HTTPResponse: what it read too far belongs to the next one."""
+        """Serves HTTPResponse, whose surplus bytes belong to the next response."""
         return _KeptOpen(self._file)
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
     def answer(self, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-        """The next response: status, headers, body."""
+        """Reads the next response: status, headers, body."""
         response = http.client.HTTPResponse(self, method=method)  # type: ignore[arg-type]
         response.begin()
         headers = {name.lower(): value for name, value in response.getheaders()}
         return response.status, headers, response.read()
 
     def error(self) -> tuple[int, str, dict[str, str]]:
-        """The next response, which must be an error in the API's shape: status, code, headers."""
+        """Reads the next response, an error in the API's shape: status, code, headers."""
         status, headers, body = self.answer()
         assert headers["content-type"] == "application/json", body
         error = json.loads(body)["error"]
@@ -61,7 +59,7 @@ class RawClient:
         return status, error["code"], headers
 
     def is_closed(self) -> bool:
-        """Waits for the end of the connection; there must be nothing before it."""
+        """Waits for the end of the connection, and returns whether no byte came before."""
         try:
             return self._file.read1() == b""
         except ConnectionResetError:
@@ -97,15 +95,22 @@ def post(path: str, body: Any, *headers: str, version: str = "1.1") -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + GIVE_UP_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.002)
+def dechunked(body: bytes) -> bytes:
+    """Decodes a body in chunked encoding."""
+    whole = bytearray()
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        whole += body[:length]
+        assert body[length : length + 2] == b"\r\n"
+        body = body[length + 2 :]
+        if length == 0:
+            assert not body
+    return bytes(whole)
 
 
 class MovedClock(asyncio.SelectorEventLoop):
-    """An event loop whose time also passes when a test says so."""
+    """An event loop whose clock a test can advance."""
 
     ahead_s = 0.0
 
@@ -114,7 +119,7 @@ class MovedClock(asyncio.SelectorEventLoop):
 
 
 class Clock:
-    """Moves the time of servers that begin after it was made, and knows their connections."""
+    """The clock of servers that begin after it was made. It also has their connections."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.connections: list[Connection] = []
@@ -140,7 +145,7 @@ class Clock:
         monkeypatch.setattr(Connection, "connection_made", noted)
 
     def pass_time(self, seconds: float) -> None:
-        """Returns when everything that became due has been called."""
+        """Advances the clock, and returns when all due callbacks have been called."""
         loop = self._loops[-1]
 
         async def move() -> None:
@@ -148,8 +153,8 @@ class Clock:
             for _ in range(3):
                 await asyncio.sleep(0)
 
-        asyncio.run_coroutine_threadsafe(move(), loop).result(GIVE_UP_S)
+        asyncio.run_coroutine_threadsafe(move(), loop).result(HANG_S)
 
     def received(self, condition: Callable[[Connection], bool]) -> None:
-        """Waits until it holds of the connection that was made last."""
-        wait_for(lambda: bool(self.connections) and condition(self.connections[-1]))
+        """Waits until a condition holds for the latest connection."""
+        wait_until(lambda: bool(self.connections) and condition(self.connections[-1]))

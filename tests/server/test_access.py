@@ -1,4 +1,4 @@
-"""API keys, tenants and the admin: the routes that each may ask."""
+"""API keys, tenants and the admin: the routes that each may use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def salted(value: str) -> dict[str, str]:
 def cached(
     served: Any, headers: dict[str, str] | None = None, prompt: str = "once upon a time", **more: Any
 ) -> int:
-    answer = served.client.post(
-        COMPLETIONS, json={"prompt": prompt, "max_tokens": 0, **more}, headers=headers
-    )
+    body = {"prompt": prompt, "max_tokens": 0, **more}
+    answer = served.client.post(COMPLETIONS, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -44,8 +43,8 @@ def code(answer: Any) -> str | None:
 
 
 @pytest.mark.behaviour(30)
-def test_explain_does_not_read_out_what_others_wrote(serve: Any) -> None:
-    """Appending `divergence.cached` and asking again recovered this password, a token a call."""
+def test_explain_does_not_reveal_other_clients_texts(serve: Any) -> None:
+    """Appending `divergence.cached` and asking again would recover this password, one token a call."""
     secret = "My password is correct-horse-battery-staple"
     with serve() as served:
         served.complete(secret, max_tokens=0)
@@ -60,7 +59,7 @@ def test_explain_does_not_read_out_what_others_wrote(serve: Any) -> None:
         assert ended.json()["cap"] == goes_on.json()["cap"] == "last_token"
 
 
-def test_an_operator_may_let_explain_tell_of_others(serve: Any) -> None:
+def test_explain_reveals_cached_tokens_by_the_operators_option(serve: Any) -> None:
     with serve(server=ServerConfig(explain="all")) as served:
         served.complete("My password is c", max_tokens=0)
         told = served.client.post(EXPLAIN, json={"prompt": "My password is x"}).json()
@@ -71,7 +70,7 @@ def test_an_operator_may_let_explain_tell_of_others(serve: Any) -> None:
 # ---- salts
 
 
-def test_a_salt_is_hashed_at_the_border_and_no_two_pairs_share_one() -> None:
+def test_each_pair_of_tenant_and_salt_has_a_hash_of_its_own() -> None:
     parts = ["", "a", "b", "ab", "a\0b", "\0", "1:a", "a" * MAX_SALT_LENGTH, "ä"]
     salts = {(tenant, salt): salt_of(tenant, salt) for tenant, salt in itertools.product(parts, parts)}
     assert salts["", ""] == salt_of("", None) == ""
@@ -79,7 +78,7 @@ def test_a_salt_is_hashed_at_the_border_and_no_two_pairs_share_one() -> None:
     assert {len(salt) for salt in salts.values()} == {0, 64}
 
 
-def test_a_salt_that_is_too_long_is_refused_with_the_limit(serve: Any) -> None:
+def test_a_too_long_salt_is_refused_with_the_limit(serve: Any) -> None:
     with serve() as served:
         long = "s" * (MAX_SALT_LENGTH + 1)
         for path, body in (
@@ -100,8 +99,8 @@ def test_a_salt_that_is_too_long_is_refused_with_the_limit(serve: Any) -> None:
         assert {len(namespace.salt) for namespace in roots} == {64}
 
 
-def test_a_header_that_comes_twice_is_refused(serve: Any) -> None:
-    """A proxy that adds its own to a client's would leave the choice to the client."""
+def test_a_repeated_salt_header_is_refused(serve: Any) -> None:
+    """A proxy that adds its header to the client's would leave the choice to the client."""
     with serve() as served:
         twice = [("X-Cache-Salt", "mine"), ("X-Cache-Salt", "theirs")]
         refused = served.client.post(COMPLETIONS, json={"prompt": "x"}, headers=twice)
@@ -112,7 +111,7 @@ def test_a_header_that_comes_twice_is_refused(serve: Any) -> None:
 # ---- keys of tenants
 
 
-def test_a_key_decides_its_tenant_whatever_the_header_says(serve: Any) -> None:
+def test_the_tenant_of_a_key_overrides_the_header(serve: Any) -> None:
     with serve(server=ServerConfig(tenant_keys=TENANTS)) as served:
         hit = len("once upon a time") - 1
         assert cached(served, key("key-of-a")) == 0
@@ -125,12 +124,7 @@ def test_a_key_decides_its_tenant_whatever_the_header_says(serve: Any) -> None:
             assert served.client.get("/v1/models", headers=wrong).status_code == 401
 
 
-def test_the_scheme_of_a_key_is_read_in_any_case(serve: Any) -> None:
-    with serve(server=ServerConfig(api_key="k")) as served:
-        assert served.client.get("/v1/models", headers={"Authorization": "bearer k"}).status_code == 200
-
-
-def test_a_key_that_is_bound_to_no_tenant_may_name_any(serve: Any) -> None:
+def test_a_key_without_a_tenant_may_name_any(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="proxy", tenant_keys=TENANTS)) as served:
         cached(served, key("key-of-a"))
         assert cached(served, key("proxy") | salted("a")) == len("once upon a time") - 1
@@ -141,9 +135,7 @@ def test_a_key_that_is_bound_to_no_tenant_may_name_any(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("api_key", [None, "client"])
-def test_with_an_admin_key_stats_explain_and_clearing_everything_ask_for_it(
-    serve: Any, api_key: str | None
-) -> None:
+def test_stats_explain_and_clearing_everything_require_the_admin_key(serve: Any, api_key: str | None) -> None:
     config = ServerConfig(api_key=api_key, admin_key="admin")
     with serve(server=config) as served:
         client, admin = {} if api_key is None else key(api_key), key("admin")
@@ -158,7 +150,7 @@ def test_with_an_admin_key_stats_explain_and_clearing_everything_ask_for_it(
         assert (
             served.client.post(EXPLAIN, json={"prompt": "once"}, headers=admin).json()["matched_tokens"] == 3
         )
-        assert cached(served, admin) == 15, "the admin may ask like everybody else"
+        assert cached(served, admin) == 15, "the admin may also send requests"
         assert set(served.client.get("/health", headers=client).json()) == {"status", "alive", "detail"}
         assert served.client.get("/health", headers=admin).json()["running"] == 0
         assert served.client.get("/metrics", headers=client).status_code == 200
@@ -167,7 +159,7 @@ def test_with_an_admin_key_stats_explain_and_clearing_everything_ask_for_it(
 
 
 @pytest.mark.behaviour(9)
-def test_a_tenant_clears_what_is_its_own_and_nothing_else(serve: Any) -> None:
+def test_a_tenant_clears_its_own_salt_only(serve: Any) -> None:
     with serve(server=ServerConfig(tenant_keys=TENANTS, admin_key="admin")) as served:
         a, b, hit = key("key-of-a"), key("key-of-b"), len("once upon a time") - 1
         for headers in (a, b):
@@ -177,7 +169,7 @@ def test_a_tenant_clears_what_is_its_own_and_nothing_else(serve: Any) -> None:
         assert cleared.json() == {"blocks": 2, "bytes": cleared.json()["bytes"], "later": False}
         assert cached(served, b) == cached(served, b, cache_salt="inner") == hit
         assert cached(served, a) == 0
-        assert cached(served, a, cache_salt="inner") == hit, "that is a namespace of its own"
+        assert cached(served, a, cache_salt="inner") == hit, "it is a namespace of its own"
         served.client.post(CLEAR, json={"cache_salt": "inner"}, headers=a)
         assert cached(served, a, cache_salt="inner") == 0
         assert cached(served, b, cache_salt="inner") == hit
@@ -187,7 +179,7 @@ def test_a_tenant_clears_what_is_its_own_and_nothing_else(serve: Any) -> None:
         assert cached(served, a) == 0
 
 
-def test_a_sender_that_names_a_tenant_is_not_told_of_all_of_them(serve: Any) -> None:
+def test_a_sender_that_names_a_tenant_gets_no_information_about_all(serve: Any) -> None:
     for config, tenant, operator in (
         (ServerConfig(), salted("a"), {}),
         (ServerConfig(api_key="k"), key("k") | salted("a"), key("k")),
@@ -207,7 +199,7 @@ def test_a_sender_that_names_a_tenant_is_not_told_of_all_of_them(serve: Any) -> 
             assert served.client.post(CLEAR, headers=operator).json()["blocks"] == 2
 
 
-def test_health_without_the_key_tells_no_counts(serve: Any) -> None:
+def test_health_without_the_key_has_no_counts(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="k")) as served:
         assert served.client.get("/health").json() == {"status": "ok", "alive": True, "detail": "ok"}
 
@@ -227,7 +219,7 @@ def test_health_without_the_key_tells_no_counts(serve: Any) -> None:
         {"explain": "some"},
     ],
 )
-def test_keys_that_cannot_be_are_refused_at_the_start_and_not_shown(options: dict[str, Any]) -> None:
+def test_invalid_keys_are_refused_at_the_start_and_not_shown(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption) as refused:
         ServerConfig(**options)
     assert "same" not in refused.value.message.replace("the same", "")
@@ -235,7 +227,7 @@ def test_keys_that_cannot_be_are_refused_at_the_start_and_not_shown(options: dic
     assert "secret-key" not in repr(ServerConfig(api_key="secret-key", tenant_keys={"secret-key-2": "a"}))
 
 
-def test_the_file_of_keys_is_read_and_what_is_wrong_is_told_by_its_line(tmp_path: Path) -> None:
+def test_an_error_in_the_file_of_keys_names_its_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the first tenant\nkey-1 a\n\nkey-2\tb\nkey-3 a\n")
     assert read_tenant_keys(file) == {"key-1": "a", "key-2": "b", "key-3": "a"}

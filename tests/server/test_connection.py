@@ -1,5 +1,5 @@
-"""Tokens are written to the connection as they arrive, past the task that answers: the stream is the same, whoever
-writes, and a client who reads slowly or goes away is dealt with as ever."""
+"""Tokens bypass the task that answers and go to the connection as they arrive: the bytes of the stream stay the same,
+and so does the handling of clients that read slowly or disconnect."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from rootstock.engine.request import Finished, RequestId, TokenEvent, Usage
 from rootstock.runtime.base import Batch
 from rootstock.server import event_stream
 from rootstock.server.app import create_app
-from rootstock.server.bridge import Bridge, Generation, Indexed, Mailbox, Shortcut
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
+from rootstock.server.event_stream import Bridge, Generation, Indexed, Mailbox, Shortcut
+from server.asgi import ask
+from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for
 
 ID = RequestId("r")
@@ -46,7 +48,7 @@ def token(number: int) -> TokenEvent:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What was written past the tasks."""
+    """The chunks that bypassed the tasks."""
     chunks: list[bytes] = []
     write = Connection._write_chunk
 
@@ -61,8 +63,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.fixture
 def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], None]:
-    """A fault: each forward waits until the event loop has dealt with all events of the one before, and the first for
-    the stream that takes them. On a busy machine an engine could otherwise end before the loop gets its turn."""
+    """A fault by which each forward waits until the event loop has handled all events of the forward before.
+
+    The first forward waits for the stream. On a busy machine an engine could otherwise end before the loop's turn.
+    """
     loops: list[asyncio.AbstractEventLoop] = []
     offered = threading.Event()
     offer_to = Generation.offer_to
@@ -85,7 +89,7 @@ def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], None]:
     return wait
 
 
-# ---- what a client gets
+# ---- bytes that a client receives
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
@@ -100,13 +104,13 @@ def test_a_stream_has_the_same_bytes_with_and_without_the_shortcut(
         count = len(written)
         made = served.assembly
         app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
-        by_tasks = asyncio.run(asked_of(app, path, body))
+        by_tasks = asyncio.run(ask(app, path, body))  # from a server without the extension
         assert len(written) == count
         assert told(over_a_socket) == told(by_tasks)
 
 
 def told(stream: bytes) -> list[Any]:
-    """Every event, without what differs between two requests: the id and the time, and how many share a chunk."""
+    """Returns the events without the parts that differ between two requests: id, time, and sharing of chunks."""
     events = stream.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
@@ -118,115 +122,55 @@ def told(stream: bytes) -> list[Any]:
     return sorted(chunks, key=lambda chunk: chunk["choices"][0]["index"] if chunk["choices"] else 99)
 
 
-async def asked_of(app: Any, path: str, body: dict[str, Any]) -> bytes:
-    """The body that an application answers straight through ASGI, from a server without the extension."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-    sent = bytearray()
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.extend(message.get("body", b""))
-
-    await app(
-        {
-            "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"},
-        },
-        receive,
-        send,
-    )  # fmt: skip
-    return bytes(sent)
-
-
-def test_a_client_that_reads_slowly_gets_everything_and_holds_up_nobody(
+def test_a_client_that_reads_slowly_gets_everything_and_delays_no_other(
     serve: Any, written: list[bytes], in_step: Callable[[Batch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Connection.connection_made
 
     def made_small(self: Connection, transport: Any) -> None:
-        # Otherwise the kernel takes as much as it likes.
+        # Otherwise the kernel buffers as much as it likes.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", made_small)
-    body = {
-        "prompt": "slow",
-        "stream": True,
-        "temperature": 0,
-        "ignore_eos": True,
-        "max_tokens": 300,
-        "n": 4,
-    }
+    fields = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
     with serve(fault=in_step) as served:
-        host, port = served.client.base_url.host, served.client.base_url.port
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect((host, port))
-            data = json.dumps(body).encode()
-            slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
-            )
-            # It computes to its end although nobody reads, and others are answered meanwhile.
+        with RawClient(served, receive_buffer_bytes=4096) as slow:
+            body = {"prompt": "slow", "stream": True, "n": 4, **fields}
+            slow.send(post("/v1/completions", body, "connection: close"))
+            # It is computed to its end without a reader, and other clients are answered meanwhile.
             other = served.complete("other", max_tokens=5, temperature=0, ignore_eos=True)
             assert other.json()["usage"]["completion_tokens"] == 5
             served.settled()
             count = len(written)
-            received = bytearray()
-            while piece := slow.recv(65536):
-                received += piece
-        # From some step on nothing was written past the task; each was one chunk of 4 tokens before.
+            received = slow.everything()
+        # From some step on all chunks went through the task; before, a chunk of 4 tokens for each step bypassed it.
         assert 0 < count < 300 - 100
-        text = dechunked(bytes(received).partition(b"\r\n\r\n")[2])
+        text = dechunked(received.partition(b"\r\n\r\n")[2])
         assert text.endswith(b"data: [DONE]\n\n")
         chunks = [json.loads(line[6:]) for line in text.decode().split("\n\n")[:-2]]
-        expected = served.complete("slow", max_tokens=300, temperature=0, ignore_eos=True).json()
+        expected = served.complete("slow", **fields).json()
         for index in range(4):
             mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
             assert "".join(choice["text"] for choice in mine) == expected["choices"][0]["text"]
 
 
-def dechunked(body: bytes) -> bytes:
-    whole = bytearray()
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        length = int(size, 16)
-        whole += body[:length]
-        assert body[length : length + 2] == b"\r\n"
-        body = body[length + 2 :]
-        if length == 0:
-            assert not body
-    return bytes(whole)
-
-
 def test_a_client_of_http_1_0_gets_no_chunks(serve: Any, written: list[bytes]) -> None:
-    data = json.dumps({"prompt": "old", "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
-    with serve() as served:
-        address = (served.client.base_url.host, served.client.base_url.port)
-        with socket.create_connection(address) as old:
-            old.sendall(
-                b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(data), data)
-            )
-            received = bytearray()
-            while piece := old.recv(65536):
-                received += piece
+    body = {"prompt": "old", "stream": True, "max_tokens": 30, "ignore_eos": True}
+    with serve() as served, RawClient(served) as old:
+        old.send(post("/v1/completions", body, version="1.0"))
+        received = old.everything()
     assert not written
-    assert bytes(received).partition(b"\r\n\r\n")[2].count(b"data: ") > 3
+    assert received.partition(b"\r\n\r\n")[2].count(b"data: ") > 3
 
 
-# ---- who takes an event
+# ---- events taken by the shortcut or by the task
 
 END = Finished(ID, "length", Usage(1, 0, 2))
 
 
 class Reader:
-    """A mailbox, what its shortcut was offered, of which it takes tokens, and what its task took."""
+    """A mailbox whose shortcut takes tokens alone. It records the offered events, and those that its task took."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
@@ -262,7 +206,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_task_that_waits_is_not_woken_for_what_the_shortcut_takes() -> None:
+def test_a_waiting_task_is_not_woken_for_events_that_the_shortcut_takes() -> None:
     async def scenario(reader: Reader) -> None:
         steps = [[(0, token(step)), (1, token(step))] for step in range(3)]
         for step in steps:
@@ -274,10 +218,10 @@ def test_a_task_that_waits_is_not_woken_for_what_the_shortcut_takes() -> None:
     beside_a_reader(scenario)
 
 
-def test_the_shortcut_is_offered_nothing_while_something_waits_for_the_task() -> None:
+def test_the_shortcut_is_offered_no_events_while_others_wait_for_the_task() -> None:
     async def scenario(reader: Reader) -> None:
-        reader.mailbox.put([(0, token(0)), (0, END)])  # all or nothing: the task is to run
-        reader.mailbox.put([(1, token(1))])  # and until it does, what follows is for the task, too
+        reader.mailbox.put([(0, token(0)), (0, END)])  # the shortcut takes all or none: these go to the task
+        reader.mailbox.put([(1, token(1))])  # and so do all events until it runs
         assert len(reader.offered) == 1
         await turns()
         assert reader.taken == [[(0, token(0)), (0, END), (1, token(1))]]
@@ -287,7 +231,7 @@ def test_the_shortcut_is_offered_nothing_while_something_waits_for_the_task() ->
     beside_a_reader(scenario)
 
 
-def test_the_shortcut_is_offered_nothing_while_the_task_is_busy_with_what_it_took() -> None:
+def test_the_shortcut_is_offered_no_events_while_the_task_is_busy() -> None:
     async def scenario(reader: Reader) -> None:
         reader.may_go_on.clear()
         reader.mailbox.put([(0, END)])
@@ -301,7 +245,7 @@ def test_the_shortcut_is_offered_nothing_while_the_task_is_busy_with_what_it_too
     beside_a_reader(scenario)
 
 
-def test_of_a_client_that_hung_up_the_shortcut_hears_nothing() -> None:
+def test_the_shortcut_is_offered_no_events_of_a_client_that_hung_up() -> None:
     async def run() -> None:
         reader = Reader()
         task = asyncio.create_task(reader.mailbox.take())
@@ -336,8 +280,8 @@ class _Metrics:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_each_token_is_timed_once_whoever_takes_it(fails: bool) -> None:
-    """What a shortcut raises at is the task's to deal with."""
+def test_each_token_is_timed_once_by_the_shortcut_or_the_task(fails: bool) -> None:
+    """Events at which a shortcut raises go to the task."""
 
     async def run() -> None:
         metrics = _Metrics()
@@ -384,7 +328,7 @@ class _Flow:
     write_paused = False
 
 
-def test_a_chunk_is_written_unless_the_client_is_behind_or_gone() -> None:
+def test_a_chunk_is_not_written_to_a_client_that_is_slow_or_gone() -> None:
     connection = Connection.__new__(Connection)
     transport, flow = _Transport(), _Flow()
     connection.transport, connection.flow = transport, flow  # type: ignore[assignment]
@@ -397,7 +341,7 @@ def test_a_chunk_is_written_unless_the_client_is_behind_or_gone() -> None:
     assert transport.written.endswith(b"9\n\n\r\n")
 
 
-def test_another_server_and_http_1_0_have_no_shortcut() -> None:
+def test_there_is_no_shortcut_on_other_servers_and_in_http_1_0() -> None:
     extensions = {"rootstock.write_chunk": lambda data: True}
     assert write_chunk_of({"type": "http", "http_version": "1.1"}) is None
     assert write_chunk_of({"type": "http", "http_version": "1.0", "extensions": extensions}) is None

@@ -1,29 +1,27 @@
-"""A client that goes away takes its requests with it: in the queue, in a prefill, in a stream, and when it
-waits for a whole answer."""
+"""A client that disconnects aborts its requests: in the queue, in a stream, and while it waits for a whole answer."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from typing import Any
 
 import pytest
 
 from rootstock.config import EngineConfig
+from rootstock.server.app import create_app
+from server.asgi import ask
 from server.held import Held
+from server.raw_http import RawClient, post
 from waiting import join, wait_until
 
 ENDLESS: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
 
 
-def ask_over_a_socket(served: Any, path: str, body: dict[str, Any]) -> socket.socket:
-    """A client that can be cut off at any moment."""
-    request = served.client.build_request("POST", path, json=body)
-    head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in request.headers.items()) + "\r\n"
-    connection = socket.create_connection((request.url.host, request.url.port))
-    connection.sendall(head.encode() + request.read())
-    return connection
+def ask_endlessly(served: Any, **fields: Any) -> RawClient:
+    client = RawClient(served)
+    client.send(post("/v1/completions", fields | ENDLESS))
+    return client
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -32,16 +30,15 @@ def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, strea
     held = Held(free_forwards=8)
     with serve(fault=held) as served:
         engine = served.assembly.engine
-        body = {"prompt": "forever", "stream": stream, "n": n, **ENDLESS}
-        connection = ask_over_a_socket(served, "/v1/completions", body)
+        client = ask_endlessly(served, prompt="forever", stream=stream, n=n)
         wait_until(lambda: engine.health().running == n and engine.health().steps > 5)
-        connection.close()
+        client.close()
         wait_until(lambda: engine.health().running == 0)
         served.settled()
         outcome = {"outcome": "disconnected", "route": "/v1/completions"}
         wait_until(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
         held.let_go()
-        # What was computed until then is found again.
+        # The tokens that were computed until then stay cached.
         again = served.complete("forever", max_tokens=1).json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == len("forever") - 1
 
@@ -50,11 +47,9 @@ def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, strea
 def test_a_client_that_disconnects_leaves_the_queue(serve: Any, stream: bool) -> None:
     with serve(EngineConfig(max_batch=1), fault=Held(free_forwards=8)) as served:
         engine = served.assembly.engine
-        running = ask_over_a_socket(served, "/v1/completions", {"prompt": "first", **ENDLESS})
+        running = ask_endlessly(served, prompt="first")
         wait_until(lambda: engine.health().running == 1)
-        waiting = ask_over_a_socket(
-            served, "/v1/completions", {"prompt": "second", "stream": stream, **ENDLESS}
-        )
+        waiting = ask_endlessly(served, prompt="second", stream=stream)
         wait_until(lambda: engine.health().waiting == 1)
         waiting.close()
         wait_until(lambda: engine.health().waiting == 0)
@@ -70,10 +65,7 @@ def test_a_client_that_disconnects_does_not_disturb_the_others(serve: Any) -> No
         held.let_go()
         expected = served.complete("steady", max_tokens=40, temperature=0, ignore_eos=True).json()["choices"]
         held.hold()
-        gone = [
-            ask_over_a_socket(served, "/v1/completions", {"prompt": "steady", "stream": True, **ENDLESS})
-            for _ in range(4)
-        ]
+        gone = [ask_endlessly(served, prompt="steady", stream=True) for _ in range(4)]
         health = served.assembly.engine.health
         wait_until(lambda: health().running == 4)
         answers: list[Any] = []
@@ -84,8 +76,8 @@ def test_a_client_that_disconnects_does_not_disturb_the_others(serve: Any) -> No
         )
         ask.start()
         wait_until(lambda: health().running == 5)
-        for left, connection in zip((4, 3, 2, 1), gone, strict=True):
-            connection.close()
+        for left, client in zip((4, 3, 2, 1), gone, strict=True):
+            client.close()
             wait_until(lambda left=left: health().running == left)
         held.let_go()
         join(ask)
@@ -94,41 +86,21 @@ def test_a_client_that_disconnects_does_not_disturb_the_others(serve: Any) -> No
 
 
 def test_a_cancelled_server_task_aborts_too(serve: Any) -> None:
-    """As when uvicorn gives up waiting at its end: straight through ASGI, with no socket in between."""
-    from rootstock.server.app import create_app
-
+    """uvicorn cancels tasks at its end."""
     with serve(fault=Held(free_forwards=8)) as served:
         made = served.assembly
         app = create_app(made.engine, made.tokenizer, made.description)
 
-        async def call(stream: str) -> None:
-            body = (
-                b'{"prompt": "forever", "max_tokens": 3000, "ignore_eos": true, "stream": '
-                + stream.encode()
-                + b"}"
-            )
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive() -> dict[str, Any]:
-                if messages:
-                    return messages.pop()
-                await asyncio.Event().wait()
-                raise AssertionError
-
-            async def send(_message: dict[str, Any]) -> None: ...
-
-            scope = {
-                "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-                "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"},
-            }  # fmt: skip
-            task = asyncio.ensure_future(app(scope, receive, send))  # type: ignore[arg-type]
+        async def call(stream: bool) -> None:
+            body = {"prompt": "forever", "stream": stream, **ENDLESS}
+            task = asyncio.ensure_future(ask(app, "/v1/completions", body))
             while made.engine.health().running == 0:
                 await asyncio.sleep(0.005)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        for stream in ("true", "false"):
+        for stream in (True, False):
             asyncio.run(call(stream))
             wait_until(lambda: made.engine.health().running == 0)
         served.settled()

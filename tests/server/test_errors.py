@@ -1,5 +1,4 @@
-"""Every wrong request is answered in OpenAI's shape, with the right status and one clear sentence, and the
-server answers the next one."""
+"""Wrong requests get one clear error in OpenAI's shape, and the server answers the next request."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.server.openai.schema import ChatCompletionRequest
-from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
+from rootstock.server.openai.schema import IGNORED, REFUSED, ChatCompletionRequest
+from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until
 
@@ -32,332 +31,122 @@ def deep(levels: int) -> Any:
     return value
 
 
-BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
-    # route, body, status, code, param, a part of the message
-    (CHAT, {}, 400, "missing_parameter", "messages", "'messages' is missing"),
-    (CHAT, [1], 400, "invalid_parameter", "body", "must be an object"),
-    (
-        CHAT,
-        {"messages": "hi"},
-        400,
-        "invalid_parameter",
-        "messages",
-        "'messages' is 'hi', but must be a list",
-    ),
-    (CHAT, {"messages": []}, 400, "invalid_parameter", "messages", "a list of at least 1"),
-    (CHAT, {"messages": ["hi"]}, 400, "invalid_parameter", "messages[0]", "an object"),
-    (CHAT, {"messages": [{"content": "x"}]}, 400, "missing_parameter", "messages[0].role", "missing"),
-    (
-        CHAT,
-        {"messages": [{"role": 3, "content": "x"}]},
-        400,
-        "invalid_parameter",
-        "messages[0].role",
-        "a string",
-    ),
-    (CHAT, {"messages": [{"role": "user"}]}, 400, "missing_parameter", "messages[0].content", "missing"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": 5}]},
-        400,
-        "invalid_parameter",
-        "messages[0].content",
-        "a string or a list of parts",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-        400,
-        "invalid_parameter",
-        "messages[0].content[0].type",
+Case = tuple[str, Any, str, str, str]  # route, body, code, param, a part of the message
+INVALID, UNSUPPORTED, MISSING = "invalid_parameter", "unsupported_parameter", "missing_parameter"
+TOO_LONG, EMPTY, NOT_FOUND = "context_length_exceeded", "empty_prompt", "model_not_found"
+
+
+def chat(part: str, param: str | None = None, code: str = INVALID, **fields: Any) -> Case:
+    """A chat with wrong fields. `param` is the last of them unless it is given."""
+    return CHAT, {"messages": MESSAGES} | fields, code, param or list(fields)[-1], part
+
+
+def text(part: str, param: str | None = None, code: str = INVALID, **fields: Any) -> Case:
+    return TEXT, {"prompt": "x"} | fields, code, param or list(fields)[-1], part
+
+
+BODIES: list[Case] = [
+    (CHAT, {}, MISSING, "messages", "'messages' is missing"),
+    (CHAT, [1], INVALID, "body", "must be an object"),
+    chat("'messages' is 'hi', but must be a list", messages="hi"),
+    chat("a list of at least 1", messages=[]),
+    chat("an object", "messages[0]", messages=["hi"]),
+    chat("missing", "messages[0].role", MISSING, messages=[{"content": "x"}]),
+    chat("a string", "messages[0].role", messages=[{"role": 3, "content": "x"}]),
+    chat("missing", "messages[0].content", MISSING, messages=[{"role": "user"}]),
+    chat("a string or a list of parts", "messages[0].content", messages=[{"role": "user", "content": 5}]),
+    chat(
         "'image_url', but must be a part of type 'text'",
+        "messages[0].content[0].type",
+        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
     ),
-    (
-        CHAT,
-        {"messages": [{"role": "wizard", "content": "abra"}]},
-        400,
-        "invalid_parameter",
-        "messages[0].role",
+    chat(
         "'wizard', but must be one of system,",
+        "messages[0].role",
+        messages=[{"role": "wizard", "content": "abra"}],
     ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "half \ud83d of a pair"}]},
-        400,
-        "invalid_parameter",
-        "messages",
-        "surrogate",
-    ),
-    (CHAT, {"messages": MESSAGES, "model": "gpt-9"}, 404, "model_not_found", "model", "Ask for 'fake'"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "temperature": "hot"},
-        400,
-        "invalid_parameter",
-        "temperature",
-        "a valid number",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "temperature": "0.5"},
-        400,
-        "invalid_parameter",
-        "temperature",
-        "a valid number",
-    ),
-    (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "invalid_parameter", "temperature", "equal to 0"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "top_p": 1.5},
-        400,
-        "invalid_parameter",
-        "top_p",
-        "less than or equal to 1",
-    ),
-    (CHAT, {"messages": MESSAGES, "top_k": 2.5}, 400, "invalid_parameter", "top_k", "integer"),
-    (CHAT, {"messages": MESSAGES, "min_p": 2}, 400, "invalid_parameter", "min_p", "equal to 1"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "repetition_penalty": 0},
-        400,
-        "invalid_parameter",
-        "repetition_penalty",
-        "equal to 0.01",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "presence_penalty": 3},
-        400,
-        "invalid_parameter",
-        "presence_penalty",
-        "equal to 2",
-    ),
-    (CHAT, {"messages": MESSAGES, "n": 0}, 400, "invalid_parameter", "n", "equal to 1"),
-    (CHAT, {"messages": MESSAGES, "n": 1000}, 400, "invalid_parameter", "n", "128"),
-    (CHAT, {"messages": MESSAGES, "stream": "yes"}, 400, "invalid_parameter", "stream", "boolean"),
-    (CHAT, {"messages": MESSAGES, "stop": 5}, 400, "invalid_parameter", "stop", "a string or a list"),
-    (CHAT, {"messages": MESSAGES, "stop": ["a", 5]}, 400, "invalid_parameter", "stop[1]", "a string"),
-    (CHAT, {"messages": MESSAGES, "stop": ""}, 400, "invalid_parameter", "stop", "1 to 512 characters"),
-    (CHAT, {"messages": MESSAGES, "stop": ["x"] * 99}, 400, "invalid_parameter", "stop", "at most 16"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "logit_bias": {"x": 1}},
-        400,
-        "invalid_parameter",
-        "logit_bias",
-        "token ids",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "logit_bias": {"999": 1}},
-        400,
-        "invalid_parameter",
-        "logit_bias",
-        "to 261",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "logit_bias": {"9": 101}},
-        400,
-        "invalid_parameter",
-        "logit_bias.9",
-        "-100 to",
-    ),
-    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs", "true with"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": -1}, 400, "invalid_parameter", "max_tokens", "equal to 0"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "max_tokens": 9999, "strict_max_tokens": True},
-        400,
-        "context_length_exceeded",
-        "max_tokens",
-        "4,096",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "max_tokens": 1, "min_tokens": 2},
-        400,
-        "invalid_parameter",
-        "min_tokens",
-        "is 1",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "x" * 5000}]},
-        400,
-        "context_length_exceeded",
-        "messages",
-        "5,004 tokens",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
-        400,
-        "unsupported_parameter",
-        "response_format",
-        "not supported",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tool_choice": "required"},
-        400,
-        "unsupported_parameter",
-        "tool_choice",
-        "forced",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
-        400,
-        "unsupported_parameter",
-        "chat_template_kwargs.chat_template",
+    chat("surrogate", messages=[{"role": "user", "content": "half \ud83d of a pair"}]),
+    chat("Ask for 'fake'", code=NOT_FOUND, model="gpt-9"),
+    chat("a valid number", temperature="hot"),
+    chat("a valid number", temperature="0.5"),
+    chat("equal to 0", temperature=-1),
+    chat("less than or equal to 1", top_p=1.5),
+    chat("integer", top_k=2.5),
+    chat("equal to 1", min_p=2),
+    chat("equal to 0.01", repetition_penalty=0),
+    chat("equal to 2", presence_penalty=3),
+    chat("equal to 1", n=0),
+    chat("128", n=1000),
+    chat("boolean", stream="yes"),
+    chat("a string or a list", stop=5),
+    chat("a string", "stop[1]", stop=["a", 5]),
+    chat("1 to 512 characters", stop=""),
+    chat("at most 16", stop=["x"] * 99),
+    chat("token ids", logit_bias={"x": 1}),
+    chat("to 261", logit_bias={"999": 1}),
+    chat("-100 to", "logit_bias.9", logit_bias={"9": 101}),
+    chat("true with", "logprobs", top_logprobs=2),
+    chat("equal to 0", max_tokens=-1),
+    chat("4,096", "max_tokens", TOO_LONG, max_tokens=9999, strict_max_tokens=True),
+    chat("is 1", max_tokens=1, min_tokens=2),
+    chat("5,004 tokens", code=TOO_LONG, messages=[{"role": "user", "content": "x" * 5000}]),
+    chat("not supported", code=UNSUPPORTED, response_format={"type": "json_object"}),
+    chat("forced", code=UNSUPPORTED, tool_choice="required"),
+    chat(
         "--chat-template",
+        "chat_template_kwargs.chat_template",
+        UNSUPPORTED,
+        chat_template_kwargs={"chat_template": "x"},
     ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "cache_salt": "\ud800"},
-        400,
-        "invalid_parameter",
-        "cache_salt",
-        "surrogate",
-    ),
-    # ---- what would be a 500
+    chat("surrogate", cache_salt="\ud800"),
+    # ---- values that once caused a 500
     *(
-        (
-            CHAT,
-            {"messages": MESSAGES, "chat_template_kwargs": {name: 1}},
-            400,
-            "unsupported_parameter",
-            f"chat_template_kwargs.{name}",
-            part,
-        )
-        for name, part in (
-            ("messages", "reads no variable"),
-            ("self", "reads no variable"),
-            ("conversation", "reads no variable"),
-            ("tokenize", "reads no variable"),
-            ("tools", "a field of the request itself"),
-        )
+        chat("reads no variable", f"chat_template_kwargs.{name}", UNSUPPORTED, chat_template_kwargs={name: 1})
+        for name in ("messages", "self", "conversation", "tokenize")
     ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "logit_bias": dict.fromkeys(EVERY_TOKEN, -100)},
-        400,
-        "invalid_parameter",
-        "logit_bias",
-        "some token may be chosen",
+    chat(
+        "a field of the request itself",
+        "chat_template_kwargs.tools",
+        UNSUPPORTED,
+        chat_template_kwargs={"tools": 1},
     ),
-    (
-        TEXT,
-        {"prompt": "x", "logit_bias": {"257": 100}, "min_tokens": 1},
-        400,
-        "invalid_parameter",
-        "logit_bias",
-        "some token may be chosen",
-    ),
-    (
-        TEXT,
-        {"prompt": "x", "stop_token_ids": list(range(262)), "min_tokens": 1},
-        400,
-        "invalid_parameter",
-        "min_tokens",
-        "some token may be chosen",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [FUNCTION | {"x": deep(300)}]},
-        400,
-        "invalid_parameter",
-        "tools[0]",
-        "128",
-    ),
-    (
-        CHAT,
-        {"messages": [{**MESSAGES[0], "x": deep(300)}]},
-        400,
-        "invalid_parameter",
-        "messages[0]",
-        "128 deep",
-    ),
+    chat("some token may be chosen", logit_bias=dict.fromkeys(EVERY_TOKEN, -100)),
+    text("some token may be chosen", "logit_bias", logit_bias={"257": 100}, min_tokens=1),
+    text("some token may be chosen", stop_token_ids=list(range(262)), min_tokens=1),
+    chat("128", "tools[0]", tools=[FUNCTION | {"x": deep(300)}]),
+    chat("128 deep", "messages[0]", messages=[{**MESSAGES[0], "x": deep(300)}]),
     # ---- limits
-    (CHAT, {"messages": MESSAGES * 16_385}, 400, "invalid_parameter", "messages", "at most 16,384"),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [FUNCTION] * 1025},
-        400,
-        "invalid_parameter",
-        "tools",
-        "at most 1,024",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [FUNCTION | {"x": "y" * 4_200_000}]},
-        400,
-        "invalid_parameter",
-        "tools",
-        "4,194,304 characters",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]},
-        400,
-        "invalid_parameter",
-        "messages[0].content",
+    chat("at most 16,384", messages=MESSAGES * 16_385),
+    chat("at most 1,024", tools=[FUNCTION] * 1025),
+    chat("4,194,304 characters", tools=[FUNCTION | {"x": "y" * 4_200_000}]),
+    chat(
         "at most 4,096",
+        "messages[0].content",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}],
     ),
-    (
-        CHAT,
-        {"messages": [{"role": "assistant", "tool_calls": [FUNCTION] * 1025}]},
-        400,
-        "invalid_parameter",
-        "messages[0].tool_calls",
+    chat(
         "at most 1,024",
+        "messages[0].tool_calls",
+        messages=[{"role": "assistant", "tool_calls": [FUNCTION] * 1025}],
     ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "x" * 257}}]},
-        400,
-        "invalid_parameter",
-        "tools[0].function.name",
+    chat(
         "256 characters",
+        "tools[0].function.name",
+        tools=[{"type": "function", "function": {"name": "x" * 257}}],
     ),
-    (TEXT, {"prompt": ["x"] * 2049}, 400, "invalid_parameter", "prompt", "at most 2,048"),
-    (
-        TEXT,
-        {"prompt": "x", "stop_token_ids": [1] * 1025},
-        400,
-        "invalid_parameter",
-        "stop_token_ids",
-        "most 1,024",
-    ),
-    (TEXT, {"prompt": "x", "stop_token_ids": [262]}, 400, "invalid_parameter", "stop_token_ids[0]", "to 261"),
-    (
-        TEXT,
-        {"prompt": "x", "logit_bias": {str(i): 1 for i in range(16_385)}},
-        400,
-        "invalid_parameter",
-        "logit_bias",
-        "an object of at most 16,384",
-    ),
+    text("at most 2,048", prompt=["x"] * 2049),
+    text("most 1,024", stop_token_ids=[1] * 1025),
+    text("to 261", "stop_token_ids[0]", stop_token_ids=[262]),
+    text("an object of at most 16,384", logit_bias={str(i): 1 for i in range(16_385)}),
+    *(text("1,024 characters", **{name: "x" * 1025}) for name in ("user", "model", "prompt_cache_key")),
+    text("surrogate", stop="\ud800"),
+    text("equal to 100", temperature=3.5e38),
+    text("less than", seed=2**64),
+    text("96", prompt="x" * 4000, max_tokens=200, min_tokens=97),
+    # ---- fields that would silently change the answer
     *(
-        (TEXT, {"prompt": "x", name: "x" * 1025}, 400, "invalid_parameter", name, "1,024 characters")
-        for name in ("user", "model", "prompt_cache_key")
-    ),
-    (TEXT, {"prompt": "x", "stop": "\ud800"}, 400, "invalid_parameter", "stop", "surrogate"),
-    (TEXT, {"prompt": "x", "temperature": 3.5e38}, 400, "invalid_parameter", "temperature", "equal to 100"),
-    (TEXT, {"prompt": "x", "seed": 2**64}, 400, "invalid_parameter", "seed", "less than"),
-    (
-        TEXT,
-        {"prompt": "x" * 4000, "max_tokens": 200, "min_tokens": 97},
-        400,
-        "invalid_parameter",
-        "min_tokens",
-        "96",
-    ),
-    # ---- what would change the answer without a word
-    *(
-        (route, body | {name: value}, 400, "unsupported_parameter", name, part)
-        for route, body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"}))
+        make(part, code=UNSUPPORTED, **{name: value})
+        for make in (chat, text)
         for name, value, part in (
             ("guided_json", {"type": "object"}, "constrained"),
             ("structured_outputs", {"json": {}}, "constrained"),
@@ -373,7 +162,7 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
         )
     ),
     *(
-        (CHAT, {"messages": MESSAGES, name: value}, 400, "unsupported_parameter", name, part)
+        chat(part, code=UNSUPPORTED, **{name: value})
         for name, value, part in (
             ("best_of", 4, "n choices"),
             ("reasoning_effort", "high", "no efforts"),
@@ -384,128 +173,77 @@ BODIES: list[tuple[str, Any, int, str, str | None, str]] = [
             ("system", "Be brief.", "role 'system'"),
         )
     ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 5}},
-        400,
-        "unsupported_parameter",
-        "thinking.budget_tokens",
-        "limited",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "functions": [{"name": "f"}], "function_call": {"name": "f"}},
-        400,
-        "unsupported_parameter",
-        "function_call",
-        "forced",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "functions": [{"name": "f"}], "tools": [FUNCTION]},
-        400,
-        "invalid_parameter",
-        "functions",
-        "left out",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [{"name": "f"}]},
-        400,
-        "invalid_parameter",
-        "tools[0].function",
-        "'name'",
-    ),
-    (
-        CHAT,
-        {"messages": MESSAGES, "tools": [{"type": "web_search"}]},
-        400,
-        "invalid_parameter",
-        "tools[0].type",
-        "'web_search'",
-    ),
-    (
-        TEXT,
-        {"prompt": "x", "enable_thinking": True},
-        400,
-        "unsupported_parameter",
-        "enable_thinking",
-        "no chat template",
-    ),
-    (TEXT, {}, 400, "missing_parameter", "prompt", "missing"),
-    (TEXT, {"prompt": ""}, 400, "empty_prompt", "prompt", "no tokens"),
-    (TEXT, {"prompt": []}, 400, "empty_prompt", "prompt", "no tokens"),
-    (TEXT, {"prompt": ["a", ""]}, 400, "empty_prompt", "prompt", "no tokens"),
-    (TEXT, {"prompt": 5}, 400, "invalid_parameter", "prompt", "a string, a list of token ids"),
-    (TEXT, {"prompt": [1, "a"]}, 400, "invalid_parameter", "prompt[1]", "'a', but must be a token id"),
-    (TEXT, {"prompt": ["a", 1]}, 400, "invalid_parameter", "prompt[1]", "a string or a list of token ids"),
-    (TEXT, {"prompt": [1, -2]}, 400, "invalid_parameter", "prompt", "-2"),
-    (TEXT, {"prompt": [1, 2**40]}, 400, "invalid_parameter", "prompt", str(2**40)),
-    (TEXT, {"prompt": [262]}, 400, "invalid_parameter", "prompt", "262"),
-    (TEXT, {"prompt": "x" * 4096}, 400, "context_length_exceeded", "prompt", "4,096 tokens"),
-    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "unsupported_parameter", "suffix", "infilling"),
-    (TEXT, {"prompt": "x", "best_of": 4}, 400, "unsupported_parameter", "best_of", "n choices"),
-    (TEXT, {"prompt": "x", "logprobs": True}, 400, "invalid_parameter", "logprobs", "integer"),
-    (EXPLAIN, {}, 400, "invalid_parameter", "messages", "or else 'prompt'"),
-    (EXPLAIN, {"prompt": "x", "messages": MESSAGES}, 400, "invalid_parameter", "messages", "not both"),
-    (EXPLAIN, {"prompt": ""}, 400, "empty_prompt", "prompt", "no tokens"),
-    (EXPLAIN, {"prompt": ["a", "b"]}, 400, "invalid_parameter", "prompt", "one prompt"),
+    chat("limited", "thinking.budget_tokens", UNSUPPORTED, thinking={"type": "enabled", "budget_tokens": 5}),
+    chat("forced", code=UNSUPPORTED, functions=[{"name": "f"}], function_call={"name": "f"}),
+    chat("left out", "functions", functions=[{"name": "f"}], tools=[FUNCTION]),
+    chat("'name'", "tools[0].function", tools=[{"name": "f"}]),
+    chat("'web_search'", "tools[0].type", tools=[{"type": "web_search"}]),
+    text("no chat template", code=UNSUPPORTED, enable_thinking=True),
+    (TEXT, {}, MISSING, "prompt", "missing"),
+    text("no tokens", code=EMPTY, prompt=""),
+    text("no tokens", code=EMPTY, prompt=[]),
+    text("no tokens", code=EMPTY, prompt=["a", ""]),
+    text("a string, a list of token ids", prompt=5),
+    text("'a', but must be a token id", "prompt[1]", prompt=[1, "a"]),
+    text("a string or a list of token ids", "prompt[1]", prompt=["a", 1]),
+    text("-2", prompt=[1, -2]),
+    text(str(2**40), prompt=[1, 2**40]),
+    text("262", prompt=[262]),
+    text("4,096 tokens", code=TOO_LONG, prompt="x" * 4096),
+    text("infilling", code=UNSUPPORTED, suffix="y"),
+    text("n choices", code=UNSUPPORTED, best_of=4),
+    text("integer", logprobs=True),
+    (EXPLAIN, {}, INVALID, "messages", "or else 'prompt'"),
+    (EXPLAIN, {"prompt": "x", "messages": MESSAGES}, INVALID, "messages", "not both"),
+    (EXPLAIN, {"prompt": ""}, EMPTY, "prompt", "no tokens"),
+    (EXPLAIN, {"prompt": ["a", "b"]}, INVALID, "prompt", "one prompt"),
 ]
 
 
-def assert_error(response: Any, status: int, code: str, param: str | None, part: str) -> None:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["code"], error["param"]) == (code, param), error
-    assert part in error["message"], error
-    assert len(error["message"]) < 400
-    assert "\n" not in error["message"]
-
-
 @pytest.mark.parametrize(
-    ("route", "body", "status", "code", "param", "part"),
+    ("route", "body", "code", "param", "part"),
     BODIES,
-    ids=[f"{body[0].rsplit('/', 1)[-1]}-{body[3]}-{body[4]}-{i}" for i, body in enumerate(BODIES)],
+    ids=[
+        f"{route.rsplit('/', 1)[-1]}-{code}-{param}-{i}"
+        for i, (route, _, code, param, _) in enumerate(BODIES)
+    ],
 )
 def test_a_wrong_request_is_one_clear_error(
-    served: Any, route: str, body: Any, status: int, code: str, param: str | None, part: str
+    served: Any, route: str, body: Any, code: str, param: str, part: str
 ) -> None:
-    raw = json.dumps(body)  # spells surrogates out, as clients in other languages do
-    response = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
-    assert_error(response, status, code, param, part)
+    bodies = [body]
     if isinstance(body, dict) and route != EXPLAIN:
-        raw = json.dumps(body | {"stream": body.get("stream", True)})
-        streamed = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
-        assert_error(streamed, status, code, param, part)
+        bodies.append(body | {"stream": body.get("stream", True)})
+    for each in bodies:
+        raw = json.dumps(each)  # spells surrogates out, as clients in other languages do
+        response = served.client.post(route, content=raw, headers={"Content-Type": "application/json"})
+        assert_error(response, 404 if code == NOT_FOUND else 400, code, part, param=param)
     assert served.chat("still there?", max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("content", "content_type", "part"),
+    ("content", "part"),
     [
-        (b"{bad", "application/json", "not JSON"),
-        (b"", "application/json", "it is empty"),
-        (b'{"messages": [', "application/json", "not JSON"),
-        (b"\xff\xfe", "application/json", "body"),
-        (b"[" * 100_000, "application/json", "body"),
-        (b'{"messages": [], "temperature": NaN}', "application/json", "finite"),
+        (b"{bad", "not JSON"),
+        (b"", "it is empty"),
+        (b'{"messages": [', "not JSON"),
+        (b"\xff\xfe", "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"messages": [], "temperature": NaN}', "finite"),
     ],
 )
-def test_a_body_that_is_not_json_is_one_clear_error(
-    served: Any, content: bytes, content_type: str, part: str
-) -> None:
-    response = served.client.post(CHAT, content=content, headers={"Content-Type": content_type})
+def test_a_body_that_is_not_json_is_one_clear_error(served: Any, content: bytes, part: str) -> None:
+    response = served.client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     assert part in response.json()["error"]["message"]
 
 
 def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> None:
-    assert_error(served.client.get("/v1/nothing"), 404, "not_found", None, "GET /v1/nothing")
+    assert_error(served.client.get("/v1/nothing"), 404, "not_found", "GET /v1/nothing", param=None)
     wrong = served.client.get(CHAT)
-    assert_error(wrong, 405, "method_not_allowed", None, "Allow")
+    assert_error(wrong, 405, "method_not_allowed", "Allow", param=None)
     assert wrong.headers["allow"] == "POST"
-    assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "model", "gpt-9")
+    assert_error(served.client.get("/v1/models/gpt-9"), 404, "model_not_found", "gpt-9", param="model")
 
 
 @pytest.mark.parametrize(
@@ -521,24 +259,21 @@ def test_a_wrong_route_and_a_wrong_method_have_the_same_shape(served: Any) -> No
     ],
 )
 def test_many_wrong_values_are_few_errors(fields: Any) -> None:
-    """An error for each of a million values held up the event loop for half a minute."""
+    """One error for each of a million values would block the event loop for half a minute."""
     with pytest.raises(ValidationError) as raised:
         ChatCompletionRequest.model_validate(fields)
     assert raised.value.error_count() <= 3
 
 
 @pytest.mark.parametrize(("route", "body"), [(CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "x"})])
-def test_fields_that_change_nothing_change_nothing(served: Any, route: str, body: Any) -> None:
-    """Neutral values, fields that are ignored on purpose, fields that nobody knows."""
+def test_neutral_values_and_ignored_and_unknown_fields_do_not_change_the_answer(
+    served: Any, route: str, body: Any
+) -> None:
     plain = {**body, "max_tokens": 3, "temperature": 0}
     expected = served.client.post(route, json=plain).json()["choices"]
     neutral = {name: refused.neutral[0] for name, refused in REFUSED.items() if refused.neutral}
     if route == CHAT:
-        neutral |= {
-            "tools": [],
-            "thinking": {"type": "adaptive"},
-            "documents": None,
-        }
+        neutral |= {"tools": [], "thinking": {"type": "adaptive"}, "documents": None}
     else:
         del neutral["echo"]
     for extra in (
@@ -553,8 +288,8 @@ def test_fields_that_change_nothing_change_nothing(served: Any, route: str, body
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_max_tokens_beyond_the_context_is_lowered_and_told(served: Any, stream: bool) -> None:
-    """As Claude Code asks for 32,000 tokens after a prompt of 25,000, whatever the model's context is."""
+def test_max_tokens_beyond_the_context_is_lowered_and_a_header_says_so(served: Any, stream: bool) -> None:
+    """Claude Code asks for 32,000 tokens after a prompt of 25,000, with any context limit."""
     for route, body in (
         (CHAT, {"messages": [{"role": "user", "content": "x" * 4080}]}),
         (TEXT, {"prompt": "x" * 4084}),
@@ -569,10 +304,10 @@ def test_max_tokens_beyond_the_context_is_lowered_and_told(served: Any, stream: 
         fits = served.client.post(route, json=fields | {"max_tokens": 12})
         assert "x-max-tokens" not in fits.headers
         strict = served.client.post(route, json=fields | {"strict_max_tokens": True})
-        assert_error(strict, 400, "context_length_exceeded", "max_tokens", "at most 12 tokens")
+        assert_error(strict, 400, "context_length_exceeded", "at most 12 tokens", param="max_tokens")
 
 
-def test_of_several_prompts_the_one_with_the_least_room_is_told(served: Any) -> None:
+def test_the_header_of_several_prompts_has_the_lowest_max_tokens(served: Any) -> None:
     answer = served.complete(["x" * 4090, "x" * 4093, "x"], max_tokens=5, ignore_eos=True)
     assert answer.headers["x-max-tokens"] == "3"
     assert answer.json()["usage"]["completion_tokens"] == 5 + 3 + 5
@@ -608,16 +343,16 @@ def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
         def render_chat(self, *_messages: Any, **_options: Any) -> str:
             raise ChatTemplateMissing
 
-    with serve(codec=Bare()) as served:
-        assert_error(served.chat("x"), 400, "chat_template_missing", "messages", "--chat-template")
+    with serve(tokenizer=Bare()) as served:
+        assert_error(served.chat("x"), 400, "chat_template_missing", "--chat-template", param="messages")
         assert served.complete("x", max_tokens=1).status_code == 200
 
 
-def test_an_api_key_is_asked_for_everywhere_but_at_health(serve: Any) -> None:
+def test_every_route_but_health_requires_the_api_key(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="s3cret")) as served:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             refused = served.client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
-            assert_error(refused, 401, "invalid_api_key", None, "Authorization")
+            assert_error(refused, 401, "invalid_api_key", "Authorization", param=None)
             assert refused.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/v1/cache/stats", "/metrics", "/openapi.json", "/nothing"):
             assert served.client.get(path).status_code == 401
@@ -626,7 +361,7 @@ def test_an_api_key_is_asked_for_everywhere_but_at_health(serve: Any) -> None:
         assert served.client.get("/v1/models", headers=known).status_code == 200
 
 
-# ---- what goes wrong later
+# ---- failures after a request was accepted
 
 
 def live_requests(engine: Engine) -> int:
@@ -634,7 +369,7 @@ def live_requests(engine: Engine) -> int:
     return health.running + health.waiting
 
 
-def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
+def test_a_full_queue_answers_429_with_retry_after(serve: Any) -> None:
     held = Held()
     with serve(EngineConfig(max_batch=1, max_queue=3), fault=held) as served:
         answers: list[int] = []
@@ -650,10 +385,10 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
 
         threads: list[threading.Thread] = []
         start(2)
-        # Two places are left, and three choices are asked for: none of them may stay behind.
+        # Two places are left for three choices: none of them may stay in the queue.
         for stream in (False, True):
             refused = served.chat("three", n=3, stream=stream)
-            assert_error(refused, 429, "queue_full", None, "--max-queue")
+            assert_error(refused, 429, "queue_full", "--max-queue", param=None)
             assert int(refused.headers["retry-after"]) >= 1
             wait_until(lambda: live_requests(served.assembly.engine) == 2)
         start(2)
@@ -666,10 +401,10 @@ def test_a_full_queue_answers_429_with_a_time_to_wait(serve: Any) -> None:
 
 
 class FailsOnce:
-    """A forward that raises after so many others."""
+    """A fault that raises at one forward."""
 
-    def __init__(self, after: int) -> None:
-        self.left = after
+    def __init__(self, at: int) -> None:
+        self.left = at
 
     def __call__(self, _batch: Any) -> None:
         self.left -= 1
@@ -677,18 +412,18 @@ class FailsOnce:
             raise RuntimeError("the accelerator hiccuped")
 
 
-def test_a_step_that_fails_answers_its_requests_and_the_server_goes_on(serve: Any) -> None:
+def test_a_failed_step_fails_its_requests_and_the_server_goes_on(serve: Any) -> None:
     with serve(fault=FailsOnce(3)) as served:
         failed = served.chat("boom", max_tokens=20, ignore_eos=True)
-        assert_error(failed, 500, "step_failed", None, "RuntimeError")
-        assert "hiccuped" not in failed.text, "it may tell of others in the same forward"
+        assert_error(failed, 500, "step_failed", "RuntimeError", param=None)
+        assert "hiccuped" not in failed.text, "it may quote other requests of the same forward"
         assert failed.json()["error"]["type"] == "server_error"
         assert served.chat("again", max_tokens=20).status_code == 200
         served.settled()
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_failure_in_a_stream_is_an_error_event_and_the_streams_end(serve: Any, n: int) -> None:
+def test_a_failure_ends_a_stream_with_an_error_event(serve: Any, n: int) -> None:
     with serve(fault=FailsOnce(4)) as served:
         body = {"messages": MESSAGES, "max_tokens": 20, "stream": True, "ignore_eos": True, "n": n}
         with served.client.stream("POST", CHAT, json=body) as response:
@@ -702,7 +437,7 @@ def test_a_failure_in_a_stream_is_an_error_event_and_the_streams_end(serve: Any,
         assert served.chat("again", max_tokens=2).status_code == 200
 
 
-def test_logits_that_are_not_finite_fail_their_request_alone(serve: Any) -> None:
+def test_logits_that_are_not_finite_fail_only_their_request(serve: Any) -> None:
     with serve() as served:
         forward = served.runtime.forward
 
@@ -712,12 +447,12 @@ def test_logits_that_are_not_finite_fail_their_request_alone(serve: Any) -> None
             return logits
 
         served.runtime.forward = poisoned
-        assert_error(served.chat("nan"), 500, "sampling_failed", None, "nan")
+        assert_error(served.chat("nan"), 500, "sampling_failed", "nan", param=None)
         del served.runtime.forward
         assert served.chat("fine", max_tokens=1).status_code == 200
 
 
-def test_a_server_that_stops_ends_its_streams_with_an_error_event(serve: Any) -> None:
+def test_a_stopping_server_ends_its_streams_with_an_error_event(serve: Any) -> None:
     events: list[str] = []
     with serve(fault=Held(free_forwards=3)) as served:
         body = {"messages": MESSAGES, "max_tokens": 3000, "stream": True, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""How a stream is written, and how a step's events reach the event loop."""
+"""The text of a stream's chunks, and the way of a step's events to the event loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rootstock.engine.request import (
-    Event,
-    Finished,
-    Request,
-    RequestId,
-    TokenEvent,
-    TokenLogprob,
-    Usage,
-)
-from rootstock.server.bridge import Bridge, Generation, Mailbox
+from rootstock.engine.request import Event, Finished, Request, RequestId, TokenEvent, TokenLogprob, Usage
+from rootstock.server.event_stream import Bridge, Generation, Mailbox
 from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 
@@ -46,7 +38,7 @@ def written(chunks: Iterable[str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("make", [chat, completion])
 @pytest.mark.parametrize("include_usage", [False, True])
 @given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=5))
-def test_chunks_around_a_text_are_those_of_its_choice(
+def test_a_chunk_with_text_alone_equals_that_of_its_choice(
     make: Callable[[], WireFormat], include_usage: bool, texts: list[str]
 ) -> None:
     writer, format = ChunkWriter(make(), include_usage), make()
@@ -62,7 +54,7 @@ def test_chunks_around_a_text_are_those_of_its_choice(
 
 
 class _Engine:
-    """Takes requests, and remembers what it was asked to abort."""
+    """An engine that records submitted and aborted requests."""
 
     def __init__(self, during: Callable[[], None]) -> None:
         self.submitted: list[RequestId] = []
@@ -82,7 +74,7 @@ class _Nothing:
         return lambda *args: None
 
 
-def test_requests_that_are_submitted_for_somebody_who_is_gone_are_aborted() -> None:
+def test_requests_that_are_submitted_after_the_client_left_are_aborted() -> None:
     generation: Generation
     engine = _Engine(lambda: generation.close())
     generation = Generation(engine, _Nothing(), _Nothing())  # type: ignore[arg-type]
@@ -92,7 +84,7 @@ def test_requests_that_are_submitted_for_somebody_who_is_gone_are_aborted() -> N
     assert sorted(set(engine.aborted)) == ["0", "1", "2"]
 
 
-def test_what_comes_for_a_loop_that_is_closed_does_not_pile_up() -> None:
+def test_events_for_a_closed_loop_do_not_pile_up() -> None:
     loop = asyncio.new_event_loop()
     bridge = Bridge(loop, _Nothing())  # type: ignore[arg-type]
     loop.close()

@@ -1,5 +1,4 @@
-"""Requests that are refused by their head: from web pages, without JSON, without a key, too large; and those that are
-not."""
+"""The guard: requests from web pages, without JSON, without a key, to unknown hosts, or with too large bodies."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ from fastapi import FastAPI, Request
 from cli.running import Process
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
+from rootstock.server.access import Guard
 from rootstock.server.errors import install_error_handlers
-from rootstock.server.guard import Guard
+from server.conftest import assert_error
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -29,15 +29,6 @@ STATS = "/v1/cache/stats"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 JSON = {"Content-Type": "application/json"}
 PAGE = "https://chat.example.com"
-
-
-def assert_error(response: Any, status: int, code: str, *parts: str) -> None:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == code
-    assert all(part in error["message"] for part in parts), error
-    assert len(error["message"]) < 400
 
 
 # ---- content types
@@ -54,7 +45,7 @@ def assert_error(response: Any, status: int, code: str, *parts: str) -> None:
         "application/vnd.api+json",
     ],
 )
-def test_json_is_taken(served: Any, content_type: str) -> None:
+def test_json_content_types_are_accepted(served: Any, content_type: str) -> None:
     response = served.client.post(TEXT, content=BODY, headers={"Content-Type": content_type})
     assert response.status_code == 200, response.text
 
@@ -75,14 +66,14 @@ def test_json_is_taken(served: Any, content_type: str) -> None:
     ],
 )
 @pytest.mark.parametrize("route", [TEXT, CHAT, "/v1/cache/explain", CLEAR])
-def test_a_body_of_another_type_is_refused(served: Any, route: str, headers: dict[str, str]) -> None:
-    """Pages may send the three types of forms, and none at all, without asking first."""
+def test_a_body_of_another_content_type_is_refused(served: Any, route: str, headers: dict[str, str]) -> None:
+    """Pages may send the three types of forms, and no type, without a preflight."""
     for content in (BODY, iter([BODY])):  # with a length, and in chunks
         response = served.client.post(route, content=content, headers=headers)
         assert_error(response, 415, "unsupported_media_type", "application/json")
 
 
-def test_clear_needs_no_body_but_no_form_clears(serve: Any) -> None:
+def test_clear_needs_no_body_and_refuses_a_form(serve: Any) -> None:
     with serve() as served:
         served.complete("something to clear", max_tokens=1)
         form = served.client.post(CLEAR, headers={"Content-Type": "application/x-www-form-urlencoded"})
@@ -107,7 +98,9 @@ def test_clear_needs_no_body_but_no_form_clears(serve: Any) -> None:
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_a_page_of_another_origin_changes_nothing(serve: Any, headers: dict[str, str]) -> None:
+def test_a_page_of_another_origin_can_neither_read_nor_change_anything(
+    serve: Any, headers: dict[str, str]
+) -> None:
     with serve() as served:
         served.complete("something to clear", max_tokens=1)
         before = served.client.get(STATS).json()["cache"]["cached_blocks"]
@@ -125,23 +118,23 @@ def test_a_page_of_another_origin_changes_nothing(serve: Any, headers: dict[str,
             assert served.client.options(CLEAR, headers=headers).status_code == 403
 
 
-def test_a_page_of_the_servers_own_and_a_users_navigation_may(served: Any) -> None:
+def test_requests_of_the_servers_own_page_and_of_a_users_navigation_are_answered(served: Any) -> None:
     own = str(served.client.base_url).rstrip("/")
     assert served.client.post(CLEAR, headers={"Origin": own}).status_code == 200
-    # Behind a proxy that ends TLS and renames the host, the browser still says that the origin is the page's own.
+    # Behind a proxy that ends TLS and renames the host, the browser still declares the same origin.
     proxied = {"Origin": PAGE, "Sec-Fetch-Site": "same-origin"}
     assert served.client.post(CLEAR, headers=proxied).status_code == 200
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
     assert served.client.get("/docs", headers=link).status_code == 200
 
 
-def test_no_answer_may_be_read_across_origins_unless_an_option_allows(served: Any) -> None:
+def test_answers_have_no_cors_headers_without_the_option(served: Any) -> None:
     for path in (STATS, "/v1/models", "/metrics", "/health", "/"):
         headers = served.client.get(path).headers
         assert not [name for name in headers if name.startswith("access-control")]
 
 
-def test_a_page_of_an_allowed_origin_is_answered_with_cors(serve: Any) -> None:
+def test_a_page_of_an_allowed_origin_gets_cors_headers(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="s3cret", allowed_origins=(PAGE,))) as served:
         preflight = served.client.options(
             CHAT,
@@ -160,7 +153,7 @@ def test_a_page_of_an_allowed_origin_is_answered_with_cors(serve: Any) -> None:
         assert answer.headers["access-control-allow-origin"] == PAGE
         refused = served.client.post(TEXT, content=BODY, headers=asked)
         assert_error(refused, 401, "invalid_api_key")
-        assert refused.headers["access-control-allow-origin"] == PAGE, "the page may read why"
+        assert refused.headers["access-control-allow-origin"] == PAGE, "the page can read the refusal"
         other = {**asked, "Origin": "https://evil.example", "Authorization": "Bearer s3cret"}
         assert_error(served.client.post(TEXT, content=BODY, headers=other), 403, "origin_not_allowed")
 
@@ -192,7 +185,7 @@ def test_all_origins_may_be_allowed(serve: Any) -> None:
         ("2130706433", False),
     ],
 )
-def test_a_server_on_loopback_knows_its_local_names_only(served: Any, host: str, allowed: bool) -> None:
+def test_a_server_on_loopback_accepts_only_its_local_names(served: Any, host: str, allowed: bool) -> None:
     for path in ("/health", STATS):
         response = served.client.get(path, headers={"Host": host})
         if allowed:
@@ -201,7 +194,7 @@ def test_a_server_on_loopback_knows_its_local_names_only(served: Any, host: str,
             assert_error(response, 403, "host_not_allowed", "--allowed-hosts")
 
 
-def test_further_names_are_allowed_by_an_option(serve: Any) -> None:
+def test_an_option_allows_further_host_names(serve: Any) -> None:
     config = ServerConfig(allowed_hosts=("llm.example.com", "*.internal"))
     with serve(server=config) as served:
         for host, status in (
@@ -212,7 +205,7 @@ def test_further_names_are_allowed_by_an_option(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [ServerConfig(host="0.0.0.0"), ServerConfig(allowed_hosts=("*",))])
-def test_a_server_for_others_knows_any_name_unless_told(serve: Any, config: ServerConfig) -> None:
+def test_a_public_server_accepts_any_host_name_without_the_option(serve: Any, config: ServerConfig) -> None:
     with serve(server=config) as served:
         assert served.client.get("/health", headers={"Host": "any.example"}).status_code == 200
 
@@ -220,20 +213,16 @@ def test_a_server_for_others_knows_any_name_unless_told(serve: Any, config: Serv
 # ---- keys, HEAD, the root
 
 
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_the_scheme_of_a_key_has_no_case(serve: Any, scheme: str) -> None:
+def test_the_scheme_of_a_key_has_no_case_and_a_key_beyond_ascii_is_wrong(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="s3cret")) as served:
-        assert (
-            served.client.get("/v1/models", headers={"Authorization": f"{scheme} s3cret"}).status_code == 200
-        )
-        wrong = served.client.get("/v1/models", headers={"Authorization": f"{scheme} S3CRET"})
-        assert_error(wrong, 401, "invalid_api_key")
 
+        def asked(authorization: str) -> httpx.Response:
+            return served.client.get("/v1/models", headers={"Authorization": authorization.encode()})
 
-def test_a_key_beyond_ascii_is_wrong_and_no_failure(serve: Any) -> None:
-    with serve(server=ServerConfig(api_key="s3cret")) as served:
-        wrong = served.client.get("/v1/models", headers={"Authorization": "Bearer é".encode()})
-        assert_error(wrong, 401, "invalid_api_key")
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            assert asked(f"{scheme} s3cret").status_code == 200
+            assert_error(asked(f"{scheme} S3CRET"), 401, "invalid_api_key")
+        assert_error(asked("Bearer é"), 401, "invalid_api_key")
 
 
 def test_head_is_get_without_a_body(serve: Any) -> None:
@@ -261,7 +250,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(serve: Any) -> None:
 
 
 class Asked:
-    """A request straight through the guard, whose body comes in parts when a test says so."""
+    """A request straight to the guard, whose body a test sends in parts."""
 
     def __init__(self, guard: Guard) -> None:
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -307,7 +296,7 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> Non
         await third.task
         assert (third.status, json.loads(third.body)["error"]["code"]) == (503, "too_many_body_bytes")
         assert int(third.headers[b"retry-after"]) >= 1
-        await first.part(1000, more=False)  # what the third held is free again
+        await first.part(1000, more=False)  # the third one's bytes are free again
         await second.part(0, more=False)
         fourth = Asked(guard)  # type: ignore[arg-type]
         await fourth.part(1)
@@ -333,7 +322,7 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> Non
 
 
 @pytest.mark.parametrize("length", [b"-1", b"abc", b"1_000", "\u0663".encode(), b"1e3", b"", b"9" * 5000])
-def test_a_length_that_is_no_number_is_an_error_of_the_client_behind_any_server(length: bytes) -> None:
+def test_a_content_length_that_is_not_a_number_is_refused_on_any_server(length: bytes) -> None:
     answered: list[Any] = []
 
     async def unreachable(*_: Any) -> None:
@@ -352,7 +341,7 @@ def test_a_length_that_is_no_number_is_an_error_of_the_client_behind_any_server(
 # ---- options
 
 
-def test_lists_of_names_are_written_with_commas_or_as_json() -> None:
+def test_lists_of_names_have_commas_or_are_json() -> None:
     assert parse_names("", "--x") == ()
     assert parse_names(" a, b ,", "--x") == ("a", "b")
     assert parse_names('["a", "b"]', "--x") == ("a", "b")
@@ -373,7 +362,7 @@ def test_lists_of_names_are_written_with_commas_or_as_json() -> None:
         ({"max_connections": 0}, "--max-connections"),
     ],
 )
-def test_a_wrong_option_is_refused(fields: dict[str, Any], option: str) -> None:
+def test_an_invalid_option_is_refused(fields: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidOption, match=option):
         ServerConfig(**fields)
 
@@ -406,7 +395,7 @@ print(_allow_files(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
-def test_the_limit_of_open_files_is_raised_for_connections_or_bounds_them() -> None:
+def test_the_limit_of_open_files_is_raised_for_connections_or_limits_them() -> None:
     def allowed(hard: int) -> tuple[str, str]:
         command = [sys.executable, "-c", FILES, str(hard)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

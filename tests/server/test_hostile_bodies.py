@@ -1,4 +1,4 @@
-"""Bodies that would stop the server are refused before work is done on them, and long ones wait for each other."""
+"""Bodies that would block the server are refused before parsing, and long ones are prepared one after another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from rootstock.engine.prompts.prompt_tokenizer import TokenizedPieces
 from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
-from rootstock.server import json_body
+from rootstock.server import request_bodies
 from rootstock.server.errors import ClientGone
-from rootstock.server.json_body import check_shape
-from rootstock.server.preparation_queue import LONG_BODY_BYTES, PreparationQueue
+from rootstock.server.request_bodies import LONG_BODY_BYTES, PreparationQueue, check_shape
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from waiting import HANG_S
 
@@ -36,7 +35,7 @@ values = st.recursive(
 
 
 def shape_of(value: Any) -> tuple[int, int, int]:
-    """How deep a value is nested, how many lists, objects and separators, and how many lists, objects and fields."""
+    """Counts the depth of a value, its lists, objects and separators, and its lists, objects and fields."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [shape_of(each) for each in (value.values() if isinstance(value, dict) else value)]
@@ -53,19 +52,16 @@ def test_the_shape_of_a_body_is_found_without_parsing_it(value: Any, ascii: bool
     body = json.dumps(value, ensure_ascii=ascii).encode() + b" " * 2 * MAX_BODY_DEPTH
     depth, count, objects = shape_of(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_SLICE_BYTES", slice_bytes)
-        for name, figure in (
-            ("MAX_BODY_DEPTH", depth),
-            ("MAX_BODY_VALUES", count),
-            ("MAX_BODY_OBJECTS", objects),
-        ):
-            patch.setattr(json_body, name, figure)
+        patch.setattr(request_bodies, "_SLICE_BYTES", slice_bytes)
+        figures = {"MAX_BODY_DEPTH": depth, "MAX_BODY_VALUES": count, "MAX_BODY_OBJECTS": objects}
+        for name, figure in figures.items():
+            patch.setattr(request_bodies, name, figure)
             check_shape(body)
             if figure:
-                patch.setattr(json_body, name, figure - 1)
+                patch.setattr(request_bodies, name, figure - 1)
                 with pytest.raises(JsonTooComplex):
                     check_shape(body)
-                patch.setattr(json_body, name, figure)
+                patch.setattr(request_bodies, name, figure)
 
 
 def test_other_encodings_than_utf_8_are_refused() -> None:
@@ -87,7 +83,7 @@ def test_other_encodings_than_utf_8_are_refused() -> None:
         ),
     ],
 )
-def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str) -> None:
+def test_a_body_with_deep_or_too_many_values_is_refused(served: Any, body: str, detail: str) -> None:
     for route in (CHAT, "/v1/completions", "/v1/cache/explain"):
         answer = served.client.post(route, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
@@ -95,8 +91,8 @@ def test_a_deep_or_numerous_body_is_refused(served: Any, body: str, detail: str)
         assert detail in answer.json()["error"]["message"]
 
 
-class CountingCodec(ByteTokenizer):
-    """Notes the longest text that it was given."""
+class CountingTokenizer(ByteTokenizer):
+    """A tokenizer that records the length of its longest text."""
 
     longest = 0
 
@@ -110,9 +106,9 @@ class CountingCodec(ByteTokenizer):
 
 
 def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -> None:
-    codec = CountingCodec()
+    tokenizer = CountingTokenizer()
     text = "word " * 200_000
-    with serve(codec=codec, context_limit=4096) as served:
+    with serve(tokenizer=tokenizer, context_limit=4096) as served:
         for route, body, param in (
             (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
             ("/v1/completions", {"prompt": text}, "prompt"),
@@ -120,31 +116,26 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -
         ):
             answer = served.client.post(route, json=body)
             error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (
-                400,
-                "context_length_exceeded",
-                param,
-            )
+            assert (answer.status_code, error["param"]) == (400, param)
+            assert error["code"] == "context_length_exceeded"
             assert "characters, which make more than 4,096 tokens" in error["message"]
-    assert codec.longest < 4096 * codec.longest_token_chars
+    assert tokenizer.longest < 4096 * tokenizer.longest_token_chars
 
 
 @pytest.mark.parametrize("parsed", [False, True])
-def test_special_tokens_in_messages_are_control_tokens_only_if_the_operator_says_so(
+def test_special_tokens_in_messages_are_control_tokens_only_by_the_operators_option(
     serve: Any, parsed: bool
 ) -> None:
     with serve(server=ServerConfig(parse_special_tokens=parsed)) as served:
         body = {"messages": [{"role": "user", "content": "<|end|>"}], "max_tokens": 1}
         usage = served.client.post(CHAT, json=body).json()["usage"]
-    around = len(
-        ByteTokenizer().encode_chat(ByteTokenizer().render_chat([{"role": "user", "content": ""}], []))
-    )
+        around = len(served.chat_prompt(""))
     assert usage["prompt_tokens"] == around + (1 if parsed else len("<|end|>"))
 
 
-def test_more_choices_than_the_engine_ever_takes_are_refused_and_not_put_off(serve: Any) -> None:
+def test_more_choices_than_the_engine_can_hold_are_refused_for_good(serve: Any) -> None:
     with serve(EngineConfig(max_batch=4, max_queue=4)) as served:
-        answer = served.client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 3, "max_tokens": 1})
+        answer = served.complete(["a"] * 3, n=3, max_tokens=1)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
         assert "at most 8, not 9" in answer.json()["error"]["message"]
 
@@ -160,18 +151,13 @@ def test_clearing_drops_the_texts_that_were_tokenized(serve: Any, monkeypatch: p
     monkeypatch.setattr(TokenizedPieces, "__init__", noted)
     with serve() as served:
         for salt in ("one", "two"):
-            body = {
-                "messages": [{"role": "user", "content": "a secret"}],
-                "max_tokens": 1,
-                "cache_salt": salt,
-            }
-            assert served.client.post(CHAT, json=body).status_code == 200
-        (tokenizer,) = made
-        held = tokenizer.held_bytes
+            assert served.chat("a secret", max_tokens=1, cache_salt=salt).status_code == 200
+        (pieces,) = made
+        held = pieces.held_bytes
         assert served.client.post("/v1/cache/clear", json={"cache_salt": "one"}).status_code == 200
-        assert 0 < tokenizer.held_bytes < held
+        assert 0 < pieces.held_bytes < held
         assert served.client.post("/v1/cache/clear", json={}).status_code == 200
-        assert tokenizer.held_bytes == 0
+        assert pieces.held_bytes == 0
 
 
 # ---- the queue of preparations
@@ -189,7 +175,7 @@ def request_of(body: bytes, disconnected: Callable[[], bool] = lambda: False) ->
     return request
 
 
-def test_long_bodies_are_prepared_one_after_another_and_short_ones_pass_them() -> None:
+def test_long_bodies_are_prepared_one_after_another_and_short_ones_overtake_them() -> None:
     queue = PreparationQueue(max_batch=4, max_queue=4)
     queue._long.total_tokens = 1  # as on two cores
     release = threading.Event()
@@ -218,7 +204,7 @@ def test_long_bodies_are_prepared_one_after_another_and_short_ones_pass_them() -
     assert most == 1
 
 
-def test_a_client_that_left_while_it_waited_costs_no_work() -> None:
+def test_the_request_of_a_client_that_left_the_queue_is_not_prepared() -> None:
     queue = PreparationQueue(max_batch=4, max_queue=4)
 
     async def scenario() -> None:
@@ -228,7 +214,7 @@ def test_a_client_that_left_while_it_waited_costs_no_work() -> None:
     asyncio.run(scenario())
 
 
-def test_no_more_requests_wait_than_the_engine_would_take() -> None:
+def test_no_more_requests_wait_than_the_engine_would_queue() -> None:
     queue = PreparationQueue(max_batch=1, max_queue=1)
     queue._long.total_tokens = 1
     release = threading.Event()

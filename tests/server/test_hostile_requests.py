@@ -1,4 +1,4 @@
-"""Whatever a body holds, its answer is 2xx or 4xx, with an error of the usual shape, and the server goes on."""
+"""Hostile values in a body: the answer is 2xx, or 4xx with an error of the usual shape, and the server goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ExplainRequest
-from rootstock.server.openai.unsupported_fields import IGNORED, REFUSED
-from server.chat_codecs import codec_of
-from server.conftest import served_by_oracle
+from engine.prompts.chat_tokenizers import chat_tokenizer
+from rootstock.server.openai.schema import (
+    IGNORED,
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ExplainRequest,
+)
+from server.conftest import served_by_oracle, user
 
 CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
 SCHEMAS = {CHAT: ChatCompletionRequest, TEXT: CompletionRequest, EXPLAIN: ExplainRequest}
@@ -56,23 +61,8 @@ MESSAGES: list[Any] = [
 ]
 BODIES: list[tuple[str, Any]] = [
     (CHAT, {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 2}),
-    (
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "chat_template_kwargs": {"enable_thinking": True},
-            "max_tokens": 2,
-        },
-    ),
-    (
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "logit_bias": {"5": 1.5},
-            "stop": ["a", "b"],
-            "n": 2,
-        },
-    ),
+    (CHAT, {"messages": user("x"), "chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 2}),
+    (CHAT, {"messages": user("x"), "logit_bias": {"5": 1.5}, "stop": ["a", "b"], "n": 2}),
     (TEXT, {"prompt": "one two", "max_tokens": 2, "logprobs": 2, "echo": True}),
     (
         TEXT,
@@ -89,7 +79,7 @@ BODIES: list[tuple[str, Any]] = [
     (EXPLAIN, {"prompt": [1, 2, 3]}),
 ]
 
-# As they stand in a body: some are no JSON, and some no encoder would write.
+# Raw text for a body: some values are not JSON, and some no encoder would write.
 HOSTILE = [
     "null", "true", "false", "0", "-1", "1", "2", "-0.0", "1e400", "-1e400", "NaN", "Infinity", "1e-320", "1e308",
     "3.5e38", "0.5", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "18446744073709551616",
@@ -116,13 +106,11 @@ raw = st.sampled_from(HOSTILE) | st.recursive(
 @pytest.fixture(scope="module", params=["bytes", "qwen3", "llama_3", "mistral"])
 def served(request: Any) -> Iterator[Any]:
     """A small context: an answer without a limit is a short one."""
-    if request.param == "bytes":
-        with served_by_oracle(context_limit=400) as one:
-            yield one
-            one.settled()
-        return
-    codec = codec_of(request.param)
-    with served_by_oracle(codec=codec, context_limit=400, vocab_size=len(codec._tokenizer)) as one:
+    options: dict[str, Any] = {}
+    if request.param != "bytes":
+        tokenizer = chat_tokenizer(request.param)
+        options = {"tokenizer": tokenizer, "vocab_size": len(tokenizer._tokenizer)}
+    with served_by_oracle(context_limit=400, **options) as one:
         yield one
         one.settled()
 
@@ -146,7 +134,7 @@ def assert_answered(served: Any, route: str, body: str) -> None:
 
 
 def spelled(value: Any, at: tuple[Any, ...], new: str) -> str:
-    """`value` as JSON, with the raw text `new` at a place in it."""
+    """Encodes `value` as JSON, with the raw text `new` at one place."""
     mark = "\ue001 the place \ue001"
 
     def replaced(value: Any, at: tuple[Any, ...]) -> Any:
@@ -191,25 +179,20 @@ def test_a_hostile_value_anywhere_in_a_body_is_answered(served: Any, place: Any,
 
 
 @SETTINGS
-@given(
-    base=st.sampled_from(BODIES),
-    data=st.data(),
-    stream=st.booleans(),
-)
+@given(base=st.sampled_from(BODIES), data=st.data(), stream=st.booleans())
 def test_hostile_values_in_several_fields_are_answered(
     served: Any, base: Any, data: Any, stream: bool
 ) -> None:
     route, body = base
     names = data.draw(st.lists(st.sampled_from(FIELDS[route]), min_size=1, max_size=4))
     fields = [json.dumps(body)[1:-1], f'"stream": {json.dumps(stream)}']
-    fields += [
-        f"{json.dumps(name)}: {data.draw(raw)}" for name in names
-    ]  # the last of two with one name counts
+    # Of two fields with one name the last counts.
+    fields += [f"{json.dumps(name)}: {data.draw(raw)}" for name in names]
     assert_answered(served, route, "{" + ", ".join(fields) + "}")
 
 
 def test_every_field_of_every_route_is_answered_with_hostile_values(served: Any) -> None:
-    """All pairs would take minutes: a few of them for each template, always the same."""
+    """A fixed sample for each template: all pairs would take minutes."""
     chosen = random.Random(len(served.assembly.tokenizer.template_names.literals))
     for route, body in (BODIES[1], BODIES[3], BODIES[6]):
         for name in SCHEMAS[route].model_fields:

@@ -1,5 +1,4 @@
-"""A client can neither hold a connection open for nothing, nor make the server collect what it sends, nor get an
-answer that is not framed as HTTP. Time passes when a test says so."""
+"""Bounds on a connection: malformed HTTP, sizes, idle and slow clients. The tests move the server's clock."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
-from rootstock.server.connection import Connection, HttpLimits, Phase, _undrained_bytes
-from server.raw_http import Clock, RawClient, post, wait_for
-from server.test_connection import dechunked
+from rootstock.server.connection import HttpLimits, Phase, _undrained_bytes
+from server.raw_http import Clock, RawClient, dechunked, post
+from waiting import wait_until
 
 LIMITS = HttpLimits()
 COMPLETIONS = "/v1/completions"
@@ -39,7 +38,7 @@ def head_of(length: int) -> bytes:
     )
 
 
-# ---- what is not HTTP
+# ---- malformed HTTP
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_a_head_that_is_not_http_is_refused_and_the_connection_closed(
         b"POST / HTTP/1.0\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
 )
-def test_a_line_or_a_host_that_is_not_http_is_refused(served: Any, request_bytes: bytes) -> None:
+def test_a_malformed_request_line_or_host_is_refused(served: Any, request_bytes: bytes) -> None:
     with RawClient(served) as client:
         client.send(request_bytes)
         assert client.error()[:2] == (400, "malformed_http")
@@ -103,7 +102,7 @@ def test_a_body_in_broken_chunks_is_refused(served: Any) -> None:
         assert client.is_closed()
 
 
-def test_a_length_beyond_the_limit_is_refused_before_the_body_whatever_its_size(served: Any) -> None:
+def test_a_content_length_beyond_the_limit_is_refused_before_the_body(served: Any) -> None:
     with RawClient(served) as client:
         client.send(head_of(2**64 - 1))
         assert client.error()[:2] == (413, "body_too_large")
@@ -116,7 +115,7 @@ def test_http_1_0_is_answered_and_closed(served: Any) -> None:
         assert client.is_closed()
 
 
-def test_an_upgrade_is_not_made_and_what_follows_is_not_taken_for_a_request(served: Any) -> None:
+def test_an_upgrade_is_answered_without_one_and_the_bytes_after_it_are_dropped(served: Any) -> None:
     upgrade = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
     with RawClient(served) as client:
         client.send(upgrade + HEALTH)
@@ -128,7 +127,7 @@ def test_an_upgrade_is_not_made_and_what_follows_is_not_taken_for_a_request(serv
 # ---- sizes
 
 
-def test_a_url_and_a_head_have_bounds(served: Any) -> None:
+def test_urls_and_heads_beyond_the_bounds_are_refused(served: Any) -> None:
     cases: list[tuple[bytes, int, str]] = [
         (b"GET /%b HTTP/1.1\r\n" % (b"a" * LIMITS.url_bytes), 414, "url_too_long"),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (LIMITS.header_fields + 1), 431, "head_too_large"),
@@ -146,13 +145,13 @@ def test_the_largest_head_within_the_bounds_is_answered(served: Any) -> None:
     line = b"GET /health?%b HTTP/1.1\r\nhost: localhost\r\n" % (b"q" * (LIMITS.url_bytes - len("/health?")))
     fields = b"".join(b"x-%03d: %b\r\n" % (i, b"v" * 600) for i in range(LIMITS.header_fields - 1))
     with RawClient(served) as client:
-        for _ in range(3):  # over one connection: each head is counted anew
+        for _ in range(3):  # the count starts anew with each head of a connection
             client.send(line + fields + b"\r\n")
             assert client.answer()[0] == 200
 
 
-def test_a_header_without_an_end_is_refused_while_it_comes(serve: Any, clock: Clock) -> None:
-    """The parser collects a header until its end. The bound must hold before that."""
+def test_a_header_without_an_end_is_refused_while_it_arrives(serve: Any, clock: Clock) -> None:
+    """The parser collects a header until its end. The bound holds before."""
     with serve() as served, RawClient(served) as client:
         client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ")
         sent = 0
@@ -201,8 +200,8 @@ def test_small_chunks_with_extensions_and_a_trailer_are_read(served: Any) -> Non
         assert client.answer()[0] == 200
 
 
-def test_a_trailer_is_no_header(serve: Any) -> None:
-    """A proxy sets X-Cache-Salt in the head. One in a trailer would be another tenant's."""
+def test_a_trailer_does_not_count_as_a_header(serve: Any) -> None:
+    """A proxy replaces X-Cache-Salt in the head only: a trailer could name another tenant."""
     with serve() as served:
         body = {"prompt": "a secret of some length", "max_tokens": 1}
         served.client.post(COMPLETIONS, json=body, headers={"X-Cache-Salt": "tenant"})
@@ -214,7 +213,7 @@ def test_a_trailer_is_no_header(serve: Any) -> None:
         assert json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_a_client_that_expects_100_is_told_to_go_on_only_if_its_body_is_wanted(served: Any) -> None:
+def test_a_client_that_expects_100_gets_it_only_if_its_body_is_accepted(served: Any) -> None:
     data = json.dumps(SHORT).encode()
     with RawClient(served) as client:
         client.send(head_of(len(data))[:-2] + b"expect: 100-continue\r\n\r\n")
@@ -228,7 +227,7 @@ def test_a_client_that_expects_100_is_told_to_go_on_only_if_its_body_is_wanted(s
 # ---- many connections, many requests on one
 
 
-def test_more_connections_than_the_limit_get_503_until_one_is_closed(serve: Any) -> None:
+def test_connections_over_the_limit_get_503_until_one_is_closed(serve: Any) -> None:
     with serve(limits=HttpLimits(connections=2)) as served, RawClient(served) as first:
         with RawClient(served) as second:
             for one in (first, second):
@@ -247,13 +246,13 @@ def test_more_connections_than_the_limit_get_503_until_one_is_closed(serve: Any)
                 another.send(HEALTH)
                 return another.answer()[0] == 200
 
-        wait_for(answered)
+        wait_until(answered)
 
 
 def test_connections_far_over_the_limit_are_reset(serve: Any, clock: Clock) -> None:
     with serve(limits=HttpLimits(connections=1)) as served:
         clients = [RawClient(served) for _ in range(80)]
-        wait_for(lambda: len(clock.connections) == 80)
+        wait_until(lambda: len(clock.connections) == 80)
         clock.pass_time(0)
         open_ones = [one for one in clock.connections if not one.transport.is_closing()]
         assert len(open_ones) <= 1 + 64
@@ -274,7 +273,7 @@ def test_pipelined_requests_are_answered_in_order(served: Any) -> None:
     assert json.loads(answers[1][2])["status"] == "ok"
 
 
-def test_pipelined_requests_beyond_the_limit_are_not_taken(served: Any) -> None:
+def test_pipelined_requests_beyond_the_limit_are_dropped(served: Any) -> None:
     with RawClient(served) as client:
         client.send(HEALTH * 10_000)
         answers = 0
@@ -286,8 +285,8 @@ def test_pipelined_requests_beyond_the_limit_are_not_taken(served: Any) -> None:
         assert 1 <= answers < 5_000
 
 
-def test_an_answer_is_not_broken_by_what_the_client_sends_meanwhile(serve: Any, clock: Clock) -> None:
-    """uvicorn writes its 400 in the middle of it."""
+def test_malformed_bytes_after_a_request_do_not_break_its_answer(serve: Any, clock: Clock) -> None:
+    """uvicorn writes a 400 in the middle of the answer."""
     with serve() as served, RawClient(served) as client:
         body = {"prompt": "x", "stream": True, "max_tokens": 200, "ignore_eos": True}
         client.send(post(COMPLETIONS, body) + b"garbage\r\n\r\n")
@@ -295,31 +294,29 @@ def test_an_answer_is_not_broken_by_what_the_client_sends_meanwhile(serve: Any, 
         assert text.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_client_that_pipelined_and_went_away_takes_its_first_request_with_it(serve: Any) -> None:
+def test_a_client_that_pipelines_and_disconnects_aborts_its_first_request(serve: Any) -> None:
     with serve(context_limit=50_000, blocks=7000) as served:
         engine = served.assembly.engine
         with RawClient(served) as client:
             client.send(post(COMPLETIONS, {"prompt": "x", **ENDLESS}) + HEALTH)
-            wait_for(lambda: engine.health().running == 1 and engine.health().steps > 5)
-        wait_for(lambda: engine.health().running == 0)
+            wait_until(lambda: engine.health().running == 1 and engine.health().steps > 5)
+        wait_until(lambda: engine.health().running == 0)
         outcome = {"outcome": "disconnected", "route": COMPLETIONS}
-        wait_for(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
+        wait_until(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
         served.settled()
 
 
 # ---- time
 
 
-def test_an_idle_connection_is_kept_for_longer_than_clients_and_proxies_keep_it(
-    serve: Any, clock: Clock
-) -> None:
+def test_an_idle_connection_is_kept_longer_than_clients_and_proxies_keep_it(serve: Any, clock: Clock) -> None:
     assert LIMITS.keep_alive_s >= 65
     with serve() as served, RawClient(served) as client:
         for _ in range(3):
             client.send(HEALTH)
             assert client.answer()[0] == 200
             clock.pass_time(LIMITS.keep_alive_s - 1)
-        client.send(b"\r\n")  # before a request it is ignored, and does not extend the time
+        client.send(b"\r\n")  # an empty line before a request is ignored, and does not extend the time
         clock.pass_time(0)
         clock.pass_time(2)
         assert client.is_closed()
@@ -334,9 +331,9 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(serve: Any, 
         assert client.is_closed()
 
 
-def test_a_head_that_comes_byte_by_byte_is_given_up(serve: Any, clock: Clock) -> None:
+def test_a_head_that_arrives_byte_by_byte_times_out(serve: Any, clock: Clock) -> None:
     with serve() as served, RawClient(served) as client:
-        client.send(HEALTH)  # the first request of a connection has no privilege
+        client.send(HEALTH)  # the limit also holds for later requests of a connection
         assert client.answer()[0] == 200
         for second, byte in enumerate(HEALTH[: int(LIMITS.head_s) - 1]):
             client.send(bytes([byte]))
@@ -349,12 +346,12 @@ def test_a_head_that_comes_byte_by_byte_is_given_up(serve: Any, clock: Clock) ->
 
 
 @pytest.mark.parametrize("drip", [0, 100])
-def test_a_body_that_stops_or_drips_is_given_up(serve: Any, clock: Clock, drip: int) -> None:
+def test_a_body_that_stops_or_drips_times_out(serve: Any, clock: Clock, drip: int) -> None:
     with serve() as served:
         with RawClient(served) as client:
             client.send(head_of(1_000_000) + b" " * 500_000)
             clock.received(lambda c: c._body_bytes == 500_000)
-            clock.pass_time(LIMITS.body_window_s + 1)  # much came in the first window
+            clock.pass_time(LIMITS.body_window_s + 1)  # enough bytes came in the first window
             assert clock.connections[-1]._phase is Phase.BODY
             client.send(b" " * drip)
             clock.received(lambda c: c._body_bytes == 500_000 + drip)
@@ -365,10 +362,10 @@ def test_a_body_that_stops_or_drips_is_given_up(serve: Any, clock: Clock, drip: 
 
 
 @pytest.mark.parametrize(("windows", "in_time"), [(105, True), (121, False)])
-def test_a_large_body_over_a_slow_line_is_answered_within_the_bound_for_all_of_it(
+def test_a_large_body_over_a_slow_line_is_answered_within_the_bound_on_its_time(
     serve: Any, clock: Clock, windows: int, in_time: bool
 ) -> None:
-    """Sends 14.5 MB in 54 minutes, and more in more than an hour."""
+    """Sends 14.5 MB in 54 minutes, then 16.7 MB in more than an hour."""
     step = int(LIMITS.body_window_bytes * 4.5)
     with serve(server=ServerConfig(max_body_bytes=32 * KIB**2)) as served, RawClient(served) as client:
         body = b" " * (step * windows) + json.dumps(SHORT).encode()
@@ -386,7 +383,7 @@ def test_a_large_body_over_a_slow_line_is_answered_within_the_bound_for_all_of_i
             assert client.error()[:2] == (408, "request_timeout")
 
 
-def test_the_rest_of_a_refused_body_is_discarded_for_a_while_only(serve: Any, clock: Clock) -> None:
+def test_the_rest_of_a_refused_body_is_discarded_for_a_limited_time(serve: Any, clock: Clock) -> None:
     with serve() as served, RawClient(served) as client:
         client.send(head_of(2**40) + b"x" * 100)
         assert client.error()[:2] == (413, "body_too_large")
@@ -396,7 +393,7 @@ def test_the_rest_of_a_refused_body_is_discarded_for_a_while_only(serve: Any, cl
         assert client.is_closed()
 
 
-def test_after_a_refused_body_the_connection_is_used_again_and_then_closed(serve: Any, clock: Clock) -> None:
+def test_a_connection_is_usable_after_a_refused_body_and_closes_when_idle(serve: Any, clock: Clock) -> None:
     with serve(server=ServerConfig(max_body_bytes=1024)) as served, RawClient(served) as client:
         client.send(head_of(100_000))
         assert client.error()[:2] == (413, "body_too_large")
@@ -428,12 +425,12 @@ def test_a_refused_client_that_does_not_close_is_cut_off(serve: Any, clock: Cloc
 
 @pytest.fixture
 def unread(clock: Clock) -> Clock:
-    """The kernel takes little for a client that does not read."""
+    """The clock of a server whose kernel buffers little for a client that does not read."""
     clock.send_buffer_bytes = 4096
     return clock
 
 
-def test_a_stream_that_is_not_read_is_given_up_and_its_requests_aborted(serve: Any, unread: Clock) -> None:
+def test_a_stream_that_is_not_read_times_out_and_its_requests_are_aborted(serve: Any, unread: Clock) -> None:
     with serve(context_limit=50_000, blocks=26_000) as served:
         with RawClient(served, receive_buffer_bytes=4096) as client:
             client.send(post(COMPLETIONS, {"prompt": "x", "n": 4, "stream": True, **ENDLESS}))
@@ -444,9 +441,9 @@ def test_a_stream_that_is_not_read_is_given_up_and_its_requests_aborted(serve: A
                 unread.pass_time(LIMITS.drain_s + 1)
                 windows += 1
                 assert windows < 20
-            wait_for(lambda: served.assembly.engine.health().running == 0)
+            wait_until(lambda: served.assembly.engine.health().running == 0)
         outcome = {"outcome": "disconnected", "route": COMPLETIONS}
-        wait_for(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
+        wait_until(lambda: served.metric("rootstock_requests_total", **outcome) == 1)
         served.settled()
 
 
@@ -455,12 +452,12 @@ def test_a_stream_that_is_read_slowly_but_steadily_is_sent_to_its_end(serve: Any
     with serve() as served, RawClient(served, receive_buffer_bytes=4096) as client:
         client.send(post(COMPLETIONS, body, "connection: close"))
         unread.received(lambda c: c.flow is not None and c.flow.write_paused)
-        wait_for(lambda: served.assembly.engine.health().running == 0)
+        wait_until(lambda: served.assembly.engine.health().running == 0)
         connection = unread.connections[-1]
         received = bytearray()
         for _ in range(8):
-            before = undrained_bytes(connection)
-            while undrained_bytes(connection) >= before:  # until the window has opened a little
+            before = _undrained_bytes(connection.transport)
+            while _undrained_bytes(connection.transport) >= before:  # until the client's window has opened
                 received += client.socket.recv(KIB)
             unread.pass_time(LIMITS.drain_s + 1)
             assert connection.parser is not None, "the connection is lost"
@@ -468,11 +465,7 @@ def test_a_stream_that_is_read_slowly_but_steadily_is_sent_to_its_end(serve: Any
     assert dechunked(bytes(received).partition(b"\r\n\r\n")[2]).endswith(b"data: [DONE]\n\n")
 
 
-def undrained_bytes(connection: Connection) -> int:
-    return _undrained_bytes(connection.transport)
-
-
-def test_a_whole_answer_that_is_not_read_is_given_up(serve: Any, unread: Clock) -> None:
+def test_a_whole_answer_that_is_not_read_times_out(serve: Any, unread: Clock) -> None:
     body = {"prompt": "x", "n": 8, "max_tokens": 300, "logprobs": 5, "ignore_eos": True}
     with serve() as served, RawClient(served, receive_buffer_bytes=4096) as client:
         client.send(post(COMPLETIONS, body))
@@ -484,7 +477,7 @@ def test_a_whole_answer_that_is_not_read_is_given_up(serve: Any, unread: Clock) 
 
 
 def test_a_small_answer_that_is_not_read_does_not_keep_a_closed_connection(serve: Any, unread: Clock) -> None:
-    """Less than what makes the transport ask for a pause waits in its buffer."""
+    """The bytes in the transport's buffer are too few for it to pause writing."""
     body = {"prompt": "x", "n": 8, "max_tokens": 40, "logprobs": 5, "ignore_eos": True}
     with serve() as served, RawClient(served, receive_buffer_bytes=4096) as client:
         client.send(post(COMPLETIONS, body, "connection: close"))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at known points of a real process: no traceback, and a status that says what happened."""
+"""Ctrl-C and SIGTERM at known points of a real process: no traceback, and the right exit status."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rootstock.tiers.disk.index import INDEX_NAME
 from rootstock.tiers.disk.tier import DiskTier
 from waiting import HANG_S
 
-# Sends a signal from inside, when the process imports a module, opens a file or connects to a database: exactly
-# there, however fast the machine is.
+# Sends a signal from inside the process, at the import of a module, the opening of a file or the connection to a
+# database: the speed of the machine does not matter.
 HOOK = """
 import os, signal, sys
 event_, part = os.environ["INTERRUPT_AT"].split("=")
@@ -34,8 +34,8 @@ sys.addaudithook(interrupt)
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """Processes inherit that SIGINT is ignored, as shells have it for what runs in the background."""
+def sigint_not_ignored() -> Iterator[None]:
+    """Child processes inherit an ignored SIGINT, and shells ignore it in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,21 +44,16 @@ def ctrl_c_is_heard() -> Iterator[None]:
 def interrupted(
     folder: Path, at: str, sent: signal.Signals, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """`rootstock` with `arguments`, which gets a signal at one point."""
+    """Runs Python with `arguments` and sends it a signal at one point."""
     (folder / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hook = {"PYTHONPATH": path, "INTERRUPT_AT": at, "INTERRUPT_WITH": str(int(sent))}
     return subprocess.run(
-        [sys.executable, "-m", "rootstock", *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "INTERRUPT_AT": at,
-            "INTERRUPT_WITH": str(int(sent)),
-            "ROOTSTOCK_API_KEY": "",
-        },
+        [sys.executable, *arguments],
+        env={**os.environ, **hook, "ROOTSTOCK_API_KEY": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
 
 
@@ -82,45 +77,39 @@ def interrupted(
         ("import=rootstock.server.app", signal.SIGTERM),
     ],
 )
-def test_a_signal_before_the_server_is_ready_ends_it_as_the_system_does(
+def test_a_signal_before_the_server_is_ready_ends_the_process_by_that_signal(
     checkpoint: Path, tmp_path: Path, at: str, sent: signal.Signals
 ) -> None:
     options = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--kv-budget", "1MiB")
-    done = interrupted(tmp_path, at, sent, "serve", str(checkpoint), *options)
-    # A shell shows 130 and 143: the process was ended by the signal, and scripts that run it end with it.
+    done = interrupted(tmp_path, at, sent, "-m", "rootstock", "serve", str(checkpoint), *options)
+    # A shell shows 130 or 143, and scripts that run the server end with it.
     assert (done.returncode, done.stdout) == (-sent, ""), done.stderr
     stages = [line for line in done.stderr.splitlines() if line.startswith("rootstock: ")]
     assert done.stderr.splitlines() == stages
 
 
-def test_a_command_that_has_files_to_close_unwinds_and_exits_with_130(tmp_path: Path) -> None:
+def test_an_interrupted_command_closes_its_files_and_exits_with_130(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path / "disk", 1 << 30)
     assert isinstance(tier, DiskTier)
     tier.close()
     at = f"sqlite3.connect={INDEX_NAME}"
-    done = interrupted(tmp_path, at, signal.SIGINT, "cache", "verify", str(tmp_path / "disk"))
+    command = ("-m", "rootstock", "cache", "verify", str(tmp_path / "disk"))
+    done = interrupted(tmp_path, at, signal.SIGINT, *command)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_process_that_was_started_with_ctrl_c_ignored_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_inherits_an_ignored_sigint_goes_on(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # as nohup's children have it
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # like nohup
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     )
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code, "-m", "rootstock", "--version"],
-        env={**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": "import=typer", "INTERRUPT_WITH": "2"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    command = ("-S", "-c", code, "-m", "rootstock", "--version")
+    done = interrupted(tmp_path, "import=typer", signal.SIGINT, *command)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_on_a_terminal_the_cursor_is_shown_again() -> None:
+def test_an_interrupted_load_shows_the_terminals_cursor_again() -> None:
     code = (
         "import signal\n"
         "from rootstock.cli.output import LoadProgress\n"
@@ -143,7 +132,7 @@ def test_on_a_terminal_the_cursor_is_shown_again() -> None:
 
 
 def serve_oracle(before: str, *arguments: str) -> subprocess.Popen[str]:
-    """A server that is ready, in a process that has run `before`."""
+    """Starts a server in a process that first runs `before`, and waits until it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", before + ORACLE, "serve", "oracle", "--port", "0", *arguments],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Log-probabilities in bulk: a prompt is scored once for all of its choices, and its answer is made in pieces."""
+"""Log-probabilities in bulk: a prompt is scored once for all of its choices, and the answer is encoded in pieces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_ch
 from rootstock.server.openai import responses
 from rootstock.server.openai.calls import Call
 from rootstock.server.openai.responses import ChoiceHistory
+from server.asgi import ask
 from waiting import HANG_S
 
 TEXT = "/v1/completions"
@@ -42,7 +44,7 @@ ECHO: dict[str, Any] = {"echo": True, "logprobs": 3, "temperature": 0, "ignore_e
 
 
 class Scoring:
-    """Forwards that score a prompt: they can be seen, held up and made to fail."""
+    """A fault for forwards that score a prompt: a test can await, hold and fail them."""
 
     def __init__(self) -> None:
         self.before_scoring = threading.Event()
@@ -64,7 +66,7 @@ def by_choice(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def added_up(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """The choice that was streamed."""
+    """Joins the pieces of a streamed choice."""
     logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     return {
         "text": "".join(piece["text"] for piece in pieces),
@@ -83,7 +85,7 @@ def added_up(pieces: list[dict[str, Any]]) -> dict[str, Any]:
 def test_a_prompt_is_scored_once_for_all_choices(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, reuse: bool, cached: bool
 ) -> None:
-    """Without a cache every choice computes its prompt, as ever; one of them scores it."""
+    """Without a cache every choice computes its prompt, and one of them scores it."""
     prompts, n = [PROMPT, "another one", [65, 66, 67, 0xE2, 0x82]], 5
     tokens = sum(map(len, prompts))
     scored: list[int] = []
@@ -114,16 +116,16 @@ def test_a_prompt_is_scored_once_for_all_choices(
                 assert choice[name] == expected[index // n][name], index
         assert sum(scored) == tokens - len(prompts)
         served.settled()
-        if reuse:  # a choice computes the last token of its prompt at least, and less than a block of it
+        if reuse:  # a choice computes at least the last token of its prompt, and less than a block
             decodes = n * len(prompts) * (ECHO["max_tokens"] - 1)
             own = served.runtime.computed_tokens - before - tokens - decodes
             assert (n - 1) * len(prompts) <= own < n * len(prompts) * 8
 
 
-def test_choices_that_run_ahead_of_the_scores_are_told_after_their_prompt(serve: Any) -> None:
+def test_choices_that_run_ahead_of_the_scores_are_sent_after_their_prompt(serve: Any) -> None:
     scoring = Scoring()
     with serve(EngineConfig(chunk_tokens=16), fault=scoring) as served:
-        served.complete(PROMPT, max_tokens=1)  # the other choices find their prompt, and decode at once
+        served.complete(PROMPT, max_tokens=1)  # caches the prompt: the other choices decode at once
         chunks = served.chunks(TEXT, prompt=PROMPT, n=4, **ECHO)
         first = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["text"] == PROMPT]
         assert sorted(choice["index"] for choice in first) == [0, 1, 2, 3]
@@ -135,9 +137,7 @@ def test_choices_that_run_ahead_of_the_scores_are_told_after_their_prompt(serve:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_choice_whose_scores_fail_fails_the_answer_and_nothing_stays_behind(
-    serve: Any, stream: bool
-) -> None:
+def test_failed_scores_fail_the_answer_and_release_all_choices(serve: Any, stream: bool) -> None:
     scoring = Scoring()
     with serve(EngineConfig(chunk_tokens=16), fault=scoring) as served:
         served.complete(PROMPT, max_tokens=1)
@@ -146,14 +146,14 @@ def test_a_choice_whose_scores_fail_fails_the_answer_and_nothing_stays_behind(
         assert answer.status_code == (200 if stream else 500)
         assert "no score" not in answer.text
         assert "ValueError" in answer.text
-        assert '"text"' not in answer.text  # none was told without its prompt
+        assert '"text"' not in answer.text  # no choice was sent without its prompt
         served.settled()
         scoring.fails_scoring = False
         assert len(served.complete(PROMPT, n=4, **ECHO).json()["choices"]) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_while_its_prompt_is_scored_aborts_all_choices(
+def test_a_client_that_disconnects_while_its_prompt_is_scored_aborts_all_choices(
     serve: Any, stream: bool
 ) -> None:
     scoring = Scoring()
@@ -161,41 +161,19 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_aborts_all_choices(
     with serve(EngineConfig(chunk_tokens=16), fault=scoring) as served:
         made = served.assembly
         app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
-
-        async def run() -> None:
-            body = {"prompt": PROMPT, "n": 4, "stream": stream, **ECHO, "max_tokens": 3000}
-            asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-            async def receive() -> dict[str, Any]:
-                if asked:
-                    return asked.pop()
-                await asyncio.to_thread(scoring.before_scoring.wait, 30)
-                return {"type": "http.disconnect"}
-
-            async def send(_message: dict[str, Any]) -> None:
-                pass
-
-            await app(scope_of(TEXT), receive, send)
-
-        asyncio.run(run())
+        body = {"prompt": PROMPT, "n": 4, "stream": stream, **ECHO, "max_tokens": 3000}
+        leave = partial(asyncio.to_thread, scoring.before_scoring.wait, HANG_S)
+        asyncio.run(ask(app, TEXT, body, leave=leave))
         scoring.may_score.set()
         served.settled()
         assert served.complete(PROMPT, max_tokens=1).status_code == 200
 
 
-# ---- an answer is made in pieces
-
-
-def scope_of(path: str) -> dict[str, Any]:
-    headers = [(b"content-type", b"application/json")]
-    return {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
-        "headers": headers, "asgi": {"version": "3.0"},
-    }  # fmt: skip
+# ---- an answer is encoded in pieces
 
 
 class Piecewise:
-    """Sends a request straight to an application, and counts the turns of the loop between two pieces."""
+    """A client that counts the turns of the loop between two pieces of an answer."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -206,30 +184,21 @@ class Piecewise:
         self._turns += 1
         asyncio.get_running_loop().call_soon(self._turn)
 
-    async def ask(self, app: Any, body: dict[str, Any]) -> None:
-        asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    def _received(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+        self.turns_before.append(self._turns)
+        self._turns = 0
 
-        async def receive() -> dict[str, Any]:
-            if asked:
-                return asked.pop()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: dict[str, Any]) -> None:
-            if message.get("body"):
-                self.pieces.append(message["body"])
-                self.turns_before.append(self._turns)
-                self._turns = 0
-
+    async def ask(self, app: Any, body: dict[str, Any]) -> bytes:
         asyncio.get_running_loop().call_soon(self._turn)
-        await app(scope_of(TEXT), receive, send)
+        return await ask(app, TEXT, body, self._received)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    encoded: list[tuple[str, int]] = []  # on which thread, how many characters
+    encoded: list[tuple[str, int]] = []  # the thread, and the number of characters
 
     def noted(values: Any) -> str:
         text = items_text(values)
@@ -242,16 +211,16 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
     with serve() as served:
         made = served.assembly
         asker = Piecewise()
-        asyncio.run(asker.ask(create_app(made.engine, made.tokenizer, made.description, block_size=8), body))
-    answer = b"".join(asker.pieces)
+        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
+        answer = asyncio.run(asker.ask(app, body))
     assert len(answer) > 10 * CHUNK_CHARACTERS
     assert max(map(len, asker.pieces)) < 2 * CHUNK_CHARACTERS
-    # After the first piece each is made on the encoder's thread, and the loop runs what else there is meanwhile.
+    # After the first piece, each is made on the encoder's thread, and the loop has turns meanwhile.
     sent = zip(asker.turns_before, asker.pieces, strict=True)
     assert all([turns > 0 for turns, piece in sent if len(piece) >= CHUNK_CHARACTERS][1:])
     threads = [name.startswith("rootstock-encoder") for name, _ in encoded]
     assert all(threads[threads.index(True) :])
-    # The prompt's columns were encoded once, and not for each of its choices.
+    # The prompt's columns were encoded once for all choices.
     assert sum(characters for _, characters in encoded) < 1.5 * len(answer) / n
     assert max(characters for _, characters in encoded) < CHUNK_CHARACTERS
 
@@ -270,14 +239,14 @@ JSON = st.recursive(
 
 
 @given(values=st.lists(JSON), member=JSON, cut=st.integers(1, 3))
-def test_text_made_in_pieces_is_the_values(values: list[Any], member: Any, cut: int) -> None:
+def test_json_in_pieces_equals_the_value(values: list[Any], member: Any, cut: int) -> None:
     parts = Kept(items_text(values[at : at + cut]) for at in range(0, len(values), cut))
     lazy = {"a": member, "b": {"c": LazyList(parts, parts), "d": LazyList()}, "e": iter(values), "f": {}}
     eager = {"a": member, "b": {"c": values + values, "d": []}, "e": values, "f": {}}
     assert json.loads("".join(in_chunks(json_pieces(lazy)))) == eager
 
 
-def test_what_is_kept_is_made_once_however_its_readers_take_turns() -> None:
+def test_kept_pieces_are_made_once_for_several_readers() -> None:
     made: list[str] = []
 
     def make() -> Any:
@@ -293,7 +262,7 @@ def test_what_is_kept_is_made_once_however_its_readers_take_turns() -> None:
     assert list(kept) == made == ["a", "b", "c"]
 
 
-def test_a_history_gives_back_the_logprobs_that_it_was_given() -> None:
+def test_a_history_returns_the_logprobs_of_its_events() -> None:
     id, history = RequestId("r"), ChoiceHistory()
     scored = [
         TokenLogprob(7, -0.5, ((7, -0.5), (3, -2.25))),
@@ -309,7 +278,7 @@ def test_a_history_gives_back_the_logprobs_that_it_was_given() -> None:
     assert list(Logprobs.joined([history.logprobs[:1], history.logprobs[1:]])) == scored
 
 
-# ---- how many there may be
+# ---- the bound on log-probabilities
 
 
 def call_of(
@@ -335,15 +304,15 @@ def call_of(
         call_of([8192] * 128, 1, 1, 5, 5),  # an evaluation harness: echo, a few logprobs, a full batch
         call_of([2048] * 512, 1, 0, 1, 1),
         call_of([1000], 32, 16, 20, 20),
-        call_of([100], 128, None, None),  # without logprobs there is nothing to bound here
+        call_of([100], 128, None, None),  # without logprobs there is no bound
         call_of([30_000], 4, None, 20),
     ],
 )
-def test_what_evaluations_and_clients_ask_is_within_the_bound(call: Call) -> None:
+def test_requests_of_evaluations_and_clients_are_within_the_bound(call: Call) -> None:
     call.refuse_too_many_logprobs(context_limit=131_072)
 
 
-def test_the_bound_is_the_product_and_counts_no_more_tokens_than_the_context_has() -> None:
+def test_the_bound_holds_for_the_product_and_the_context_limits_the_tokens() -> None:
     limit = MAX_LOGPROBS // 4
     call_of([1], 2, limit, 1).refuse_too_many_logprobs(limit + 1)
     with pytest.raises(TooManyLogprobs):
@@ -358,7 +327,7 @@ def test_the_bound_is_the_product_and_counts_no_more_tokens_than_the_context_has
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_too_many_are_refused_before_anything_is_computed(
+def test_too_many_logprobs_are_refused_before_the_first_step(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr("rootstock.server.openai.calls.MAX_LOGPROBS", 2 * (5 + 3) * 4)

@@ -1,4 +1,4 @@
-"""What is said of a loaded model, and `rootstock models check`."""
+"""The summary of a loaded model, and `rootstock models check`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_plain
-from rootstock.cache.families import (
-    ChunkedAttention,
-    FullAttention,
-    RecurrentState,
-    SlidingWindow,
-)
+from rootstock.cache.families import ChunkedAttention, FullAttention, RecurrentState, SlidingWindow
 from rootstock.cli import main as command
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.model_card import (
@@ -31,11 +26,11 @@ CHUNKS = ChunkedAttention(layers=2, bytes_per_token=1, chunk=8)
 STATE = RecurrentState(layers=2, bytes_per_state=5000)
 
 
-def test_a_token_costs_what_its_attention_layers_keep_and_a_checkpoint_the_state_and_the_tails() -> None:
+def test_bytes_of_a_token_and_of_a_checkpoint() -> None:
     assert bytes_per_token((FULL, WINDOW, STATE)) == 110
     assert bytes_per_checkpoint((FULL,), 4) == 0
     assert bytes_per_checkpoint((FULL, STATE), 4) == 5000
-    # Eight positions behind the query touch three blocks of four at most, seven of a chunk's touch three, too.
+    # Eight positions before the query touch three blocks of four at most, and so do seven of a chunk.
     assert bytes_per_checkpoint((WINDOW,), 4) == 3 * 4 * 10
     assert bytes_per_checkpoint((CHUNKS, STATE), 4) == 3 * 4 + 5000
     assert bytes_per_checkpoint((SlidingWindow(1, 10, window=1),), 4) == 0
@@ -44,7 +39,7 @@ def test_a_token_costs_what_its_attention_layers_keep_and_a_checkpoint_the_state
         assert blocks * 4 * 10 <= bytes_per_checkpoint((WINDOW,), 4)
 
 
-def test_a_description_names_the_rung_its_reason_and_every_family() -> None:
+def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> None:
     description = ModelDescription(
         name="m", architecture="A", vocab_size=10, context_limit=4096, families=(FULL, STATE),
         weights_fingerprint="w", dtype="bfloat16", kv_dtype="bfloat16", device="cpu", parameters=1234,
@@ -75,7 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code
 
 
-def test_a_model_that_can_be_served_is_told_about_in_a_table(
+def test_models_check_prints_a_table_for_a_model_that_can_be_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_plain(
@@ -96,7 +91,7 @@ def test_a_model_that_can_be_served_is_told_about_in_a_table(
         assert line in out.splitlines()
 
 
-def test_a_model_that_is_refused_is_one_line_and_exit_status_2(
+def test_models_check_prints_one_line_for_a_refused_model_and_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')

@@ -1,3 +1,5 @@
+"""OpenAI's API over the oracle runtime: chats, completions, streams, and the routes of state and cache."""
+
 from __future__ import annotations
 
 import math
@@ -11,14 +13,15 @@ import pytest
 from rootstock.cache.families import row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig, TierConfig
 from rootstock.engine.build import assemble
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
+from server.conftest import GREEDY, user
 from waiting import HANG_S
 
-GREEDY: dict[str, Any] = {"temperature": 0}
 CHAT = "/v1/chat/completions"
 
 
@@ -29,7 +32,7 @@ def text_of(tokens: list[int]) -> str:
 # ---- chat
 
 
-def test_a_chat_is_answered_with_what_the_model_says(served: Any) -> None:
+def test_a_chat_is_answered_with_the_models_tokens(served: Any) -> None:
     answer = served.chat("What is a radix tree?", max_tokens=12, **GREEDY).json()
     prompt = served.chat_prompt("What is a radix tree?")
     expected = served.greedy(prompt, 12)
@@ -45,7 +48,7 @@ def test_a_chat_is_answered_with_what_the_model_says(served: Any) -> None:
     assert usage["total_tokens"] == len(prompt) + 12
 
 
-def test_drafts_are_told_in_the_usage_and_the_metrics_and_change_no_answer(serve: Any) -> None:
+def test_drafts_show_in_usage_and_metrics_and_change_no_answer(serve: Any) -> None:
     with serve(EngineConfig(draft_tokens=4)) as served:
         fields = {**GREEDY, "max_tokens": 40, "ignore_eos": True}
         answers = [served.chat("again", **fields).json() for _ in range(30)]
@@ -63,15 +66,14 @@ def test_a_stream_begins_with_the_role_ends_with_a_reason_and_adds_up_to_the_who
     served: Any,
 ) -> None:
     whole = served.chat("stream me", max_tokens=20, **GREEDY).json()["choices"][0]
-    chunks = served.chunks(CHAT, messages=[{"role": "user", "content": "stream me"}], max_tokens=20, **GREEDY)
+    chunks = served.chunks(CHAT, messages=user("stream me"), max_tokens=20, **GREEDY)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     deltas = [chunk["choices"][0] for chunk in chunks]
     assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
     assert deltas[-1]["delta"] == {}
-    assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + [
-        whole["finish_reason"]
-    ]
+    reasons = [delta["finish_reason"] for delta in deltas]
+    assert reasons == [None] * (len(deltas) - 1) + [whole["finish_reason"]]
     assert "".join(delta["delta"].get("content", "") for delta in deltas) == whole["message"]["content"]
     assert all("usage" not in chunk for chunk in chunks)
 
@@ -79,7 +81,7 @@ def test_a_stream_begins_with_the_role_ends_with_a_reason_and_adds_up_to_the_who
 def test_usage_comes_with_the_last_chunk_and_is_null_in_the_others(served: Any) -> None:
     chunks = served.chunks(
         CHAT,
-        messages=[{"role": "user", "content": "usage please"}],
+        messages=user("usage please"),
         max_tokens=4,
         stream_options={"include_usage": True},
         ignore_eos=True,
@@ -109,22 +111,15 @@ def test_choices_share_their_prompt_which_is_counted_once(served: Any, stream: b
     prompt = served.chat_prompt(text)
     before = served.assembly.engine.stats()
     if stream:
-        chunks = served.chunks(
-            CHAT,
-            messages=[{"role": "user", "content": text}],
-            stream_options={"include_usage": True},
-            **fields,
-        )
+        options = {"include_usage": True}
+        chunks = served.chunks(CHAT, messages=user(text), stream_options=options, **fields)
         usage = chunks.pop()["usage"]
-        assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2}
-        ends = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
-        assert sorted(end["index"] for end in ends) == [0, 1, 2]
-        texts = [
-            "".join(
-                c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"][0]["index"] == i
-            )
-            for i in range(3)
-        ]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert {choice["index"] for choice in choices} == {0, 1, 2}
+        assert sorted(choice["index"] for choice in choices if choice["finish_reason"]) == [0, 1, 2]
+        texts = [""] * 3
+        for choice in choices:
+            texts[choice["index"]] += choice["delta"].get("content", "")
     else:
         answer = served.chat(text, **fields).json()
         usage = answer["usage"]
@@ -134,12 +129,12 @@ def test_choices_share_their_prompt_which_is_counted_once(served: Any, stream: b
     assert len(set(texts)) == 3  # one seed, three different choices
     assert usage["prompt_tokens"] == len(prompt)
     assert usage["completion_tokens"] == 18
-    # Once for the first choice, and for each other one only its last token; then five decodes each.
+    # The first choice computes the prompt, each other one its last token; then each has five decodes.
     not_cached = len(prompt) - usage["prompt_tokens_details"]["cached_tokens"]
     assert computed == not_cached + 2 + 3 * 5
 
 
-def test_a_seed_makes_an_answer_repeatable_whatever_runs_beside_it(served: Any) -> None:
+def test_a_seed_makes_an_answer_repeatable_beside_other_requests(served: Any) -> None:
     fields = {"seed": 11, "temperature": 1.5, "max_tokens": 16, "top_p": 0.9, "n": 2}
     first = served.chat("seeded", **fields).json()["choices"]
     served.chat("noise", max_tokens=5)
@@ -164,16 +159,15 @@ def test_logprobs_name_the_token_its_bytes_and_the_best_alternatives(served: Any
 def test_streamed_logprobs_are_those_of_the_whole_answer(served: Any) -> None:
     fields = {"max_tokens": 6, "logprobs": True, "top_logprobs": 2, **GREEDY}
     whole = served.chat("same", **fields).json()["choices"][0]["logprobs"]["content"]
-    chunks = served.chunks(CHAT, messages=[{"role": "user", "content": "same"}], **fields)
-    streamed = [
-        e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]
-    ]
+    streamed = []
+    for chunk in served.chunks(CHAT, messages=user("same"), **fields):
+        streamed += (chunk["choices"][0]["logprobs"] or {}).get("content", [])
     assert streamed == whole
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_answer_and_is_cut_from_it(served: Any, stream: bool) -> None:
-    # Printable text only, so that a stop string is easily taken from the middle of it.
+    # Letters only: any part of the text can be the stop string.
     bias = {str(token): -100 for token in range(262) if not 97 <= token < 123}
     fields: dict[str, Any] = {"max_tokens": 30, "logit_bias": bias, **GREEDY}
     text = served.chat("stop", **fields).json()["choices"][0]["message"]["content"]
@@ -181,9 +175,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut_from_it(served: Any, stream: b
     stop = text[12:15]
     until = text[: text.index(stop)]
     if stream:
-        chunks = served.chunks(
-            CHAT, messages=[{"role": "user", "content": "stop"}], stop=["??", stop], **fields
-        )
+        chunks = served.chunks(CHAT, messages=user("stop"), stop=["??", stop], **fields)
         choices = [chunk["choices"][0] for chunk in chunks]
         assert "".join(choice["delta"].get("content", "") for choice in choices) == until
         end = choices[-1]
@@ -215,7 +207,7 @@ def test_end_of_sequence_ends_an_answer_unless_it_is_ignored_or_too_early(served
     assert late["choices"][0]["finish_reason"] == "stop"
 
 
-def test_max_completion_tokens_goes_before_max_tokens(served: Any) -> None:
+def test_max_completion_tokens_overrides_max_tokens(served: Any) -> None:
     answer = served.chat("m", max_tokens=9, max_completion_tokens=2, ignore_eos=True).json()
     assert answer["usage"]["completion_tokens"] == 2
 
@@ -227,24 +219,8 @@ def test_an_answer_without_a_limit_ends_with_the_context(serve: Any) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_content_may_come_in_parts_of_text(served: Any) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    as_parts = served.client.post(
-        CHAT, json={"messages": [{"role": "user", "content": parts}], "max_tokens": 4, **GREEDY}
-    ).json()
-    assert (
-        as_parts["choices"][0]["message"]
-        == (served.chat("one\ntwo", max_tokens=4, **GREEDY).json()["choices"][0]["message"])
-    )
-
-
-def test_unknown_fields_are_ignored(served: Any) -> None:
-    answer = served.chat("x", max_tokens=1, store=True, metadata={"a": "b"}, service_tier="auto", foo=[1])
-    assert answer.status_code == 200
-
-
 def test_null_means_the_default(served: Any) -> None:
-    fields = (
+    fields = [
         "temperature",
         "top_p",
         "n",
@@ -255,13 +231,11 @@ def test_null_means_the_default(served: Any) -> None:
         "logprobs",
         "tools",
         "user",
-    )
+    ]
     assert served.chat("x", max_tokens=1, **dict.fromkeys(fields)).status_code == 200
 
 
-def test_the_models_own_sampling_defaults_hold_for_what_a_request_does_not_name(serve: Any) -> None:
-    from rootstock.engine.sampling_defaults import SamplingDefaults
-
+def test_the_models_own_sampling_defaults_apply_to_absent_fields(serve: Any) -> None:
     with serve(defaults=SamplingDefaults(temperature=0.0)) as served:
         expected = text_of(served.greedy(served.chat_prompt("default"), 10))
         assert served.chat("default", max_tokens=10).json()["choices"][0]["message"]["content"] == expected
@@ -286,7 +260,7 @@ def test_a_completion_takes_text_token_ids_or_a_list_of_either(served: Any) -> N
     assert mixed["usage"]["prompt_tokens"] == 2 * len(ids)
 
 
-def test_a_completion_has_16_tokens_unless_it_says_otherwise(served: Any) -> None:
+def test_a_completion_has_16_tokens_by_default(served: Any) -> None:
     assert served.complete("x", ignore_eos=True).json()["usage"]["completion_tokens"] == 16
 
 
@@ -300,7 +274,7 @@ def test_a_streamed_completion_adds_up_to_the_whole_one(served: Any) -> None:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_echo_with_logprobs_scores_the_prompt_and_computes_nothing_more(served: Any, as_ids: bool) -> None:
+def test_echo_with_logprobs_and_no_completion_scores_the_prompt(served: Any, as_ids: bool) -> None:
     text = "to be scored"
     ids = ByteTokenizer().encode(text).tolist()
     [choice] = served.complete(ids if as_ids else text, max_tokens=0, echo=True, logprobs=2).json()["choices"]
@@ -318,7 +292,7 @@ def test_echo_with_logprobs_scores_the_prompt_and_computes_nothing_more(served: 
         assert 1 <= len(logprobs["top_logprobs"][i]) <= 3
 
 
-def test_echo_with_logprobs_goes_on_with_those_of_the_completion(served: Any) -> None:
+def test_logprobs_of_the_completion_follow_those_of_the_echoed_prompt(served: Any) -> None:
     fields: dict[str, Any] = {"max_tokens": 3, "echo": True, "logprobs": 0, "ignore_eos": True, **GREEDY}
     [choice] = served.complete("abc", **fields).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == 6
@@ -333,11 +307,7 @@ def test_echo_with_logprobs_goes_on_with_those_of_the_completion(served: Any) ->
 
 def test_a_salt_separates_tenants_and_a_prompt_cache_key_does_not(served: Any) -> None:
     def cached(headers: dict[str, str] | None = None, **fields: Any) -> int:
-        body = {
-            "messages": [{"role": "user", "content": "a secret of some length"}],
-            "max_tokens": 1,
-            **fields,
-        }
+        body = {"messages": user("a secret of some length"), "max_tokens": 1, **fields}
         usage = served.client.post(CHAT, json=body, headers=headers).json()["usage"]
         assert usage["prompt_tokens"] == len(served.chat_prompt("a secret of some length"))
         return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -349,7 +319,7 @@ def test_a_salt_separates_tenants_and_a_prompt_cache_key_does_not(served: Any) -
     assert cached(cache_salt="a") == 0
     assert cached(cache_salt="a") == everything
     assert cached(cache_salt="b") == 0
-    assert cached({"X-Cache-Salt": "a"}) == 0  # the proxy's header is another namespace than the field
+    assert cached({"X-Cache-Salt": "a"}) == 0  # the header names another namespace than the field
     assert cached({"X-Cache-Salt": "a"}) == everything
     assert cached({"X-Cache-Salt": "a"}, cache_salt="b") == 0
     assert cached(cache_salt="a\0b") == 0
@@ -365,7 +335,7 @@ def test_the_served_model_is_listed_with_its_limit(served: Any) -> None:
     assert served.client.get("/v1/models/fake").json() == model
 
 
-def test_health_tells_of_a_living_engine_and_of_a_stopped_one(serve: Any) -> None:
+def test_health_of_a_running_and_of_a_stopped_engine(serve: Any) -> None:
     with serve() as served:
         healthy = served.client.get("/health")
         assert (healthy.status_code, healthy.json()["status"]) == (200, "ok")
@@ -378,7 +348,7 @@ def test_health_tells_of_a_living_engine_and_of_a_stopped_one(serve: Any) -> Non
         assert "rootstock_alive 0.0" in served.client.get("/metrics").text
 
 
-def test_stats_equal_a_recount_and_clearing_gives_everything_back(serve: Any) -> None:
+def test_stats_equal_a_recount_and_clearing_frees_all_blocks(serve: Any) -> None:
     with serve() as served:
         for text in ("one two three", "one two four", "one"):
             served.complete(text, max_tokens=3, ignore_eos=True)
@@ -396,9 +366,8 @@ def test_stats_equal_a_recount_and_clearing_gives_everything_back(serve: Any) ->
 def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any, tells: str) -> None:
     with serve(server=ServerConfig(explain=tells)) as served:
         served.chat("The capital of France", max_tokens=1)
-        found = served.client.post(
-            "/v1/cache/explain", json={"messages": [{"role": "user", "content": "The capital of Spain"}]}
-        ).json()
+        body = {"messages": user("The capital of Spain")}
+        found = served.client.post("/v1/cache/explain", json=body).json()
         common = len(served.chat_prompt("The capital of ")) - 2  # without the end of the turn
         assert found["matched_tokens"] == common
         assert found["cap"] == ("diverged" if tells == "all" else "not_cached")
@@ -414,7 +383,7 @@ def test_explain_names_the_divergence_in_tokens_and_in_text(serve: Any, tells: s
             assert found[name] == (0 if tells == "all" else None)
 
 
-def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothing(serve: Any) -> None:
+def test_explain_of_whole_prompts_and_of_unknown_ones_changes_no_stats(serve: Any) -> None:
     with serve() as served:
 
         def explain(**body: Any) -> Any:
@@ -430,18 +399,18 @@ def test_explain_says_that_all_is_cached_or_nothing_or_evicted_and_changes_nothi
         assert served.assembly.engine.stats().cache == before
 
 
-def test_stats_count_what_happened_under_the_names_of_what_happened(tmp_path: Path) -> None:
-    """`asdict` made of Counter(loaded=2) a Counter of its items: {"loaded,2": 1}."""
+def test_stats_keep_the_keys_of_counters(tmp_path: Path) -> None:
+    """`asdict` would turn Counter(loaded=2) into a Counter of its items: {"loaded,2": 1}."""
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096)
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
     app = create_app(made.engine, made.tokenizer, made.description)
     with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
-        tiering = made.engine.tier_connector
-        assert tiering is not None
-        tiering.counters.loads["loaded"] += 2777
-        tiering.counters.choices["load"] += 3
-        tiering.counters.stores_refused[Refusal.QUEUE_FULL] += 4
+        connector = made.engine.tier_connector
+        assert connector is not None
+        connector.counters.loads["loaded"] += 2777
+        connector.counters.choices["load"] += 3
+        connector.counters.stores_refused[Refusal.QUEUE_FULL] += 4
         counters = client.get("/v1/cache/stats").json()["tier"]["counters"]
     assert counters["loads"] == {"loaded": 2777}
     assert counters["choices"] == {"load": 3}
@@ -462,14 +431,12 @@ def test_metrics_count_requests_and_tokens(serve: Any) -> None:
         assert served.metric("rootstock_engine_requests", state="running") == 0
 
 
-def test_metrics_tell_how_much_prefill_a_target_for_the_time_between_tokens_leaves_room_for(
-    serve: Any,
-) -> None:
+def test_metrics_show_the_prefill_tokens_that_fit_the_itl_target(serve: Any) -> None:
     with serve(EngineConfig(itl_target_s=3600.0, chunk_tokens=100)) as served:
         served.complete("count these", max_tokens=4, ignore_eos=True)
         assert served.metric("rootstock_prefill_chunk_tokens") == 99, "one token of the step is a decode"
 
 
-def test_the_schema_of_the_api_is_published(served: Any) -> None:
+def test_the_openapi_schema_is_published(served: Any) -> None:
     paths = served.client.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/cache/explain"} <= set(paths)

@@ -1,4 +1,4 @@
-"""Chats over HTTP on models that resume only where a checkpoint is: the oracle with states, windows, or both."""
+"""Chats over HTTP on models that resume only at checkpoints: the oracle with states, windows, or both."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
 from rootstock.engine.prompts import boundaries
 from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.testing.fake_runtime import FULL
-from server.chat_codecs import codec_of, tokenizer_of
 from server.conftest import Served
 
 Json = dict[str, Any]
@@ -33,11 +33,11 @@ def answer(text: str, reasoning: str | None = None, **more: Any) -> Json:
 
 
 class Chat:
-    """A server with a codec whose template drops reasoning, and what each request found."""
+    """A client of a server whose chat template drops reasoning. It returns the cached tokens of each request."""
 
-    def __init__(self, served: Served, codec: HFTokenizer) -> None:
+    def __init__(self, served: Served, tokenizer: HFTokenizer) -> None:
         self._served = served
-        self._codec = codec
+        self._tokenizer = tokenizer
 
     def cached(self, messages: list[Json], **fields: Any) -> int:
         body = {"messages": messages, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
@@ -49,13 +49,14 @@ class Chat:
         return found
 
     def prompt(self, messages: list[Json], **fields: Any) -> np.ndarray[Any, Any]:
-        return self._codec.encode_chat(conversation_of(messages, fields.get("tools", ())).render(self._codec))
+        return self._tokenizer.encode_chat(
+            conversation_of(messages, fields.get("tools", ())).render(self._tokenizer)
+        )
 
     def upto(self, text: str, messages: list[Json], **fields: Any) -> int:
-        """Tokens of a prompt up to the end of `text`, its last occurrence."""
-        placed = self._codec.place_chat(
-            conversation_of(messages, fields.get("tools", ())).render(self._codec)
-        )
+        """Counts the tokens of a prompt up to the end of the last occurrence of `text`."""
+        conversation = conversation_of(messages, fields.get("tools", ()))
+        placed = self._tokenizer.place_chat(conversation.render(self._tokenizer))
         at = placed.token_at(placed.text.rindex(text) + len(text))
         assert at is not None
         return at
@@ -63,11 +64,11 @@ class Chat:
 
 @pytest.fixture(params=[*HYBRIDS, "full"])
 def chat(request: pytest.FixtureRequest, serve: Any) -> Any:
-    codec = codec_of("qwen3_thinking")
+    tokenizer = chat_tokenizer("qwen3_thinking")
     vocab_size = tokenizer_of("bytes").get_vocab_size()
     families = HYBRIDS.get(request.param, (FULL,))
-    with serve(codec=codec, families=families, vocab_size=vocab_size) as served:
-        yield Chat(served, codec)
+    with serve(tokenizer=tokenizer, families=families, vocab_size=vocab_size) as served:
+        yield Chat(served, tokenizer)
         served.settled()
 
 
@@ -93,7 +94,7 @@ def test_after_a_turn_of_tools_the_next_question_resumes_at_the_question_before(
             answer("", f"I look {step}.", tool_calls=calling),
             {"role": "tool", "tool_call_id": "call00000", "content": f"It says {step}."},
         ]
-        # The oracle says nothing of what is sent back: what is kept of the step before is its prompt.
+        # The client does not send the oracle's answer back: only the prompt of the step before is cached.
         assert chat.cached(turn, tools=TOOLS) >= chat.upto("assistant\n", turn[:-2], tools=TOOLS)
     ended = [*turn, answer("A plant.", "Now I know."), {"role": "user", "content": "And a bush?"}]
     before_reasoning = chat.upto("for?<|im_end|>\n<|im_start|>assistant\n", ended, tools=TOOLS)
@@ -108,19 +109,15 @@ def test_the_second_conversation_resumes_at_the_end_of_system_prompt_and_tools(c
     assert chat.cached(other, tools=TOOLS) == chat.upto("<|im_start|>user\n", other, tools=TOOLS)
 
 
-def test_a_clients_mark_is_where_the_next_request_resumes(serve: Any) -> None:
-    codec = codec_of("chatml")
-    with serve(
-        codec=codec, families=HYBRIDS["both"], vocab_size=tokenizer_of("bytes").get_vocab_size()
-    ) as one:
-        chat = Chat(one, codec)
+def test_the_next_request_resumes_at_a_clients_mark(serve: Any) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    vocab_size = tokenizer_of("bytes").get_vocab_size()
+    with serve(tokenizer=tokenizer, families=HYBRIDS["both"], vocab_size=vocab_size) as one:
+        chat = Chat(one, tokenizer)
 
         def about(name: str, question: str, **mark: Any) -> list[Json]:
-            document = {
-                "type": "text",
-                "text": f"{name}: the tool answers, and you say what it means.",
-                **mark,
-            }
+            text = f"{name}: the tool answers, and you say what it means."
+            document = {"type": "text", "text": text, **mark}
             return [RULES, {"role": "user", "content": [document, {"type": "text", "text": question}]}]
 
         marked = {"cache_control": {"type": "ephemeral"}}
@@ -132,7 +129,7 @@ def test_a_clients_mark_is_where_the_next_request_resumes(serve: Any) -> None:
         assert chat.cached(asked) == chat.upto("<|im_start|>user\n", asked)
 
 
-def test_a_cache_key_is_a_hint_and_a_salt_is_a_border(chat: Chat) -> None:
+def test_a_salt_separates_prefixes_and_a_prompt_cache_key_does_not(chat: Chat) -> None:
     asked = [RULES, QUESTION]
     assert chat.cached(asked, prompt_cache_key="a") == 0
     assert chat.cached(asked, prompt_cache_key="b") > 0
@@ -140,23 +137,21 @@ def test_a_cache_key_is_a_hint_and_a_salt_is_a_border(chat: Chat) -> None:
 
 
 @pytest.mark.behaviour(30)
-def test_a_family_that_cannot_resume_where_kv_is_cached_is_named(serve: Any) -> None:
+def test_explain_names_the_family_that_caps_a_match(serve: Any) -> None:
     with serve(families=HYBRIDS["states"]) as served:
         first = served.complete("The same beginning, and one end.", max_tokens=1, ignore_eos=True)
         assert first.status_code == 200
-        explained = served.client.post(
-            "/v1/cache/explain", json={"prompt": "The same beginning, and another."}
-        ).json()
+        body = {"prompt": "The same beginning, and another."}
+        explained = served.client.post("/v1/cache/explain", json=body).json()
     beginning = len("The same beginning, and ")
     assert (explained["cap"], explained["capped_by"]) == ("no_checkpoint", "state")
     assert (explained["found_tokens"], explained["matched_tokens"]) == (beginning, 0)
     assert explained["divergence"]["asked"]["text"] == "a"
-    assert explained["message"].startswith(
-        f"KV to {beginning}, state only to 0: {beginning} tokens recomputed"
-    )
+    said = f"KV to {beginning}, state only to 0: {beginning} tokens recomputed"
+    assert explained["message"].startswith(said)
 
 
-def test_checkpoints_and_every_familys_rows_are_counted(serve: Any) -> None:
+def test_stats_and_metrics_count_checkpoints_and_the_rows_of_each_family(serve: Any) -> None:
     with serve(families=HYBRIDS["both"]) as served:
         served.chat("Hello.", max_tokens=4, ignore_eos=True)
         stats = served.client.get("/v1/cache/stats").json()["cache"]
@@ -172,7 +167,7 @@ def test_checkpoints_and_every_familys_rows_are_counted(serve: Any) -> None:
         assert model["bytes_per_checkpoint"] == 64 + 4 * 8 * 16
 
 
-def test_a_model_that_resumes_anywhere_pays_nothing_for_boundaries(
+def test_boundaries_are_not_searched_for_a_model_that_resumes_anywhere(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What stops the start of a server: one line that says what was wrong and what to do, before weights are read."""
+"""Errors that stop the start of a server: one line with the fault and the remedy, before weights are read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """Of the checkpoint, to be damaged."""
+    """A copy of the checkpoint, to be damaged."""
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Serves, and returns the line that says why not; fails if weights were read before."""
+    """Serves a model, and returns the line of the refusal. Fails if weights were read before."""
 
     def read_weights(*_: Any, **__: Any) -> None:
         raise AssertionError("weights are read")
@@ -59,7 +59,7 @@ def edit(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-# ------------------------------------------------------------------------------------------------ paths
+# ---- paths
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def edit(path: Path, **fields: Any) -> None:
         ("{tmp}/looped", "Too many levels of symbolic links"),
     ],
 )
-def test_a_path_to_no_model_is_told(refused: Refused, tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_without_a_model_is_refused(refused: Refused, tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
@@ -101,7 +101,9 @@ def spoil_weights(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_nothing, spoil_config, spoil_weights])
-def test_broken_files_are_told_before_torch_is_imported(copy: Path, spoil: Callable[[Path], None]) -> None:
+def test_broken_files_are_reported_before_torch_is_imported(
+    copy: Path, spoil: Callable[[Path], None]
+) -> None:
     spoil(copy)
     code = (
         "import sys; from rootstock.__main__ import main\n"
@@ -117,7 +119,7 @@ def test_broken_files_are_told_before_torch_is_imported(copy: Path, spoil: Calla
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "."])
-def test_a_file_that_may_not_be_read_is_told(refused: Refused, copy: Path, name: str) -> None:
+def test_an_unreadable_file_is_reported(refused: Refused, copy: Path, name: str) -> None:
     (copy / name).chmod(0)
     try:
         assert re.search("Permission denied", refused(copy))
@@ -125,7 +127,20 @@ def test_a_file_that_may_not_be_read_is_told(refused: Refused, copy: Path, name:
         (copy / name).chmod(0o700)
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("config.json", "No model at"),
+        ("model.safetensors", "has no usable weights"),
+        ("tokenizer.json", "has no usable tokenizer"),
+    ],
+)
+def test_a_missing_file_is_reported(refused: Refused, copy: Path, name: str, said: str) -> None:
+    (copy / name).unlink()
+    assert said in refused(copy)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +164,14 @@ def test_a_file_that_may_not_be_read_is_told(refused: Refused, copy: Path, name:
         ('{"model_type": "llama", "eos_token_id": "the end"}', "eos_token_id is 'the end'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_named_with_the_place(
+def test_a_broken_config_is_reported_with_the_place(
     refused: Refused, copy: Path, text: str, said: str
 ) -> None:
     (copy / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     assert said in refused(copy)
 
 
-def test_files_that_are_no_files_are_refused_or_passed_over(refused: Refused, copy: Path) -> None:
+def test_links_and_folders_in_the_place_of_files_are_refused_or_skipped(refused: Refused, copy: Path) -> None:
     (copy / "loop.py").symlink_to(copy / "loop.py")
     (copy / "folder.py").mkdir()
     files = weight_files("m", copy)
@@ -182,9 +197,7 @@ def test_files_that_are_no_files_are_refused_or_passed_over(refused: Refused, co
         (json.dumps({"eos_token_id": list(range(2000))}), "eos_token_id is [0, 1,"),
     ],
 )
-def test_a_generation_config_that_cannot_be_used_is_named(
-    refused: Refused, copy: Path, text: str, said: str
-) -> None:
+def test_a_broken_generation_config_is_reported(refused: Refused, copy: Path, text: str, said: str) -> None:
     (copy / "generation_config.json").write_text(text)
     assert said in refused(copy)
 
@@ -205,14 +218,12 @@ def test_a_generation_config_that_cannot_be_used_is_named(
         ),
     ],
 )
-def test_an_index_of_weights_that_cannot_be_used_is_named(
-    refused: Refused, copy: Path, index: str, said: str
-) -> None:
+def test_a_broken_index_of_weights_is_reported(refused: Refused, copy: Path, index: str, said: str) -> None:
     (copy / "model.safetensors.index.json").write_text(index)
     assert said in refused(copy)
 
 
-def test_weights_that_are_empty_or_short_are_named(refused: Refused, copy: Path) -> None:
+def test_empty_and_truncated_weights_are_reported(refused: Refused, copy: Path) -> None:
     path = copy / "model.safetensors"
     raw = path.read_bytes()
     for broken in (b"", raw[:5], raw[:100], raw[:-1], b"\xff" * 8 + raw[8:]):
@@ -222,7 +233,7 @@ def test_weights_that_are_empty_or_short_are_named(refused: Refused, copy: Path)
     assert "model.safetensors holds no tensor" in refused(copy)
 
 
-def test_another_shape_is_told_with_the_parameters_and_both_shapes(refused: Refused, copy: Path) -> None:
+def test_a_wrong_shape_is_reported_with_the_parameters_and_both_shapes(refused: Refused, copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     for layer in (0, 1):
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.zeros(120, 64)
@@ -234,13 +245,13 @@ def test_another_shape_is_told_with_the_parameters_and_both_shapes(refused: Refu
         assert f"model.layers.{layer}.mlp.up_proj.weight {shapes}" in line
 
 
-# ---------------------------------------------------------------------------------------- tokenizer, chat
+# ---- tokenizer, chat
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-# For these model types transformers makes a tokenizer of special tokens only, without a word.
+# For these model types transformers silently makes a tokenizer of special tokens only.
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "mamba", "gemma3_text", "t5", "opt"])
 def test_a_directory_without_a_tokenizer_does_not_start(
     refused: Refused, copy: Path, model_type: str
@@ -257,7 +268,7 @@ def test_a_broken_tokenizer_does_not_start(refused: Refused, copy: Path, text: s
     assert "has no usable tokenizer" in refused(copy)
 
 
-def test_a_template_with_a_syntax_error_is_told_with_its_line(
+def test_a_syntax_error_in_a_chat_template_is_reported_with_its_line(
     refused: Refused, copy: Path, tmp_path: Path
 ) -> None:
     broken = "{% for m in messages %}\n{{ m.content }"
@@ -272,13 +283,13 @@ def test_a_template_with_a_syntax_error_is_told_with_its_line(
 
 
 @pytest.mark.parametrize("template", [7, {"default": 7}, [{"name": "default", "template": "{% if"}]])
-def test_a_template_of_another_kind_is_told(refused: Refused, copy: Path, template: object) -> None:
+def test_a_chat_template_of_another_type_is_refused(refused: Refused, copy: Path, template: object) -> None:
     (copy / "chat_template.jinja").unlink()
     edit(copy / "tokenizer_config.json", chat_template=template)
     assert "chat template" in refused(copy) or "tokenizer" in refused(copy)
 
 
-def test_the_ready_line_tells_that_only_completions_serve_without_a_template(
+def test_the_ready_line_says_that_only_completions_work_without_a_chat_template(
     checkpoint: Path, copy: Path
 ) -> None:
     (copy / "chat_template.jinja").unlink()
@@ -290,7 +301,7 @@ def test_the_ready_line_tells_that_only_completions_serve_without_a_template(
     assert said not in command.ready_line(with_one, "http://x")
 
 
-# ------------------------------------------------------------------------------------------ memory, context
+# ---- memory, context
 
 
 def test_a_cache_beyond_the_memory_is_refused_before_weights_are_read(refused: Refused, copy: Path) -> None:
@@ -346,14 +357,14 @@ def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(checkpoint: Pa
     int4 = count(stored, empty, torch.float32, "int4")
     assert (int4.resident, int4.converted) == (4 * parameters - linears * 7 // 2, 0)
 
-    # Tensors that the architecture leaves out do not count, and quantised ones count as they are.
+    # Tensors that the architecture does not have are not counted, and quantized ones count by their own dtype.
     vision = [*stored, StoredTensor("vision_tower.weight", "F32", 10**9)]
     assert count(vision, empty, torch.float32, "none") == as_stored
     packed = [StoredTensor("a", "I32", 100), StoredTensor("b", "F8_E4M3", 100), StoredTensor("c", "F16", 10)]
     assert count(packed, empty, torch.bfloat16, "none") == memory_fit.WeightBytes(520, 20)
 
 
-def test_an_accelerators_memory_and_the_main_memory_are_checked_each_for_what_goes_there(
+def test_the_memories_of_accelerator_and_host_are_checked_for_their_own_demands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))

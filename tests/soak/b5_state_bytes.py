@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from agent_world import BLOCK_SIZE, TOOLS, Agent, Asked, World, served
-from b4_agents import AMPLE_BYTES, CONTEXT_LIMIT, RULES, SEED
+from b4_agents import AMPLE_BYTES, RULES, SEED
 from common import argument_parser, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import conversation_of, placed_chat
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import shared
 
 NEAR_TOKENS = 4
@@ -35,7 +35,7 @@ def useful_places(world: World, agent: Agent) -> list[Place]:
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
     conversation = conversation_of(agent.messages, TOOLS)
-    placed = placed_chat(conversation, PromptTokenizer(codec, CONTEXT_LIMIT))
+    placed = placed_chat(conversation, PromptTokenizer(codec, world.made.engine.context_limit))
     system = boundaries_of(codec, conversation, placed)[0].position
     next_turn = max(shared(request.whole, placed.tokens) for request in asked)
     places += [(len(asked) - 1, system), (len(asked) - 1, next_turn)]

@@ -80,7 +80,7 @@ def verify(
     ] = False,
 ) -> None:
     """Read every record and list the damaged ones. Without --repair nothing is changed."""
-    with _opened(folder) as tier:
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         usage = _usage(tier)
         with progress_bar("Reading records", usage.live_bytes) as progress:
             found = tier.verify(progress)
@@ -149,14 +149,14 @@ def list_prefixes(
 
     With --tokenizer, also the first and last words. With --disk-budget, also the used share of it."""
     budget_bytes = None if disk_budget is None else parse_bytes(disk_budget, "--disk-budget")
-    codec = None if tokenizer is None else HFTokenizer.load(tokenizer)
-    with _opened(folder) as tier:
+    loaded = None if tokenizer is None else HFTokenizer.load(tokenizer)
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         with progress_bar("Reading the index") as progress:
             prefixes = Prefixes.of(_counting(tier.entries(), progress))
             leaves = prefixes.leaves()
             shown = [prefixes.described(leaf) for leaf in (leaves[:limit] if limit else leaves)]
-            if codec is not None:
-                _add_texts(shown, tier.entries(), codec)
+            if loaded is not None:
+                _add_texts(shown, tier.entries(), loaded)
         _stop_if_off(tier)
         usage = _usage(tier)
         struck = tier.counts.quarantined_records
@@ -177,7 +177,7 @@ def list_prefixes(
         listed = {"summary": summary, "prefixes": [_prefix_as_json(prefix) for prefix in shown]}
         print(json.dumps(listed, indent=2, ensure_ascii=False))
         return
-    print_table(_columns(now_s, with_text=codec is not None), shown)
+    print_table(_columns(now_s, with_text=loaded is not None), shown)
     mark = "" if sys.stdout.isatty() else "# "
     for line in _summary_in_words(summary, prefixes, len(shown), now_s):
         print(f"{mark}{line}")
@@ -283,15 +283,15 @@ def export(
     if prefix_tokens is not None:
         chosen_tokens = [_parse_tokens(prefix_tokens)]
     elif prefix_text is not None and tokenizer is not None:
-        codec = HFTokenizer.load(tokenizer)
-        # As a completion's prompt and as a chat's: some tokenizers put a first token before the former.
-        chosen_tokens = [codec.encode(prefix_text), codec.encode_chat(prefix_text)]
+        loaded = HFTokenizer.load(tokenizer)
+        # The text as a completion and as a chat: some tokenizers put a first token before a completion.
+        chosen_tokens = [loaded.encode(prefix_text), loaded.encode_chat(prefix_text)]
         if not len(chosen_tokens[1]):
             raise InvalidOption("--prefix-text", prefix_text, "a text of one token at least")
     most_bytes = None if limit_bytes is None else parse_bytes(limit_bytes, "--limit-bytes")
     _refuse_to_overwrite(file)
 
-    with _opened(folder) as tier:
+    with _opened(DiskTier.open_as_found(folder)) as tier:
         only = None if namespace is None else _find_namespace(tier, namespace)
         with progress_bar("Reading the index") as progress:
             chosen = _chosen(tier, only, key, chosen_tokens, most_bytes, progress)
@@ -337,14 +337,9 @@ def import_(
     total_bytes = sum(place.stored_bytes for place in places)
     _refuse_to_evict(folder, cap_bytes, total_bytes)
 
-    tier = DiskTier.open(folder, cap_bytes)
-    if isinstance(tier, Off):
-        raise StartupError(tier.reason)
-    try:
-        with progress_bar("Taking in records", total_bytes) as progress:
-            imported = tier.import_(file, progress)
-    finally:
-        tier.close()
+    opened = _opened(DiskTier.open(folder, cap_bytes))
+    with opened as tier, progress_bar("Importing records", total_bytes) as progress:
+        imported = tier.import_(file, progress)
     if isinstance(imported, Unreadable):
         raise StartupError(f"{file} can't be imported: {imported.reason}. Nothing was changed.")
     stored = [outcome for outcome in imported.outcomes if isinstance(outcome, Stored)]
@@ -437,14 +432,14 @@ def _chosen(
         if not stored.at_end:
             raise StartupError(
                 f"Of that prefix, only {stored.reached:,} of {counted(stored.tokens, 'token')} are stored. Give a "
-                "shorter one: where a text goes on, its last word may have other tokens than at an end."
+                "shorter one: the last word of a text may have other tokens where the text goes on."
             )
         wanted = stored.path | prefixes.below(stored.at_end)
     if most_bytes is None:
         assert wanted is not None
         return [entry.identity.key for entry in entries() if entry.identity.own in wanted]
 
-    # The most recently used first; of those used together, the shorter prefixes first.
+    # The most recently used first. Of records used at the same time, those of shorter prefixes first.
     prefixes.use_with_what_follows()
     candidates = []
     for order, entry in enumerate(entries()):
@@ -491,7 +486,9 @@ def _namespace_as_json(content: NamespaceContent) -> dict[str, Any]:
 
 
 def _namespace_in_words(content: NamespaceContent) -> str:
-    kept = f"{', '.join(content.families)} in {', '.join(sorted(content.dtypes))}"
+    # The dtype of the model and that of K and V, which `Namespace` joins by a colon.
+    dtypes = sorted(" and ".join(dict.fromkeys(dtype.split(":"))) for dtype in content.dtypes)
+    kept = f"{', '.join(content.families)} in {', '.join(dtypes)}"
     return (
         f"Namespace {content.namespace.hex()[:8]}: {kept}, "
         f"{counted(content.records, 'record')}, {in_units(content.stored_bytes)}."
@@ -501,9 +498,14 @@ def _namespace_in_words(content: NamespaceContent) -> str:
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTokenizer) -> None:
+def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], tokenizer: ModelTokenizer) -> None:
     """Set the first and last words of each prefix. Tokens are read again: most records' tokens are not needed."""
-    ends = [(_first_nodes(prefix.leaf), _last_nodes(prefix.leaf)) for prefix in shown]
+    ends = []
+    for prefix in shown:
+        path = list(prefix.leaf.path())[::-1]
+        first = [node for node in path if node.parent is None or node.parent.position < _TEXT_TOKENS]
+        last = [node for node in path if prefix.leaf.position - node.position < _TEXT_TOKENS]
+        ends.append((first, last))
     tokens: dict[bytes, list[int]] = {node.own: [] for pair in ends for part in pair for node in part}
     for entry in entries:
         identity = entry.identity
@@ -511,27 +513,12 @@ def _add_texts(shown: Sequence[Prefix], entries: Iterable[Entry], codec: ModelTo
         if known is not None and len(identity.tokens) > len(known):
             tokens[identity.own] = identity.tokens.tolist()
     for prefix, (first, last) in zip(shown, ends, strict=True):
-        beginning = _words(codec, _joined(first, tokens)[:_TEXT_TOKENS])
-        end = _words(codec, _joined(last, tokens)[-_TEXT_TOKENS:])
+        beginning = _words(tokenizer, _joined(first, tokens)[:_TEXT_TOKENS])
+        end = _words(tokenizer, _joined(last, tokens)[-_TEXT_TOKENS:])
         if prefix.tokens <= _TEXT_TOKENS and len(beginning) <= 2 * _TEXT_WORDS:
             prefix.text = " ".join(beginning)
         else:
             prefix.text = " ".join([*beginning[:_TEXT_WORDS], "…", *end[-_TEXT_WORDS:]])
-
-
-def _first_nodes(leaf: PrefixNode) -> list[PrefixNode]:
-    path = list(leaf.path())[::-1]
-    enough = next((i for i, node in enumerate(path) if node.position >= _TEXT_TOKENS), len(path) - 1)
-    return path[: enough + 1]
-
-
-def _last_nodes(leaf: PrefixNode) -> list[PrefixNode]:
-    nodes = []
-    for node in leaf.path():
-        nodes.append(node)
-        if node.parent is None or leaf.position - node.parent.position >= _TEXT_TOKENS:
-            break
-    return nodes[::-1]
 
 
 def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list[int]:
@@ -543,9 +530,9 @@ def _joined(nodes: Sequence[PrefixNode], tokens: dict[bytes, list[int]]) -> list
     return joined
 
 
-def _words(codec: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
+def _words(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
     try:
-        text = codec.decode([token for token in tokens if not codec.is_hidden(token)])
+        text = tokenizer.decode([token for token in tokens if not tokenizer.is_hidden(token)])
     except Exception as error:  # a tokenizer's own code may raise anything
         raise StartupError(
             f"The tokenizer can't decode the stored tokens ({error}). Give the served model's tokenizer."
@@ -558,8 +545,8 @@ def _words(codec: ModelTokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[DiskTier]:
-    tier = DiskTier.open_as_found(folder)
+def _opened(tier: DiskTier | Off) -> Iterator[DiskTier]:
+    """Close the tier behind the block. Raises StartupError if it could not be opened."""
     if isinstance(tier, Off):
         raise StartupError(tier.reason)
     try:

@@ -45,7 +45,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def read_bounded(option: str, path: Path, most_bytes: int) -> str:
-    """Text of a small file. Raises InvalidOption if it can't be read or is larger than `most_bytes`."""
+    """Return the text of a small file. Raises InvalidOption if it can't be read or is larger than `most_bytes`."""
     try:
         with path.open("rb") as file:
             raw = file.read(most_bytes + 1)
@@ -57,7 +57,7 @@ def read_bounded(option: str, path: Path, most_bytes: int) -> str:
 
 
 def _options_of(ctx: typer.Context) -> Mapping[str, tuple[Any, bool]]:
-    """Option name → parameter, and whether the name is its negative form. Without --config and --help."""
+    """Return name → parameter, and whether the name is its negative form. Without --config and --help."""
     return {
         form.lstrip("-"): (parameter, form in parameter.secondary_opts)
         for parameter in ctx.command.params
@@ -67,7 +67,7 @@ def _options_of(ctx: typer.Context) -> Mapping[str, tuple[Any, bool]]:
 
 
 def _entries(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
-    """Nodes of keys and values. Nothing is constructed from them: a value is the text that stands in the file."""
+    """Yield the nodes of keys and values. No object is made of them: a value is its text in the file."""
     import yaml
 
     try:
@@ -90,7 +90,7 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _value(ctx: typer.Context, path: Path, key: str, node: Any, parameter: Any, negated: bool) -> str:
-    """The value as the command line would have it, checked for the type of the option."""
+    """Return the value in the form of the command line, checked for the type of the option."""
     import yaml
 
     line = node.start_mark.line + 1

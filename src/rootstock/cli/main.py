@@ -41,7 +41,7 @@ EXIT_INTERRUPTED = 130
 MAX_TEMPLATE_BYTES = 1 << 20
 NO_CHAT = " · no chat template: only /v1/completions serves, or start it with --chat-template FILE"
 
-# Their values are the options' defaults.
+# The defaults of the options.
 _MODEL, _CACHE, _ENGINE, _SERVER = ModelConfig(""), CacheConfig(), EngineConfig(), ServerConfig()
 _TIER = TierConfig()
 
@@ -69,7 +69,7 @@ def main() -> None:
     try:
         with ctrl_c(UNWINDING):
             app()
-    except KeyboardInterrupt:  # outside of the command itself, where typer handles it
+    except KeyboardInterrupt:  # outside the command; typer handles it inside
         sys.exit(EXIT_INTERRUPTED)
     except StartupError as error:
         print(f"rootstock: {error.message}", file=sys.stderr)
@@ -231,7 +231,7 @@ def run_server(
     web = create_app(
         made.engine, made.tokenizer, made.description, server, defaults, block_size=cache.block_size
     )
-    # The loaded model stays: the garbage collector need not visit it between two tokens.
+    # The loaded model stays until the end: keeps the garbage collector from visiting it between two tokens.
     gc.collect()
     gc.freeze()
     with made.engine:
@@ -348,7 +348,13 @@ def bench(
 
     from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
 
-    config = BenchConfig(_names(workload), _names(cache) if cache else None, seed, scale, out)
+    config = BenchConfig(
+        parse_names(workload, "--workload"),
+        parse_names(cache, "--cache") if cache else None,
+        seed,
+        scale,
+        out,
+    )
     if url is not None and model is not None:
         raise InvalidOption("--model", model, "left out with --url")
     if url is not None:
@@ -363,10 +369,6 @@ def bench(
         quantize,
     )
     raise typer.Exit(run_bench(config, own))
-
-
-def _names(listed: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
 def _budget_bytes(kv_budget: str) -> int | None:

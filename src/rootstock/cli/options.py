@@ -1,6 +1,6 @@
 """Options that several commands share, grouped into panels of `--help`.
 
-An option is an `Annotated` alias: its name, its sentence in `--help` and its environment variable stand here once.
+An option is an `Annotated` alias with its name, its sentence in `--help` and its environment variable.
 A value comes from the command line, else from the environment, else from the file of `--config`, else from the
 default in the command's signature.
 """
@@ -39,7 +39,7 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """The option's name here, for a name without dashes in front that may be vLLM's."""
+    """Return our name of an option, which may have vLLM's name. Both are without leading dashes."""
     return VLLM_NAMES.get(name, name)
 
 
@@ -57,7 +57,7 @@ class Command(TyperCommand):
 
 
 def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
-    """Environment variable, or file and line, that the value was read from. None: the command line or the default."""
+    """Return the environment variable, or the file and line, that set the value. None: neither did."""
     source = ctx.get_parameter_source(parameter.name)
     if source is None or source.name not in ("ENVIRONMENT", "DEFAULT_MAP"):
         return None
@@ -67,7 +67,7 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
 
 
 def option(panel: str, name: str, help: str, **more: Any) -> Any:
-    """A shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
+    """Make a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
     ours = name.split("/")[0].removeprefix("--")
     theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
     variable = f"{ENV_PREFIX}_{ours.upper().replace('-', '_')}"

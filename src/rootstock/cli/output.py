@@ -41,7 +41,7 @@ class LoadProgress:
         "load": "Loading the weights",
         "hash": "Hashing the weights",
         "compile": "Compiling attention for this CPU, once",
-        "check": "Checking the paged forward against the model's own",
+        "check": "Comparing the packed forward with the model's own",
         "pack": "Packing the weights",
     }
 

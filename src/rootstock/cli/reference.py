@@ -55,7 +55,7 @@ def reference() -> str:
 def _commands(
     command: Any, path: str = "rootstock", prefix: str = ENV_PREFIX
 ) -> Iterator[tuple[Any, str, str]]:
-    """Commands, each with its path and the prefix of its own environment variables."""
+    """Yield the commands, each with its path and the prefix of its own environment variables."""
     if not isinstance(command, TyperGroup):
         yield command, path, prefix
         return

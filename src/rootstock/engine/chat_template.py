@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Set by the renderer, or functions that it lends. No client may set them.
+# Set by the renderer: no client may set them.
 _PROVIDED = frozenset({"messages", "tools", "raise_exception", "strftime_now"})
 # Methods by which a template looks for text in a message.
 _SEARCHES = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index"}
@@ -17,9 +17,7 @@ class TemplateNames:
     variables: frozenset[str] = frozenset()  # that a client may set
     literals: frozenset[str] = frozenset()  # quoted strings, the roles that the template knows among them
     removed: frozenset[str] = frozenset()  # literals that it may replace: the text around them then joins
-    searched: frozenset[str] = (
-        frozenset()
-    )  # literals that it looks for in messages, such as the end of reasoning
+    searched: frozenset[str] = frozenset()  # literals that it searches for in messages: the end of reasoning
 
 
 def names_in(source: str) -> TemplateNames:

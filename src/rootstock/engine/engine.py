@@ -23,10 +23,10 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.plan import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
 from rootstock.engine.request_table import RequestTable
-from rootstock.engine.request_validation import RequestLimits
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Sequence

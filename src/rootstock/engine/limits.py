@@ -1,15 +1,19 @@
-"""Limits of a request: how many, how long, how deep. `docs/security.md` holds the table of them.
+"""Limits of a request: constants, checks of JSON values, and the limits of an engine.
 
-They bound the work on a request before it is done, and lie far above what agents send: a coding agent has some 30
-tools of 20,000 tokens together and conversations of more than 1,000 messages.
+The constants bound the work on a request before it is done; `docs/security.md` lists them. They lie far above the
+needs of agents: a coding agent has some 30 tools of 20,000 tokens together and conversations of more than 1,000
+messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rootstock.errors import InvalidParameter
+from rootstock.engine.request import Request
+from rootstock.engine.sampling import leaves_no_token
+from rootstock.errors import CompletionTooLong, EmptyPrompt, InvalidParameter, PromptTooLong
 
 MAX_BODY_DEPTH = 512  # lists and objects within each other: Python's parser fails at about 1,000
 MAX_BODY_VALUES = 1_048_576  # list elements and fields: prompts of as many token ids
@@ -44,7 +48,7 @@ def refuse_more_than(most: int, values: list[Any], path: str) -> None:
 
 
 def refuse_deep(value: Any, path: str) -> None:
-    """Templates, and json.dumps within them, recurse into what they are given."""
+    """Refuses deep values: templates, and json.dumps within them, recurse into their arguments."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [inner for each in level for inner in _inside(each) if isinstance(inner, Mapping | list)]
@@ -70,3 +74,53 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Properties of an engine that bound a request. A request that can never work is refused when it is submitted."""
+
+    context_limit: int  # tokens of a prompt and its answer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    makes_text: bool  # False: there is no tokenizer, and no stop string can be found
+
+    def end_tokens(self, request: Request) -> tuple[int, ...]:
+        """Returns the tokens that end the answer."""
+        return (*(() if request.stop.ignore_eos else self.eos_token_ids), *request.stop.stop_tokens)
+
+    def max_tokens(self, request: Request) -> int:
+        """Returns how many tokens the answer may have."""
+        left = self.context_limit - len(request.tokens)
+        return left if request.stop.max_tokens is None else request.stop.max_tokens
+
+    def refuse_impossible(self, request: Request) -> None:
+        """Raises EmptyPrompt, PromptTooLong, CompletionTooLong or InvalidParameter."""
+        prompt, stop = len(request.tokens), request.stop
+        if prompt == 0:
+            raise EmptyPrompt()
+        lowest, highest = int(request.tokens.min()), int(request.tokens.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidParameter("prompt", wrong, f"token ids from 0 to {self.vocab_size - 1}")
+        if prompt + (stop.max_tokens != 0) > self.context_limit:
+            raise PromptTooLong(prompt, self.context_limit)
+        if stop.max_tokens is not None:
+            if stop.max_tokens < 0:
+                raise InvalidParameter("max_tokens", stop.max_tokens, "0 or more")
+            if prompt + stop.max_tokens > self.context_limit:
+                raise CompletionTooLong(prompt, stop.max_tokens, self.context_limit)
+        max_tokens = self.max_tokens(request)
+        if stop.min_tokens > max_tokens:
+            allowed = f"at most {max_tokens:,}, the most tokens that this answer can have"
+            raise InvalidParameter("min_tokens", stop.min_tokens, allowed)
+        if max_tokens > 0 and leaves_no_token(
+            request.sampling, self.vocab_size, self.end_tokens(request), stop.min_tokens
+        ):
+            raise InvalidParameter(
+                "logit_bias" if request.sampling.logit_bias else "min_tokens",
+                dict(request.sampling.logit_bias) or stop.min_tokens,
+                "such that some token may be chosen: bans, and end tokens before 'min_tokens', leave none",
+            )
+        if stop.stop_strings and not self.makes_text:
+            raise InvalidParameter("stop", stop.stop_strings, "empty: this engine has no tokenizer")

@@ -19,8 +19,7 @@ import numpy as np
 
 from rootstock.cache.plan import Tokens
 from rootstock.engine.chat_template import TemplateNames, names_in
-from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer
-from rootstock.engine.text_pieces import cut_for, cut_whole
+from rootstock.engine.special_tokens import MARK, EscapedNames, LiteralTokenizer, cut_for, cut_whole
 from rootstock.errors import (
     ChatTemplateFailed,
     ChatTemplateInvalid,

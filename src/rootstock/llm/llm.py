@@ -24,16 +24,13 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.chat import (
     Conversation,
-    chat_tokens,
     chosen_tools,
     conversation_of,
-    escaped,
+    refuse_dropped_roles,
     refuse_unread_variables,
-    text_tokens,
 )
 from rootstock.engine.prompts.explained import explained_in_words
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.prompts.roles import refuse_dropped_roles
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults

@@ -1,33 +1,60 @@
-"""API keys and tenants: who sends a request, and in whose namespace it is answered."""
+"""Access: API keys and their tenants, and the middleware that refuses a request by its head or its size."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Header, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rootstock.config import ServerConfig
 from rootstock.engine.prompts.salt import refuse_long
-from rootstock.errors import AdminOnly, InvalidParameter
+from rootstock.errors import (
+    AdminOnly,
+    BodyTooLarge,
+    ContentTypeNotJson,
+    HostNotAllowed,
+    InvalidParameter,
+    MalformedHttp,
+    OriginNotAllowed,
+    RootstockError,
+    TooManyBodyBytes,
+    Unauthorized,
+)
+from rootstock.server.errors import BodyRefused, error_response
+from rootstock.units import MIB
+
+Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
-_STATE = "rootstock_caller"  # where the guard leaves it in the request's state
+OPEN_PATHS = frozenset({"/", "/health"})  # need no API key
+MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
+
+_STATE = "rootstock_caller"  # the guard's entry in a request's state
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
+_JSON = re.compile(rb"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", re.IGNORECASE)
+_CHARSET = re.compile(rb";\s*charset\s*=\s*\"?([^\s\";]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request, by its key."""
+    """The sender of a request, identified by its key."""
 
-    tenant: str = ""  # of the key; "": the key is bound to none, and X-Cache-Salt says which
-    has_admin_key: bool = False  # it was sent
-    is_operator: bool = False  # may ask for what tells of all tenants, unless a header names one
+    tenant: str = ""  # of the key; "": the key is bound to none, and X-Cache-Salt may name one
+    has_admin_key: bool = False
+    is_operator: bool = False  # may see information about all tenants, unless a header names one
 
 
 class Keys:
-    """The keys of a server. Comparing costs the same for a right key and for any wrong one."""
+    """The keys of a server. A lookup takes as long for a right key as for a wrong one."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
@@ -44,23 +71,18 @@ class Keys:
             self._callers[self._digest(config.admin_key.encode())] = admin
 
     def caller(self, authorization: bytes) -> Caller | None:
-        """Whose key an Authorization header holds; None: a key is asked for, and this is none."""
+        """Returns the sender whose key an Authorization header holds; None if the server requires a key."""
         scheme, _, key = authorization.partition(b" ")
         found = self._callers.get(self._digest(key.strip())) if scheme.lower() == b"bearer" else None
         return found or self._anonymous
 
     def _digest(self, key: bytes) -> bytes:
-        # Under a secret of this process: the time that a lookup takes says nothing about the keys.
+        # Under a secret of this process: the time of a lookup tells nothing about the keys.
         return hmac.digest(self._secret, key, "sha256")
 
 
-def remember_caller(state: dict[str, object], caller: Caller) -> None:
-    """For the guard, which has read the key; `state` is the ASGI scope's."""
-    state[_STATE] = caller
-
-
 def caller_of(request: Request) -> Caller:
-    """Without a key, at /health, nobody in particular."""
+    """Returns the sender that the guard has identified; without a key, on an open path, an anonymous one."""
     caller = getattr(request.state, _STATE, None)
     return caller if isinstance(caller, Caller) else Caller()
 
@@ -71,20 +93,20 @@ async def tenant_of(
         str,
         Header(
             alias=SALT_HEADER,
-            description="the tenant, set by a proxy that knows who asks; the tenant of an API key overrides it",
+            description="the tenant, set by a proxy that knows its users; the tenant of an API key overrides it",
         ),
     ] = "",
 ) -> str:
-    """The tenant that a request is sent for. A coroutine, so that no thread is needed for it."""
+    """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
     return _tenant_of(request)
 
 
 def _tenant_of(request: Request) -> str:
-    """The tenant of the key, or else the one that X-Cache-Salt names; "": none. Raises InvalidParameter."""
+    """Returns the tenant of the key, or else of X-Cache-Salt, or else "". Raises InvalidParameter."""
     named = request.headers.getlist(SALT_HEADER)
     if len(named) > 1:
         # A proxy that adds its header to the client's own would leave the choice to the client.
-        raise InvalidParameter(SALT_HEADER, named, "sent once: a proxy must replace what a client sends")
+        raise InvalidParameter(SALT_HEADER, named, "sent once: a proxy must replace a client's header")
     tenant = caller_of(request).tenant or (named[0] if named else "")
     refuse_long(tenant, SALT_HEADER)
     return tenant
@@ -94,17 +116,161 @@ Tenant = Annotated[str, Depends(tenant_of)]
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the sender may be told of all tenants: it has the admin key; or none is asked for, its key is bound to
-    no tenant, and no header names one."""
+    """Returns whether the sender may see information about all tenants.
+
+    It has the admin key, or the server has no admin key and neither a key nor a header names a tenant.
+    """
     caller = caller_of(request)
     return caller.has_admin_key or (caller.is_operator and not any(request.headers.getlist(SALT_HEADER)))
 
 
 def names_tenant(request: Request) -> bool:
-    """Whether the request is sent for one tenant, without the admin key."""
+    """Returns whether the request is for one tenant, without the admin key."""
     return not caller_of(request).has_admin_key and bool(_tenant_of(request))
 
 
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
     if not allowed:
         raise AdminOnly(config.admin_key is not None)
+
+
+class Guard:
+    """ASGI middleware that refuses a request by its head, and a body by its size.
+
+    `config.allowed_origins` and `config.allowed_hosts` keep web pages from using a server that is meant for its user
+    alone: by requests across origins, and by an attacker's host name that resolves to it (DNS rebinding).
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, max_held_body_bytes: int = MAX_HELD_BODY_BYTES
+    ) -> None:
+        self._app = app
+        self._keys = Keys(config)
+        self._max_body_bytes = config.max_body_bytes
+        self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
+        self._held_bytes = 0
+        self._origins = frozenset(config.allowed_origins)
+        self._hosts = _names_of(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: Headers = dict(reversed(scope["headers"]))  # of repeated ones the first, as in the routes
+        caller = self._keys.caller(headers.get(b"authorization", b""))
+        if caller is not None:
+            scope.setdefault("state", {})[_STATE] = caller
+        refusal = self._refusal(scope["method"], scope["path"], headers, caller)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # in a copy of the scope: the connection still knows to send no body
+            scope = {**scope, "method": "GET"}
+        held_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal held_bytes
+            message = await receive()
+            count = len(message.get("body", b""))
+            if held_bytes + count > self._max_body_bytes:  # a chunked body has no Content-Length
+                raise BodyRefused(BodyTooLarge(self._max_body_bytes))
+            if self._held_bytes + count > self._max_held_bytes:
+                raise BodyRefused(TooManyBodyBytes(self._max_held_bytes))
+            held_bytes += count
+            self._held_bytes += count
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._held_bytes -= held_bytes
+
+    def _refusal(
+        self, method: str, path: str, headers: Headers, caller: Caller | None
+    ) -> RootstockError | None:
+        if not self._knows_host(headers.get(b"host")):
+            return HostNotAllowed(_text(headers[b"host"]))
+        if self._is_foreign(method, headers):
+            return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
+        if path not in OPEN_PATHS and caller is None:
+            return Unauthorized()
+        length = headers.get(b"content-length", b"0").strip()
+        if not re.fullmatch(rb"[0-9]{1,20}", length):
+            return MalformedHttp("its Content-Length is not a number")
+        if int(length) > self._max_body_bytes:
+            return BodyTooLarge(self._max_body_bytes)
+        if method not in _SAFE_METHODS:
+            return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
+        return None
+
+    def _knows_host(self, host: bytes | None) -> bool:
+        # Browsers always send a Host header. An IP address cannot have been rebound.
+        if self._hosts is None or host is None:
+            return True
+        name = _name_of(_text(host))
+        if _is_address(name) or name in self._hosts:
+            return True
+        return any(f"*.{parent}" in self._hosts for parent in _parents(name))
+
+    def _is_foreign(self, method: str, headers: Headers) -> bool:
+        """Returns whether the request comes from a web page of an origin that is not allowed."""
+        origin = headers.get(b"origin")
+        site = headers.get(b"sec-fetch-site")  # set by the browser: pages cannot change it
+        if origin is None:
+            return method not in _SAFE_METHODS and site is not None and site not in _SAME_SITE_OF_BROWSERS
+        if "*" in self._origins or _text(origin) in self._origins:
+            return False
+        if site is not None:
+            return site not in _SAME_SITE_OF_BROWSERS
+        _, _, authority = origin.partition(b"://")
+        return authority.lower() != headers.get(b"host", b"").lower()
+
+
+def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError | None:
+    """Refuses a body that is not JSON: browsers send some other content types across origins without a preflight."""
+    encoding = headers.get(b"content-encoding")
+    if encoding is not None and encoding.strip().lower() != b"identity":
+        return ContentTypeNotJson("Content-Encoding", _text(encoding))
+    declared = headers.get(b"content-type")
+    if declared is None and not has_body:
+        return None
+    content_type, _, _ = (declared or b"").partition(b";")
+    charset = _CHARSET.search(declared or b"")
+    utf8 = charset is None or charset[1].lower() in (b"utf-8", b"utf8")
+    if not _JSON.fullmatch(content_type.strip()) or not utf8:
+        return ContentTypeNotJson("Content-Type", _text(declared or b""))
+    return None
+
+
+def _names_of(config: ServerConfig) -> frozenset[str] | None:
+    """Returns the host names that requests may use; None allows all. A server on a loopback address has few."""
+    bound = config.host.lower()
+    local = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
+    if "*" in config.allowed_hosts or not (local or config.allowed_hosts):
+        return None
+    return frozenset({bound, "localhost", "*.localhost", *config.allowed_hosts})
+
+
+def _name_of(host: str) -> str:
+    """Returns the name or address of a Host header, without port, brackets and the root's dot."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _parents(name: str) -> list[str]:
+    labels = name.split(".")
+    return [".".join(labels[at:]) for at in range(1, len(labels))]
+
+
+def _text(header: bytes) -> str:
+    return header.decode("latin-1")

@@ -19,22 +19,15 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ModelNotFound, RequestError
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.access import (
-    Tenant,
-    is_operator,
-    names_tenant,
-    refuse_unless,
-)
+from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.event_stream import Answerer
-from rootstock.server.guard import Guard
-from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import numbers_of
 from rootstock.server.openai.calls import MAX_TOKENS_HEADER, ServedModel
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
-from rootstock.server.preparation_queue import PreparationQueue
+from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 
 
 def create_app(
@@ -45,7 +38,7 @@ def create_app(
     defaults: SamplingDefaults | None = None,
     block_size: int = CacheConfig().block_size,
 ) -> FastAPI:
-    """The application over an engine that its caller starts and stops. `block_size` is its cache's."""
+    """Makes the application of an engine, which the caller starts and stops. `block_size` is its cache's."""
     config = config or ServerConfig()
     model = ServedModel(
         description.name,
@@ -61,7 +54,7 @@ def create_app(
     app = FastAPI(title="Rootstock", version=__version__, redoc_url=None)
     app.add_middleware(Guard, config=config)
     if config.allowed_origins:
-        # Before the guard: a browser's preflight has no key, and a refusal is to be read by the page.
+        # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
@@ -90,7 +83,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
         try:
             return await answerer.answer(lambda: model.chat_call(body, tenant), request)
         except RequestError as error:
-            if error.param == "prompt":  # as the engine calls it
+            if error.param == "prompt":  # the engine's name of it
                 error.param = "messages"
             raise
 
@@ -135,7 +128,7 @@ def _state_routes(
         found = engine.health()
         told = {"status": "ok" if found.alive else "dead", "alive": found.alive, "detail": found.detail}
         if is_operator(request):
-            told |= asdict(found)  # how many requests run is what others do
+            told |= asdict(found)  # the number of running requests tells about other tenants
         return JSONResponse(told, 200 if found.alive else 503)
 
     @router.get("/metrics")

@@ -1,4 +1,4 @@
-"""Routes under /v1/cache: what the cache holds, why a prompt hits what it hits, and clearing it."""
+"""Routes under /v1/cache: its state, the explanation of a prompt's hit, and clearing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from rootstock.engine.prompts.explained import explained_in_words, text_before
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
-from rootstock.server.json_body import BoundedJsonRoute
 from rootstock.server.openai.calls import ServedModel
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
-from rootstock.server.preparation_queue import PreparationQueue
+from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 
 
 def cache_routes(
@@ -27,7 +26,7 @@ def cache_routes(
 ) -> APIRouter:
     router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
 
-    # Plain functions: they wait for the engine's thread, and so run on a thread of their own.
+    # A plain function runs on another thread: it waits for the engine's.
     @router.get("/stats")
     def stats(request: Request) -> dict[str, Any]:
         refuse_unless(is_operator(request), config)
@@ -63,8 +62,7 @@ def cache_routes(
 
 
 def _as_json(value: Any) -> Any:
-    """Turns dataclasses into objects. `asdict` does not serve: it makes a Counter anew of its items, and so counts
-    those."""
+    """Turns dataclasses into objects. `asdict` would count the items of a Counter again."""
     if is_dataclass(value):
         return {field.name: _as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -73,7 +71,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _explained(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """An explanation with the text that its token ids stand for."""
+    """Returns the JSON of an explanation, with the text of its tokens."""
     at = explanation.divergence
     divergence = None
     if at is not None:

@@ -1,4 +1,4 @@
-"""The HTTP/1.1 connection: uvicorn's, with bounds on what a client may send and hold open."""
+"""The HTTP/1.1 connection: uvicorn's, with bounds on a client's bytes, time and connections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rootstock.errors import (
 from rootstock.server.errors import error_response
 from rootstock.units import KIB
 
-WriteChunk = Callable[[bytes], bool]  # whether it was written
+WriteChunk = Callable[[bytes], bool]  # returns whether it was written
 
 _EXTENSION = "rootstock.write_chunk"  # of ASGI's
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -40,15 +40,15 @@ _HOST = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _PIECE_BYTES = 16 * KIB
 # A chunk costs a callback. Below this mean size of many chunks, their number is an attack.
 _FREE_CHUNKS, _MEAN_CHUNK_BYTES = 4096, 16
-# Connections over the limit that may still read why they are refused. Beyond them there is only a reset.
+# Connections over the limit that get an error response. Further ones are reset.
 _REFUSED_CONNECTIONS = 64
-# Unsent bytes that the kernel takes for a client who does not read; the rest shows in the transport's buffer.
+# Unsent bytes that the kernel buffers for a client that does not read; the rest shows in the transport's buffer.
 _NOTSENT_LOWAT_BYTES = 128 * KIB
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds on one connection, and on their number. docs/security.md lists them."""
+    """Bounds on one connection, and on the number of connections. docs/security.md lists them."""
 
     connections: int = ServerConfig().max_connections
     url_bytes: int = 8 * KIB
@@ -56,15 +56,15 @@ class HttpLimits:
     header_fields: int = 100
     pipelined_requests: int = 8  # that wait for the answer to an earlier one
     head_s: float = 20.0  # from the first byte of a request to the end of its head
-    # Longer than the 60 s for which proxies commonly keep an idle connection: a client should be the one that closes.
+    # Longer than the 60 s for which proxies commonly keep an idle connection: the client should close it.
     keep_alive_s: int = 75
-    # Each window of a body brings this much or ends it; a steady upload over a slow line passes.
+    # A body that brings less than this in a window is refused; a steady upload over a slow line passes.
     body_window_s: float = 30.0
     body_window_bytes: int = 30 * KIB
     body_s: float = 3600.0
     discard_s: float = 10.0  # for the rest of a body that was answered before its end
-    linger_s: float = 5.0  # for a client to read why it was refused
-    drain_s: float = 120.0  # without a byte of the answer taken by the client
+    linger_s: float = 5.0  # for a client to read a refusal
+    drain_s: float = 120.0  # in which the client takes no byte of the answer
 
 
 class Phase(Enum):
@@ -77,10 +77,10 @@ class Phase(Enum):
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. It also gives applications a way to write chunks of a body from any callback.
+    """One client's connection. Applications can also write chunks of a body to it from any callback.
 
-    An ASGI server's `send` is a coroutine, because it can wait for a client who reads slowly. A stream's tokens are
-    many and small, and nearly always nothing needs to be waited for.
+    ASGI's `send` is a coroutine, because it can wait for a client that reads slowly. A stream's tokens are many and
+    small, and waiting is rarely needed.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Connection(HttpToolsProtocol):
         self._limits = limits or HttpLimits()
         self.timeout_keep_alive = self._limits.keep_alive_s
         self._phase = Phase.IDLE
-        self._answering: RequestResponseCycle | None = None  # the others of `pipeline` wait for it
-        self._refusal: RootstockError | None = None  # raised in a callback of the parser, which hides it
+        self._answering: RequestResponseCycle | None = None  # the requests in `pipeline` wait for it
+        self._refusal: RootstockError | None = None  # of a callback; the parser replaces its exception
         self._head_bytes = 0
-        self._unframed_bytes = 0  # fed to the parser since it last gave out a head or a part of a body
+        self._unframed_bytes = 0  # fed to the parser since its last head or part of a body
         self._body_bytes = self._body_pieces = self._window_start_bytes = 0
         self._body_start_s = 0.0
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol):
         elif excess > 0:
             self._refuse(TooManyConnections(self._limits.connections))
         else:
-            # Idle before the first request is as after one; pools of clients may connect ahead.
+            # The same time as after a request: clients' pools may connect ahead.
             self._receive_timer = self.loop.call_later(self._limits.keep_alive_s, self._close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_receive_timer()
         self._stop_drain_timer()
-        # uvicorn tells the request that came last; one that is being answered before it must end, too.
+        # uvicorn notifies the latest request; an earlier one that is being answered must also end.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
             self._unframed_bytes += len(piece)
         else:
             self._unframed_bytes = 0
-        # Up to a piece of them may belong to what came before.
+        # Up to one piece of them may belong to the part before.
         if self._unframed_bytes > self._limits.head_bytes + _PIECE_BYTES:
             self._refuse(HeadTooLarge(self._limits.head_bytes, self._limits.header_fields))
         elif self._body_pieces > _FREE_CHUNKS + self._body_bytes // _MEAN_CHUNK_BYTES:
@@ -183,7 +183,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is Phase.BODY:
-            return  # A trailer. It must not pass for a header that a proxy would have removed or set.
+            return  # a trailer, which a proxy may not have checked like a header
         self._head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._head_bytes > self._limits.head_bytes or len(self.headers) >= self._limits.header_fields:
             self._raise(HeadTooLarge(self._limits.head_bytes, self._limits.header_fields))
@@ -195,14 +195,14 @@ class Connection(HttpToolsProtocol):
             self._raise(MalformedHttp(fault))
         self._stop_receive_timer()
         super().on_headers_complete()
-        # uvicorn stops reading while requests wait; then the client's end would go unnoticed.
+        # uvicorn stops reading while requests wait, and would miss the client's end.
         self.flow.resume_reading()
         self._phase = Phase.BODY
         self._body_bytes = self._body_pieces = self._window_start_bytes = self._unframed_bytes = 0
         self._body_start_s = self.loop.time()
 
     def _fault_of_head(self) -> str | None:
-        """The reason for which a head that parses is refused, in words."""
+        """Returns the reason to refuse a head that parses."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             return f"HTTP/{version} is not supported, HTTP/1.1 is"
@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.get_method() == b"CONNECT":
             return "CONNECT is not supported"
         if self.parser.should_upgrade() and (encodings or self._declares_body()):
-            # The parser takes such a body for the other protocol's bytes.
+            # The parser reads such a body as the other protocol's bytes.
             return "a request with a body cannot ask for an upgrade; send it without an Upgrade header"
         return None
 
@@ -242,7 +242,7 @@ class Connection(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    # ---- time for what is received
+    # ---- time to receive
 
     def _start_receive_timer(self) -> None:
         limits = self._limits
@@ -283,13 +283,15 @@ class Connection(HttpToolsProtocol):
     # ---- refusals
 
     def _raise(self, error: RootstockError) -> None:
-        """Ends the parsing from one of its callbacks."""
+        """Ends the parsing from one of the parser's callbacks."""
         self._refusal = error
         raise ValueError(error.message)
 
     def _refuse(self, error: RootstockError) -> None:
-        """Answers `error` to the request that is being received, and closes. Answers to earlier ones go first; then
-        the client learns only that the connection was closed."""
+        """Answers `error` to the request that is being received, and closes.
+
+        If earlier requests wait for answers, these are sent first, and the connection closes without the error.
+        """
         if self._phase is Phase.REFUSED or self.transport.is_closing():
             return
         receiving = self.cycle if self._phase is Phase.BODY else None
@@ -312,7 +314,7 @@ class Connection(HttpToolsProtocol):
             self._answer_and_close(error)
 
     def _end_after_answers(self) -> bool:
-        """Takes no more requests, and closes after the answers to those taken. Returns whether there are any."""
+        """Accepts no more requests, and closes after the open answers. Returns whether there are any."""
         self._end_receiving()
         last = self.pipeline[0][0] if self.pipeline else self._answering
         if last is None or last.response_complete:
@@ -324,7 +326,7 @@ class Connection(HttpToolsProtocol):
         self._phase = Phase.REFUSED
         self._stop_receive_timer()
         self._unset_keepalive_if_required()
-        self.flow.resume_reading()  # to discard what comes, and to notice the client's end
+        self.flow.resume_reading()  # to discard further bytes and notice the client's end
 
     def _answer_and_close(self, error: RootstockError) -> None:
         self._end_receiving()
@@ -336,7 +338,7 @@ class Connection(HttpToolsProtocol):
             + b"\r\n"
             + bytes(response.body)
         )
-        # Closed with bytes unread, the connection would be reset, and the client might never see the answer.
+        # A close with unread bytes would reset the connection, and the client might not see the answer.
         self.transport.write_eof()
         self._receive_timer = self.loop.call_later(self._limits.linger_s, self.transport.abort)
 
@@ -357,14 +359,13 @@ class Connection(HttpToolsProtocol):
                 self._receive_timer = self.loop.call_later(self._limits.discard_s, self._close)
 
     def _write_chunk(self, data: bytes) -> bool:
-        """Of a body in chunked encoding that has begun. Nothing is written while what was written before waits for
-        the client, nor after it is gone."""
+        """Writes a chunk of a body that has begun, unless earlier bytes wait for the client or it is gone."""
         if self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-    # ---- time for what is answered
+    # ---- time to answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -386,7 +387,7 @@ class Connection(HttpToolsProtocol):
             self._drain_timer = None
 
     def _drain_time_ends(self) -> None:
-        # Nothing was written meanwhile: the client who took some of it left less.
+        # No bytes were written meanwhile: if the client took some, fewer are left.
         self._drain_timer = None
         if _undrained_bytes(self.transport) >= self._undrained_bytes:
             self.transport.abort()
@@ -395,22 +396,22 @@ class Connection(HttpToolsProtocol):
 
 
 def write_chunk_of(scope: Scope) -> WriteChunk | None:
-    """How to write to the body of a response without a length, if this server has that for this request."""
-    if scope.get("http_version") != "1.1":  # 1.0 knows no chunks
+    """Returns the function that writes to a chunked body, if the server has it for this request."""
+    if scope.get("http_version") != "1.1":  # 1.0 has no chunks
         return None
     found: WriteChunk | None = scope.get("extensions", {}).get(_EXTENSION)
     return found
 
 
 def _limit_unsent_bytes(transport: asyncio.Transport) -> None:
-    """Keeps the kernel from buffering megabytes for a client who does not read."""
+    """Keeps the kernel from buffering megabytes for a client that does not read."""
     connected = transport.get_extra_info("socket")
     if connected is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
 
 
 def _undrained_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that were written and that the client's side has not acknowledged, as far as the system tells."""
+    """Returns the number of written bytes that the client has not acknowledged, as far as the system tells."""
     waiting_bytes = transport.get_write_buffer_size()
     if sys.platform == "linux":
         import fcntl
@@ -418,7 +419,7 @@ def _undrained_bytes(transport: asyncio.Transport) -> int:
 
         connected = transport.get_extra_info("socket")
         if connected is not None and connected.fileno() >= 0:
-            # A slow client's steps show here; the transport's buffer shrinks only by a large part of the kernel's.
+            # A slow client's progress shows here; the transport's buffer shrinks only in large steps.
             told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
             waiting_bytes += int(struct.unpack("i", told)[0])
     return waiting_bytes

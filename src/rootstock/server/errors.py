@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API shows them: {"error": {"message", "type", "param", "code"}} and a status."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}} and a status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rootstock.errors import (
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-CLIENT_GONE_STATUS = 499  # nginx's; nobody reads it
+CLIENT_GONE_STATUS = 499  # nginx's; no client reads it
 
 
 class ClientGone(Exception):
@@ -31,7 +31,7 @@ class ClientGone(Exception):
 
 
 class BodyRefused(HTTPException):
-    """An error found while a route reads its request's body. FastAPI replaces every other exception from there."""
+    """An error during the reading of a request's body. FastAPI replaces all other exceptions there."""
 
     def __init__(self, error: RootstockError) -> None:
         super().__init__(error.http_status, error.message)
@@ -68,7 +68,7 @@ def install_error_handlers(app: FastAPI) -> None:
         route = f"{request.method} {request.url.path}"
         match error.status_code:
             case 404:
-                message, code = f"There is no {route} here. GET /docs lists what there is.", "not_found"
+                message, code = f"There is no {route} here. GET /docs lists the routes.", "not_found"
             case 405:
                 message, code = f"{route} is not allowed; see the Allow header.", "method_not_allowed"
             case _:
@@ -87,7 +87,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
-    """One sentence about the first field that is wrong. A union's alternatives are one error each: joined."""
+    """Makes one error of the first wrong field. The errors of a union's alternatives are joined."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidJson(f"{first['ctx']['error']} at character {first['loc'][-1]}")
@@ -96,7 +96,7 @@ def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError
         return MissingParameter(f"{path}.{first['loc'][-1]}" if path else str(first["loc"][-1]))
     if first["type"] == "missing":
         return InvalidJson("it is empty")
-    # The deepest place is the one that is wrong: of ["a", 5], the 5 rather than the list.
+    # The deepest place is reported: the 5 of ["a", 5] rather than the list.
     located = [(*_locate(error["loc"][1:], body), error) for error in errors]
     path, value, _ = max(
         (each for each in located if each[0].startswith(located[0][0])), key=lambda at: len(at[0])
@@ -129,8 +129,10 @@ def _allowed(error: Mapping[str, Any]) -> str:
 
 
 def _locate(loc: Sequence[int | str], body: Any) -> tuple[str, Any]:
-    """The path of a value as people write it, and the value. Parts of `loc` that name no part of the body are
-    the names of a union's alternatives."""
+    """Returns the path of a value in usual notation, and the value.
+
+    Parts of `loc` that are not parts of the body are names of a union's alternatives.
+    """
     path = ""
     for part in loc:
         if isinstance(part, int) and isinstance(body, list) and part < len(body):
@@ -148,5 +150,5 @@ def _body(status: int, message: str, code: str, param: str | None) -> dict[str, 
 
 
 def _utf8(text: str) -> str:
-    """What a client sent comes back in messages, halves of surrogate pairs included."""
+    """Replaces halves of surrogate pairs: messages quote the client's text."""
     return text.encode(errors="backslashreplace").decode()

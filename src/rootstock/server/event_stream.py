@@ -1,39 +1,53 @@
-"""One call → its HTTP response, whole or as server-sent events."""
+"""The engine's events, from its thread to an HTTP response: whole, or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import TracebackType
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
-from rootstock.errors import RootstockError, StepFailed
-from rootstock.server.bridge import Bridge, Generation, Indexed, total_usage
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    PromptScored,
+    Request,
+    TokenEvent,
+    Usage,
+)
+from rootstock.errors import EngineStopped, RootstockError, StepFailed
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone, error_body
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
 from rootstock.server.openai.calls import Call
 from rootstock.server.openai.responses import DONE, ChoiceHistory, ChunkWriter, error_event, usage_body
-from rootstock.server.preparation_queue import PreparationQueue
+from rootstock.server.request_bodies import PreparationQueue
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.02  # between two chunks of a large answer
 
+Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
+Shortcut = Callable[[list[Indexed]], bool]  # returns whether it took them: all or none
 SendText = Callable[[str], Awaitable[None]]
-Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # answers the last text
+Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the last text
 
 
 class Answerer:
+    """The way of a call through preparation and the engine to its response."""
+
     def __init__(self, engine: Engine, metrics: Metrics, queue: PreparationQueue) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -43,8 +57,10 @@ class Answerer:
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
     async def answer(self, make_call: Callable[[], Call], request: HttpRequest) -> Response:
-        """`make_call` renders and tokenises, and runs on another thread. Raises, before anything was sent, what
-        it and the engine refuse; and ClientGone."""
+        """Answers the call that `make_call` renders and tokenizes, on another thread.
+
+        Raises the errors of `make_call` and of the engine before the response begins, and ClientGone.
+        """
         route = request.url.path
         generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics)
 
@@ -98,7 +114,7 @@ class Answerer:
             yield chunk
 
     async def _encoded(self, chunks: Iterator[str]) -> AsyncIterator[str]:
-        """Takes one chunk after the other on the encoder's thread, so that the loop has turns between them."""
+        """Yields the chunks, each encoded on the encoder's thread, so that the loop has turns between them."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while (chunk := await loop.run_in_executor(self._encoder, next, chunks, None)) is not None:
@@ -111,10 +127,10 @@ class Answerer:
     async def _stream(
         self, call: Call, generation: Generation, route: str, send: SendText, write: WriteChunk | None
     ) -> str:
-        """Sends what happens as it happens; answers what is to be sent last.
+        """Sends events as they arrive, and returns the last text of the stream.
 
-        Most of what happens are tokens of nothing but text: with `write` those are written as they arrive, and this
-        task is not woken for them. Raises what ends a stream without anybody left to be told.
+        Most events are tokens with text alone: with `write` they are written as they arrive, and this task sleeps on.
+        Raises ClientGone, CancelledError and OSError, after which no client is left.
         """
         writer = ChunkWriter(call.format, call.include_usage)
         if write is not None:
@@ -140,14 +156,14 @@ class Answerer:
                     text += "".join(pieces)
                     if isinstance(event, Finished):
                         ends[index] = event
-                if text and len(ends) < len(call.requests):  # the last goes out with the end of the stream
+                if text and len(ends) < len(call.requests):  # the last text goes with the end of the stream
                     await send(text)
                     text = ""
         except (ClientGone, asyncio.CancelledError, OSError):
             self._metrics.answered(route, "disconnected")
             raise
         except Exception as error:
-            # The status was sent long ago: the client learns of it in the stream, which ends without [DONE].
+            # The status has been sent: the error goes into the stream, which ends without [DONE].
             self._metrics.answered(route, "error")
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
@@ -167,7 +183,7 @@ class Answerer:
 
 
 class EventStream(Response):
-    """Like StreamingResponse, but a client that goes away is noticed while there is nothing to send, too."""
+    """A streaming response that notices the client's leaving even while there is nothing to send."""
 
     media_type = "text/event-stream"
 
@@ -176,7 +192,7 @@ class EventStream(Response):
         self._stream = stream
         self.status_code = 200
         self.background = None
-        # Proxies such as nginx would otherwise collect the stream before they pass it on.
+        # Without these headers, proxies such as nginx buffer the stream.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,6 +207,235 @@ class EventStream(Response):
             last = await self._stream(send_text, write_chunk_of(scope))
             await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
         except (ClientGone, OSError):
-            pass  # nobody is left to be told
+            pass  # no client is left
         finally:
             self._generation.close()
+
+
+class Bridge:
+    """A carrier of events from the engine's thread to one event loop, which it wakes once for all events of a step.
+
+    A loop that is woken by the first event would take the interpreter from the engine while it makes the others.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+        self.loop = loop
+        self._engine = engine
+        self._arrived: deque[tuple[Mailbox, Indexed]] = deque()
+        self._awaited = False
+        engine.call_after_events(self._wake)
+
+    def close(self) -> None:
+        self._engine.no_call_after_events(self._wake)
+
+    def send(self, mailbox: Mailbox, event: Indexed) -> None:
+        """Queues an event on the engine's thread, which calls `_wake` after the last event of a step."""
+        self._arrived.append((mailbox, event))
+
+    def _wake(self) -> None:
+        if self._awaited or not self._arrived:
+            return
+        self._awaited = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed, and no task waits for the events
+            self._awaited = False  # otherwise later events would pile up
+            self._arrived.clear()
+
+    def _deliver(self) -> None:
+        # First the flag, then the events: an event that arrives in between wakes the loop again.
+        self._awaited = False
+        arrived, mail = self._arrived, dict[Mailbox, list[Indexed]]()
+        while arrived:
+            mailbox, event = arrived.popleft()
+            mail.setdefault(mailbox, []).append(event)
+        for mailbox, events in mail.items():
+            mailbox.put(events)
+
+
+class Mailbox:
+    """The events of one HTTP request, for one task. Used on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._events: list[Indexed] = []
+        self.hung_up = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._shortcut: Shortcut = lambda events: False
+
+    def put(self, events: list[Indexed]) -> None:
+        # Bypasses the task only while it sleeps: it has then handled all earlier events, so order is preserved.
+        sleeps = self._waiter is not None and not self._waiter.done()
+        if not (sleeps and self._shortcut(events)):
+            self._events += events
+            self._wake()
+
+    def offer_to(self, shortcut: Shortcut) -> None:
+        """Offers later events to `shortcut` while the task waits. The task sleeps on if the shortcut takes them."""
+        self._shortcut = shortcut
+
+    def hang_up(self) -> None:
+        """Notes that the client is gone: `take` returns the events that have arrived, then raises ClientGone."""
+        self.hung_up = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Indexed]:
+        """Returns all events that have arrived, at least one. Raises ClientGone."""
+        if not self._events and not self.hung_up:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._events:
+            raise ClientGone
+        events, self._events = self._events, []
+        return events
+
+
+class Generation:
+    """The engine's requests of one HTTP request. Leaving the block aborts those that have not ended.
+
+    async with Generation(engine, bridge, metrics) as generation:
+        await run_in_threadpool(generation.submit, requests)
+        generation.watch(receive)
+        while events := await generation.next(): …
+    """
+
+    def __init__(self, engine: Engine, bridge: Bridge, metrics: Metrics) -> None:
+        self.requests: tuple[Request, ...] = ()
+        self._engine = engine
+        self._bridge = bridge
+        self._metrics = metrics
+        self._timing = metrics.timing(0)
+        self._mailbox = Mailbox()
+        self._open: set[int] = set()  # indices of requests that the engine has not ended
+        self._error: RootstockError | None = None  # raised after the events that precede it
+        self._watcher: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True  # before the requests are read: another thread may be submitting them
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._abort_open()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Submits all requests or none, once. Raises the errors of `Engine.submit`.
+
+        Not for the loop's thread: a sampler with penalties reads the whole prompt, and the engine may hold its lock.
+        """
+        self.requests = tuple(requests)
+        self._timing = self._metrics.timing(len(self.requests))
+        for index, request in enumerate(self.requests):
+            self._engine.submit(request, self._sink(index))
+            self._open.add(index)
+        if self._closed:  # the task was cancelled meanwhile
+            self._abort_open()
+
+    def _abort_open(self) -> None:
+        for index in tuple(self._open):
+            self._engine.abort(self.requests[index].id)
+        self._open.clear()
+
+    def _sink(self, index: int) -> Callable[[Event], None]:
+        send, mailbox = self._bridge.send, self._mailbox
+        return lambda event: send(mailbox, (index, event))
+
+    def watch(self, receive: Receive) -> None:
+        """Makes `next` raise ClientGone when the client closes the connection."""
+        self._watcher = asyncio.create_task(self._hang_up_when_gone(receive))
+
+    async def _hang_up_when_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._mailbox.hang_up()
+
+    def refuse_if_gone(self) -> None:
+        """Raises ClientGone, for an answer that takes long to send."""
+        if self._mailbox.hung_up:
+            raise ClientGone
+
+    def offer_to(self, shortcut: Shortcut) -> None:
+        """Offers the events that arrive while `next` is awaited to `shortcut`, on the loop's thread.
+
+        It takes tokens only. `next` returns the events that it does not take, or at which it raises.
+        """
+        timing = self._timing
+
+        def timed(events: list[Indexed]) -> bool:
+            try:
+                if not shortcut(events):
+                    return False
+            except Exception:  # is raised again, and handled, in the task that awaits `next`
+                return False
+            now = timing.now()
+            for index, _ in events:
+                timing.token(index, now)
+            return True
+
+        self._mailbox.offer_to(timed)
+
+    async def next(self) -> list[Indexed]:
+        """Returns all events that have arrived, in order, and none when all requests have ended.
+
+        Raises the error of a request that fails, and ClientGone.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._open:
+            return []
+        events = await self._mailbox.take()
+        now = self._timing.now()
+        for at, (index, event) in enumerate(events):
+            if isinstance(event, TokenEvent):
+                self._timing.token(index, now)
+                continue
+            self._error = self._ended(index, event)
+            if self._error is not None:
+                if at == 0:
+                    raise self._error
+                return events[:at]
+        return events
+
+    def _ended(self, index: int, event: Event) -> RootstockError | None:
+        """Records the end of a request, and returns the error that ended it."""
+        match event:
+            case Finished():
+                self._open.discard(index)
+                self._timing.finished(event.usage)
+            case Failed(error=error):
+                self._open.discard(index)
+                return error
+            case Aborted():  # not by this generation, which still reads
+                self._open.discard(index)
+                return EngineStopped("The request was cancelled on the server")
+            case _:
+                pass
+        return None
+
+
+def total_usage(ends: Sequence[Finished], choices_per_prompt: int) -> Usage:
+    """Adds up the usage of one HTTP request.
+
+    The tokens of a prompt count once for all of its choices. Cached tokens are those of the choice with the fewest.
+    """
+    prompts = [ends[at : at + choices_per_prompt] for at in range(0, len(ends), choices_per_prompt)]
+    return Usage(
+        prompt_tokens=sum(choices[0].usage.prompt_tokens for choices in prompts),
+        cached_tokens=sum(min(end.usage.cached_tokens for end in choices) for choices in prompts),
+        completion_tokens=sum(end.usage.completion_tokens for end in ends),
+        draft_tokens=sum(end.usage.draft_tokens for end in ends),
+        accepted_draft_tokens=sum(end.usage.accepted_draft_tokens for end in ends),
+    )

@@ -1,4 +1,4 @@
-"""JSON text made in pieces: encoding a large answer in one go would hold the interpreter for all of it."""
+"""JSON text in pieces: encoding a large answer at once would hold the interpreter until it is complete."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ _dumps: Callable[[Any], str] = json.JSONEncoder(
 
 
 class LazyList:
-    """A JSON list whose text is made when it is asked for: each piece is the text of one or more items."""
+    """A JSON list whose text is made on demand: each piece is the text of one or more items."""
 
     def __init__(self, *parts: Iterable[str]) -> None:
         self._parts = parts
 
     def pieces(self) -> Iterator[str]:
-        separator = "["
-        for piece in itertools.chain.from_iterable(self._parts):
-            yield separator
-            yield piece
-            separator = ","
-        yield "]" if separator == "," else "[]"
+        return _enclosed("[]", ([piece] for piece in itertools.chain.from_iterable(self._parts)))
 
 
 class Kept:
@@ -56,21 +51,21 @@ def json_pieces(value: Any) -> Iterator[str]:
     if isinstance(value, LazyList):
         yield from value.pieces()
     elif isinstance(value, Iterator):
-        separator = "["
-        for item in value:
-            yield separator
-            yield from json_pieces(item)
-            separator = ","
-        yield "]" if separator == "," else "[]"
-    elif isinstance(value, dict) and value:
-        separator = "{"
-        for name, member in value.items():
-            yield f"{separator}{_dumps(name)}:"
-            yield from json_pieces(member)
-            separator = ","
-        yield "}"
+        yield from _enclosed("[]", map(json_pieces, value))
+    elif isinstance(value, dict):
+        members = value.items()
+        yield from _enclosed("{}", (itertools.chain([f"{_dumps(k)}:"], json_pieces(v)) for k, v in members))
     else:
         yield _dumps(value)
+
+
+def _enclosed(brackets: str, items: Iterable[Iterable[str]]) -> Iterator[str]:
+    separator = brackets[0]
+    for pieces in items:
+        yield separator
+        yield from pieces
+        separator = ","
+    yield brackets if separator == brackets[0] else brackets[1]
 
 
 def in_chunks(pieces: Iterable[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""From an application to a listening server, and back: uvicorn, with an end that tells every client."""
+"""A listening server: uvicorn, with a shutdown that ends every open answer with an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes the address, before a model is loaded for minutes. Connections are refused until `serve`."""
+    """Binds the address, before a model is loaded for minutes. Connections are refused until `serve`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
@@ -58,14 +58,14 @@ def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event.
 
-    `on_stop` is called before that. Called on the main thread it leaves both signals ignored: the process is to end.
-    A second SIGINT ends it at once.
+    `on_stop` is called before that. On the main thread both signals stay ignored afterwards, because the process is
+    about to end. A second SIGINT ends it at once.
     """
     host, port = taken.getsockname()[:2]
     limits = HttpLimits(connections=_allow_files(max_connections))
     try:
         _Server(app, engine, on_ready, limits, on_stop).run([taken])
-    except OSError as error:  # somebody else listened first
+    except OSError as error:  # another process listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
 
@@ -77,7 +77,7 @@ def running(
     port: int = 0,
     limits: HttpLimits | None = None,
 ) -> Iterator[str]:
-    """The same server on a thread, for as long as the block lasts: yields its URL. The engine is stopped, too."""
+    """Runs the same server on a thread for the length of the block, and yields its URL. Stops the engine, too."""
     taken = listen(host, port)
     url, ready = url_of(taken), threading.Event()
     server = _Server(app, engine, ready.set, limits or HttpLimits())
@@ -94,7 +94,7 @@ def running(
 
 
 def _allow_files(connections: int) -> int:
-    """Raises the limit of open files for this many connections. Returns the number for which it suffices."""
+    """Raises the limit of open files for `connections`. Returns the number of connections that it allows."""
     if sys.platform == "win32":
         return connections
     import resource
@@ -134,7 +134,7 @@ class _Server(uvicorn.Server):
                 http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it is only called
                 ws="none",
                 proxy_headers=False,  # no route asks for the client's address
-                # Not uvloop, even where it is installed: it holds the interpreter while it writes, and steps wait.
+                # Never uvloop: it holds the interpreter while it writes, and the engine's steps wait.
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
@@ -157,16 +157,16 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig == signal.SIGINT:  # what is still being written may take long
+        if self.should_exit and sig == signal.SIGINT:  # the first one's shutdown may take long
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals until the end of the process: a server that was asked to stop, and did, exits with 0.
+        """Handles signals until the end of the process, so that a server that was asked to stop exits with 0.
 
-        uvicorn would raise the signal again, and a further one would end the process with another status.
+        uvicorn would raise the signal again, and a further signal would end the process with another status.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

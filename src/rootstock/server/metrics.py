@@ -1,11 +1,12 @@
-"""What /metrics tells Prometheus. The names are the vocabulary's; times are in seconds."""
+"""Metrics of a server for Prometheus. Their names use the words of docs/architecture.md; times are in seconds."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -25,33 +26,25 @@ _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "rootstock_requests",
-            "HTTP requests by how they ended",
-            ["route", "outcome"],
-            registry=self.registry,
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("rootstock_requests", "HTTP requests by their outcome", ["route", "outcome"])
+        self.prompt_tokens = counter("rootstock_prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter(
+            "rootstock_cached_prompt_tokens", "Tokens of prompts that were found in the cache"
         )
-        self.prompt_tokens = Counter("rootstock_prompt_tokens", "Prompt tokens asked", registry=self.registry)
-        self.cached_tokens = Counter(
-            "rootstock_cached_prompt_tokens", "Prompt tokens found in the cache", registry=self.registry
-        )
-        self.completion_tokens = Counter(
-            "rootstock_completion_tokens", "Tokens generated", registry=self.registry
-        )
-        self.queue_s = self._histogram("rootstock_queue_seconds", "Submission to admission", _LATENCY_S)
-        self.ttft_s = self._histogram("rootstock_ttft_seconds", "Submission to first token", _LATENCY_S)
+        self.completion_tokens = counter("rootstock_completion_tokens", "Tokens generated")
+        self.queue_s = histogram("rootstock_queue_seconds", "Submission to admission", buckets=_LATENCY_S)
+        self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
         self.registry.register(self.itl_s)
         self.registry.register(_EngineCollector(engine))
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help, buckets=buckets, registry=self.registry)
 
     def timing(self, requests: int) -> Timing:
         return Timing(self, requests)
 
     def answered(self, route: str, outcome: str, usage: Usage | None = None) -> None:
-        """One HTTP request ended: "ok", "error" or "disconnected"."""
+        """Counts the end of an HTTP request: "ok", "error" or "disconnected"."""
         self.requests.labels(route, outcome).inc()
         if usage is not None:
             self.prompt_tokens.inc(usage.prompt_tokens)
@@ -59,7 +52,7 @@ class Metrics:
             self.completion_tokens.inc(usage.completion_tokens)
 
     def render(self) -> bytes:
-        """Asks the engine's thread: not for an event loop."""
+        """Renders all metrics. Waits for the engine's thread: not for an event loop."""
         return generate_latest(self.registry)
 
 
@@ -85,8 +78,10 @@ class Timing:
 
 
 class LoopHistogram(Collector):
-    """A histogram that one thread observes, the event loop's, once for every token: it takes no lock, which would
-    cost more than the rest of what is done about a token."""
+    """A histogram for the event loop's thread alone, which observes every token.
+
+    It has no lock: that would cost more than the rest of the work on a token.
+    """
 
     def __init__(self, name: str, help: str, buckets: tuple[float, ...]) -> None:
         self._name, self._help, self._buckets = name, help, buckets
@@ -104,142 +99,119 @@ class LoopHistogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """The engine's and the cache's state, asked for at each scrape."""
+    """The state of the engine and the cache at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # nothing can be asked before the engine runs
+        return iter(())  # the engine may not run yet
 
     def collect(self) -> Iterator[Metric]:
-        health = self._engine.health()
-        yield GaugeMetricFamily("rootstock_alive", "1 while the engine works", value=float(health.alive))
+        yield _gauge("alive", "1 while the engine works", self._engine.health().alive)
         try:
             stats = self._engine.stats()
         except EngineStopped:
             return
-        requests = GaugeMetricFamily("rootstock_engine_requests", "Requests in the engine", labels=["state"])
-        requests.add_metric(["running"], stats.running)
-        requests.add_metric(["waiting"], stats.waiting)
-        yield requests
+        cache, counters = stats.cache, stats.counters
+        yield _gauges(
+            "engine_requests", "Requests in the engine", "state", running=stats.running, waiting=stats.waiting
+        )
         if stats.paced_tokens is not None:
-            yield GaugeMetricFamily(
-                "rootstock_prefill_chunk_tokens",
-                "Of prompts, that the last step with decodes had room for under the target inter-token latency",
-                value=stats.paced_tokens,
+            yield _gauge(
+                "prefill_chunk_tokens",
+                "Prompt tokens for which the last step with decodes had time, by the target inter-token latency",
+                stats.paced_tokens,
             )
-        blocks = GaugeMetricFamily("rootstock_cache_blocks", "Blocks of the pool", labels=["state"])
-        blocks.add_metric(["free"], stats.cache.free_blocks)
-        blocks.add_metric(["cached"], stats.cache.cached_blocks)
-        blocks.add_metric(["live"], stats.cache.live_blocks)
-        yield blocks
-        checkpoints = GaugeMetricFamily("rootstock_cache_checkpoints", "Places that requests can resume at")
-        checkpoints.add_metric([], stats.cache.checkpoints)
-        yield checkpoints
-        used = GaugeMetricFamily("rootstock_cache_bytes", "Memory of the cache", labels=["of"])
-        used.add_metric(["budget"], stats.cache.budget_bytes)
-        used.add_metric(["used"], stats.cache.used_bytes)
-        used.add_metric(["checkpoints"], stats.cache.checkpoint_bytes)
-        yield used
+        blocks = {"free": cache.free_blocks, "cached": cache.cached_blocks, "live": cache.live_blocks}
+        yield _gauges("cache_blocks", "Blocks of the pool", "state", **blocks)
+        yield _gauge("cache_checkpoints", "Positions that requests can resume at", cache.checkpoints)
+        used = {"used": cache.used_bytes, "checkpoints": cache.checkpoint_bytes}
+        yield _gauges("cache_bytes", "Memory of the cache", "of", budget=cache.budget_bytes, **used)
         rows = GaugeMetricFamily(
             "rootstock_cache_rows", "Rows of each family's pool", labels=["family", "state"]
         )
-        for family in stats.cache.families:
+        for family in cache.families:
             rows.add_metric([family.name, "free"], family.free_rows)
             rows.add_metric([family.name, "cached"], family.cached_rows)
             rows.add_metric([family.name, "live"], family.live_rows)
         yield rows
-        events = CounterMetricFamily(
-            "rootstock_checkpoint_events", "What became of checkpoints", labels=["event"]
+        yield _counters(
+            "checkpoint_events",
+            "Checkpoints by event",
+            "event",
+            taken=cache.checkpoints_taken,
+            hit=cache.checkpoints_hit,
+            evicted=cache.checkpoints_evicted,
+            skipped=cache.checkpoints_skipped,
         )
-        events.add_metric(["taken"], stats.cache.checkpoints_taken)
-        events.add_metric(["hit"], stats.cache.checkpoints_hit)
-        events.add_metric(["evicted"], stats.cache.checkpoints_evicted)
-        events.add_metric(["skipped"], stats.cache.checkpoints_skipped)
-        yield events
-        drafted = CounterMetricFamily("rootstock_draft_tokens", "Tokens guessed ahead and verified")
-        drafted.add_metric([], stats.counters.draft_tokens)
-        yield drafted
-        accepted = CounterMetricFamily(
-            "rootstock_accepted_draft_tokens", "Of those, the ones that were right"
-        )
-        accepted.add_metric([], stats.counters.accepted_draft_tokens)
-        yield accepted
-        yield _counted(
-            "rootstock_hits_verified",
-            "Hits that were computed anew, by what came of it",
-            "result",
-            stats.verified,
-        )
-        differs = stats.verified.get("differs", 0)
-        yield GaugeMetricFamily(
-            "rootstock_alarm", "1 if the cache was found to hold something wrong", value=float(differs > 0)
+        yield _counter("draft_tokens", "Draft tokens verified", counters.draft_tokens)
+        yield _counter("accepted_draft_tokens", "Draft tokens accepted", counters.accepted_draft_tokens)
+        yield _counters("hits_verified", "Recomputed hits by result", "result", **stats.verified)
+        yield _gauge(
+            "alarm", "1 if the cache was found to hold wrong data", stats.verified.get("differs", 0) > 0
         )
         if stats.tier is not None:
-            loaded = CounterMetricFamily(
-                "rootstock_loaded_prompt_tokens", "Of those found, from a tier below"
+            yield _counter(
+                "loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens
             )
-            loaded.add_metric([], stats.cache.loaded_tokens)
-            yield loaded
             yield from _tier(stats.tier)
 
 
 def _tier(tier: TierStats) -> Iterator[Metric]:
-    state = GaugeMetricFamily("rootstock_tier_state", "1 at the state that the tier is in", labels=["state"])
-    for name in TIER_STATES:
-        state.add_metric([name], float(tier.state == name))
-    yield state
-    size = GaugeMetricFamily("rootstock_tier_bytes", "Of the tier below", labels=["of"])
-    size.add_metric(["used"], tier.used_bytes)
-    size.add_metric(["foreign"], tier.foreign_bytes)
-    size.add_metric(["cap"], tier.cap_bytes)
-    size.add_metric(["waiting_to_be_stored"], tier.waiting_store_bytes)
-    size.add_metric(["waiting_to_be_loaded"], tier.waiting_load_bytes)
-    yield size
-    records = GaugeMetricFamily("rootstock_tier_records", "In the tier's index", labels=["of"])
-    records.add_metric(["this_model"], tier.records)
-    records.add_metric(["others"], tier.foreign_records)
-    yield records
-    speed = GaugeMetricFamily(
-        "rootstock_estimated_speed",
-        "By which loading or computing is chosen; absent until measured",
-        labels=["of"],
-    )
-    if tier.load_bytes_per_s is not None:
-        speed.add_metric(["load_bytes_per_second"], tier.load_bytes_per_s)
-    if tier.prefill_tokens_per_s is not None:
-        speed.add_metric(["prefill_tokens_per_second"], tier.prefill_tokens_per_s)
-    yield speed
     counters = tier.counters
-    yield _counted(
-        "rootstock_tier_choices",
-        "Requests that could be loaded, by what was chosen",
-        "choice",
-        counters.choices,
+    states = {name: float(tier.state == name) for name in TIER_STATES}
+    yield _gauges("tier_state", "1 for the state of the tier", "state", **states)
+    yield _gauges(
+        "tier_bytes",
+        "Bytes of the tier",
+        "of",
+        used=tier.used_bytes,
+        foreign=tier.foreign_bytes,
+        cap=tier.cap_bytes,
+        waiting_to_be_stored=tier.waiting_store_bytes,
+        waiting_to_be_loaded=tier.waiting_load_bytes,
     )
-    yield _counted("rootstock_tier_loads", "Loads of requests, by how they ended", "ended", counters.loads)
-    yield _counted("rootstock_tier_misses", "Records that could not be loaded, by why", "kind", tier.misses)
+    records = {"this_model": tier.records, "others": tier.foreign_records}
+    yield _gauges("tier_records", "Records in the tier's index", "of", **records)
+    yield _gauges(
+        "estimated_speed",
+        "Estimates by which the engine chooses between loading and computing; absent until measured",
+        "of",
+        load_bytes_per_second=tier.load_bytes_per_s,
+        prefill_tokens_per_second=tier.prefill_tokens_per_s,
+    )
+    yield _counters("tier_choices", "Requests that could be loaded, by choice", "choice", **counters.choices)
+    yield _counters("tier_loads", "Loads of requests, by their end", "ended", **counters.loads)
+    yield _counters("tier_misses", "Records that could not be loaded, by reason", "kind", **tier.misses)
     refused = Tally(counters.stores_refused) + Tally(tier.refused)
-    yield _counted("rootstock_tier_stores_refused", "Rows that were not stored, by why", "why", refused)
-    moved = CounterMetricFamily("rootstock_tier_moved_bytes", "Between memory and the tier", labels=["way"])
-    moved.add_metric(["stored"], tier.stored_bytes)
-    moved.add_metric(["written"], tier.written_bytes)
-    moved.add_metric(["loaded"], counters.loaded_bytes)
-    yield moved
-    stored = CounterMetricFamily("rootstock_tier_stored_records", "Records that were stored, durably")
-    stored.add_metric([], tier.stored_records)
-    yield stored
-    struck = CounterMetricFamily("rootstock_tier_quarantined_records", "Records that were found to be wrong")
-    struck.add_metric([], tier.quarantined_records)
-    yield struck
-    yield GaugeMetricFamily(
-        "rootstock_tier_write_amplification", "Bytes written per byte stored", value=tier.write_amplification
-    )
+    yield _counters("tier_stores_refused", "Rows that were not stored, by reason", "why", **refused)
+    moved = {"stored": tier.stored_bytes, "written": tier.written_bytes, "loaded": counters.loaded_bytes}
+    yield _counters("tier_moved_bytes", "Bytes between memory and the tier", "way", **moved)
+    yield _counter("tier_stored_records", "Records stored durably", tier.stored_records)
+    yield _counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
+    yield _gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
 
 
-def _counted(name: str, help: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help, labels=[label])
-    for what, count in sorted(counts.items()):
-        family.add_metric([str(what)], count)
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"rootstock_{name}", help, value=float(value))
+
+
+def _gauges(name: str, help: str, label: str, /, **values: float | None) -> Metric:
+    """Makes a family with one value for each value of its label. None is left out."""
+    family = GaugeMetricFamily(f"rootstock_{name}", help, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, help: str, count: int) -> Metric:
+    return CounterMetricFamily(f"rootstock_{name}", help, value=count)
+
+
+def _counters(name: str, help: str, label: str, /, **counts: int) -> Metric:
+    family = CounterMetricFamily(f"rootstock_{name}", help, labels=[label])
+    for key, count in sorted(counts.items()):
+        family.add_metric([key], count)
     return family

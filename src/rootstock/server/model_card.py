@@ -1,4 +1,4 @@
-"""What there is to say of a loaded model, in numbers for /v1/models and in words for the command line."""
+"""Model summary: JSON for /v1/models, text for the command line."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from rootstock.units import in_units
 
 
 def bytes_per_token(families: Sequence[Family]) -> int:
-    """What every further token costs a running request; a window gives back what falls out of it."""
+    """Returns the cache bytes of one more token of a running request, before a window releases older ones."""
     return sum(family.bytes_per_token for family in families if not isinstance(family, RecurrentState))
 
 
 def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
-    """What a place to resume at costs at most: the state, and the blocks that the tails of windows and chunks touch.
-    Full attention needs none."""
+    """Returns the most bytes of a checkpoint: of the state, and of the blocks of windows and chunks."""
     total = 0
     for family in families:
         if isinstance(family, RecurrentState):
             total += family.bytes_per_state
         elif not isinstance(family, FullAttention) and (positions := family.longest_tail):
-            blocks = (
-                positions + block_size - 2
-            ) // block_size + 1  # a run may begin anywhere in its first block
+            # A run may begin anywhere in its first block.
+            blocks = (positions + block_size - 2) // block_size + 1
             total += blocks * block_size * family.bytes_per_token
     return total
 
@@ -62,14 +60,14 @@ def families_in_words(families: Sequence[Family]) -> str:
 
 
 def dtypes_in_words(description: ModelDescription) -> str:
-    """What it computes in, and what its weights are rounded to if they are."""
+    """Returns the dtype of computation, and that of rounded weights."""
     if description.quantize == "none":
         return description.dtype
     return f"{description.dtype} with {description.quantize} weights"
 
 
 def table_of(description: ModelDescription, block_size: int) -> list[tuple[str, str]]:
-    """Rows of what and how much."""
+    """Returns rows of a name and a value."""
     families = description.families
     limit = f"{description.context_limit:,} tokens"
     return [

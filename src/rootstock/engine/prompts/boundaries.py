@@ -1,14 +1,13 @@
-"""Template boundaries: the positions of a chat's prompt at which later requests can go another way.
+"""Template boundaries: the positions of a chat's prompt at which later requests can diverge from it.
 
-They are found by rendering. What may come next is rendered as the template would render it then: another
-conversation under the same system prompt, the next turn after an answer with reasoning, a tool's result. Where such
-a rendering leaves the prompt, a later request will. So a template that drops reasoning from history shows by itself
-where, no template is parsed, and no model is named. A rendering that the template refuses says nothing.
+They are found by rendering probable next requests: another conversation under the same system prompt, the next turn
+after an answer with reasoning, a tool's result. A later request diverges where such a rendering does. In this way a
+template that drops reasoning from the history shows the position itself: no template is parsed, no model is named. A
+rendering that the template refuses yields no position.
 
-A long history is left out of these renderings, and most of its tools. Where they part from the prompt is then found
-again in the whole prompt by the text around it; if that text is not there, or is there twice, the whole conversation
-is rendered. A position that is wrong after all would cost a checkpoint, never an answer: what is shared is decided
-by tokens.
+The renderings leave out most of a long history and most of the tools. The position is then located in the whole
+prompt by the text around it. If that text is absent or occurs twice, the whole conversation is rendered. A wrong
+position would waste a checkpoint and never change an answer: requests share a prefix only if its tokens are equal.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from itertools import takewhile
 
 from rootstock.cache.checkpoints import Boundary, CheckpointKind
 from rootstock.cache.plan import Tokens
-from rootstock.engine.prompts.chat import Conversation, placed_chat
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import Conversation
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens
 from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import ChatTemplateFailed
 
 _WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
-_CONTEXT_CHARS = 64  # that must be alike around a place for it to be the same
-_NEAR_TOKENS = 4  # two places as near as that need one checkpoint: the first serves both
+_CONTEXT_CHARS = 64  # around a place: equal context identifies it in another text
+_NEAR_TOKENS = 4  # of two places as near as this only the first gets a checkpoint, which serves both
 _SENTINEL = "\ue000"  # private use: no text has it
 
-_CALL_ID = "call00000"  # nine characters, which is what the strictest templates want
+_CALL_ID = "call00000"  # the strictest templates want nine characters
 
 
 def boundaries_of(
     tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
 ) -> tuple[Boundary, ...]:
-    """In order of their positions, each of which is there once. `placed` is the conversation's prompt."""
+    """Returns the boundaries by ascending position, one for each. `placed` is the conversation's prompt."""
     finder = _Finder(tokenizer, conversation, placed)
     found: dict[int, CheckpointKind] = {}
     system = finder.system()
@@ -58,7 +57,7 @@ def chat_with_boundaries(
 
 @dataclass(frozen=True, slots=True)
 class _Abridged:
-    """The conversation without what does not matter to how it goes on, and its rendering."""
+    """The parts of a conversation that decide how a template renders its continuation, and their rendering."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool]
@@ -71,13 +70,13 @@ class _Finder:
         self._conversation = conversation
         self._placed = placed
         options = dict(conversation.options)
-        options.pop("continue_final_message", None)  # which every rendering of something later would refuse
+        options.pop("continue_final_message", None)  # no rendering of a later request has it
         self._options = options
         self._abridged = self._abridge()
         self._positions: dict[tuple[int, str], int] = {}
 
     def system(self) -> int:
-        """Where other conversations branch off: under the same system prompt and tools another user speaks."""
+        """Returns the position at which another conversation under the same system prompt and tools diverges."""
         messages = self._conversation.messages
         lead = list(takewhile(lambda message: message["role"] == "system", messages))
         if len(lead) == len(messages):
@@ -91,7 +90,10 @@ class _Finder:
         return common_tokens(self._tokenizer, self._placed, rendered)
 
     def turns(self) -> Iterator[tuple[int, CheckpointKind]]:
-        """Where the next turn and the next step of this one leave the prompt, or its end if they do not."""
+        """Yields the positions at which the next turn and the next tool step diverge from the prompt.
+
+        If they continue it, the position is the prompt's end.
+        """
         after_answers, after_calls = self._continuations()
         next_turn = self._positions_of(after_answers)
         next_step = self._positions_of(after_calls)
@@ -104,7 +106,7 @@ class _Finder:
                 yield position, CheckpointKind.TOOL if within_turn else CheckpointKind.USER
 
     def marks(self, system: int) -> Iterator[int]:
-        """Where the client set marks."""
+        """Yields the positions of the client's marks."""
         marks = self._conversation.marks
         if any(mark.message is None for mark in marks):
             yield system
@@ -124,18 +126,18 @@ class _Finder:
         except ChatTemplateFailed:
             return
         pieces = rendered.split(_SENTINEL)
-        if "".join(pieces) != text:  # the template does more with a text than to write it down once
+        if "".join(pieces) != text:  # the template changes the marked text, or writes it twice
             return
         chars = 0
         for piece in pieces[:-1]:
             chars += len(piece)
             yield common_tokens(self._tokenizer, self._placed, text[:chars] + " Q")
 
-    # ------------------------------------------------------------------------------------------ renderings
-
     def _continuations(self) -> tuple[list[list[Message]], list[list[Message]]]:
-        """What may be appended: an answer and a next question, and a call and its result. Reasoning comes as a
-        field of its own, in the content, or not at all: clients and templates differ."""
+        """Returns messages that may follow: an answer with the next question, and a call with its result.
+
+        Reasoning is a field of its own, part of the content, or absent: clients and templates differ.
+        """
         user = {"role": "user", "content": "Go on."}
         if self._conversation.messages[-1]["role"] == "assistant":
             return [[user]], []
@@ -161,7 +163,7 @@ class _Finder:
         }
 
     def _position_of(self, continuation: Sequence[Message]) -> int | None:
-        """Where the rendering of what follows leaves the prompt; None if the template refuses it."""
+        """Returns the position at which the rendered continuation diverges; None if the template refuses it."""
         text = self._placed.text
         try:
             rendered = self._render([*self._abridged.messages, *continuation], self._abridged.tools)
@@ -195,8 +197,11 @@ class _Finder:
 
 
 def _abridged_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """The system prompt, the first question, the answer before the last question, the last question, and of what
-    followed it the first and the last step: all that templates look at to decide how to write what comes next."""
+    """Returns the messages that templates look at to decide how they render a continuation.
+
+    They are the system prompt, the first question, the answer before the last question, the last question, and the
+    first and the last step after it.
+    """
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if len(messages) <= _WHOLE_UP_TO or not users:
         return messages
@@ -216,7 +221,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _name_of_a_tool(conversation: Conversation) -> str | None:
-    """None if nothing can be called."""
+    """Returns the name of a tool, or None for a conversation without tools and calls."""
     for tool in conversation.tools:
         function = tool.get("function", tool)
         return str(function.get("name", "tool")) if isinstance(function, Mapping) else "tool"
@@ -225,8 +230,10 @@ def _name_of_a_tool(conversation: Conversation) -> str | None:
 
 
 def _place_of(base: str, chars: int, text: str) -> int | None:
-    """The place in `text` that is like the one after `chars` of `base`: the end of both, or the only one of its
-    kind. None if there is no such place."""
+    """Returns the place in `text` with the same context as the place after `chars` of `base`.
+
+    Either both places are ends of their texts, or the context occurs once in `text`; otherwise None.
+    """
     if text.endswith(base[max(0, chars - _CONTEXT_CHARS) :]):
         return len(text) - (len(base) - chars)
     after = base[chars : chars + _CONTEXT_CHARS]

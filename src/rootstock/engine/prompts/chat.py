@@ -1,13 +1,18 @@
-"""Messages as clients send them → messages as chat templates take them → tokens."""
+"""Conversations: messages and tools as clients send them, checked and translated for chat templates.
+
+Many templates skip messages of roles that they do not know. `refuse_dropped_roles` renders short conversations to
+find them.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rootstock.cache.plan import Tokens
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.limits import (
     MAX_CONTENT_PARTS,
@@ -22,21 +27,22 @@ from rootstock.engine.limits import (
     refuse_large,
     refuse_more_than,
 )
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.tokenizer import KeptTokens, Message, ModelTokenizer, PlacedTokens, Tool
-from rootstock.errors import EmptyPrompt, InvalidParameter, MissingParameter, Unsupported
+from rootstock.engine.tokenizer import Message, ModelTokenizer, Tool
+from rootstock.errors import ChatTemplateFailed, InvalidParameter, MissingParameter, Unsupported
 
-# OpenAI's newer name for the role, which few templates know.
-_ROLES = {"developer": "system"}
-_BETWEEN_PARTS = "\n"
-
-
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MARK = "cache_control"  # Anthropic's; other servers take it in OpenAI's format, too
+
+_TEMPLATE_ROLES = {"developer": "system"}  # few templates know OpenAI's newer name of the role
+_BETWEEN_PARTS = "\n"
+_PROBE_WORD = "Kestrel7391"  # letters and digits: no template trims or escapes it
+_PROBE_TOOL = "look_up"
+_PROBE_CALL_ID = "call00000"  # the strictest templates want nine characters
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place that the client says later requests will share: the end of the tools, or within a message."""
+    """A client's mark of a prefix that later requests will share: it ends after the tools, or within a message."""
 
     message: int | None  # None: the tools
     chars: int = 0  # of the message's content
@@ -44,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given."""
+    """The arguments of a chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -61,7 +67,7 @@ def conversation_of(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """From what clients send. Raises InvalidParameter, MissingParameter and Unsupported."""
+    """Translates a client's conversation. Raises InvalidParameter, MissingParameter and Unsupported."""
     taken = template_messages(messages)
     marks = [mark for i, message in enumerate(messages) for mark in _marks_of(message, i, taken[i])]
     refuse_more_than(MAX_MARKS, marks, MARK)
@@ -69,95 +75,6 @@ def conversation_of(
     if any(map(_is_marked, tools)):
         marks.insert(0, Mark(None))
     return Conversation(taken, plain, options or {}, tuple(dict.fromkeys(marks)))
-
-
-def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
-    """Returns the conversation with the control tokens that it spells out escaped, wherever a client wrote them.
-
-    With `parse` they stay control tokens. Raises PromptTextTooLong, before any work on text that cannot fit, and
-    SpecialTokenInText.
-    """
-    tokenizer.refuse_more_chars(_chars_in([conversation.messages, conversation.tools]))
-    model_tokenizer = tokenizer.model_tokenizer
-    of_clients = KeptTokens.ALL if parse else KeptTokens.NONE
-    of_answers = KeptTokens.ALL if parse else KeptTokens.OF_ANSWERS
-
-    def escape(text: str) -> str:
-        return model_tokenizer.escape(text, of_clients)
-
-    def escape_answer(text: str) -> str:
-        return model_tokenizer.escape(text, of_answers)
-
-    messages = [
-        _escaped(message, escape_answer if message["role"] == "assistant" else escape)
-        for message in conversation.messages
-    ]
-    marks = [mark for mark in conversation.marks if mark.message is None]
-    for index in dict.fromkeys(mark.message for mark in conversation.marks):
-        if index is not None:
-            chars = sorted(mark.chars for mark in conversation.marks if mark.message == index)
-            marks += [
-                Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
-            ]
-    tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
-    return Conversation(messages, tools, options, tuple(marks))
-
-
-def _chars_in(value: Any) -> int:
-    """Counts the characters of a JSON value's strings, except the names of fields."""
-    chars, waiting = 0, [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, str):
-            chars += len(each)
-        elif isinstance(each, Mapping):
-            waiting += each.values()
-        elif isinstance(each, Sequence):
-            waiting += each
-    return chars
-
-
-def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
-    """Returns a JSON value with all of its strings escaped. Its depth was bounded when it was parsed."""
-    if isinstance(value, str):
-        return escape(value)
-    if isinstance(value, Mapping):
-        return {escape(name): _escaped(each, escape) for name, each in value.items()}
-    if isinstance(value, Sequence):
-        return [_escaped(each, escape) for each in value]
-    return value
-
-
-def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: str) -> Tokens:
-    """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
-
-    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
-    """
-    rendered = _checked(conversation.render(tokenizer.model_tokenizer))
-    return _some(tokenizer.encode_chat(rendered, salt))
-
-
-def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
-    """As `chat_tokens`, with the places of the tokens."""
-    placed = tokenizer.place_chat(_checked(conversation.render(tokenizer.model_tokenizer)))
-    _some(placed.tokens)
-    return placed
-
-
-def _checked(rendered: str) -> str:
-    refuse_surrogates(rendered, "messages")
-    return rendered
-
-
-def _some(tokens: Tokens) -> Tokens:
-    if len(tokens) == 0:
-        raise EmptyPrompt("messages")
-    return tokens
-
-
-def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
-    refuse_surrogates(text, "prompt")
-    return tokenizer.encode(text)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -200,12 +117,11 @@ def _template_message(message: Mapping[str, Any], path: str) -> Message:
     if message.get("audio") is not None:
         raise Unsupported(f"{path}.audio", "Only text is read. Send the transcript as 'content'.")
     _refuse_other_text(message.get("name"), f"{path}.name", MAX_NAME_CHARS)
-    _refuse_other_text(
-        message.get("tool_call_id"), f"{path}.tool_call_id", None
-    )  # some clients' hold kilobytes
-    # What templates know beyond role and content (name, tool_call_id, reasoning_content, …) goes through.
+    # Of any length: some clients put kilobytes into it.
+    _refuse_other_text(message.get("tool_call_id"), f"{path}.tool_call_id", None)
+    # Other fields (name, tool_call_id, reasoning_content, …) pass through: some templates read them.
     result = {name: value for name, value in message.items() if value is not None and name != MARK}
-    result["role"] = _ROLES.get(role, role)
+    result["role"] = _TEMPLATE_ROLES.get(role, role)
     result["content"] = _text_of(content, f"{path}.content")
     if calls:
         result["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
@@ -218,7 +134,7 @@ def _is_marked(tool: Tool) -> bool:
 
 
 def _unmarked(tool: Tool) -> Tool:
-    """Without its mark, which some clients set at the function within."""
+    """Returns the tool without its mark, which some clients set at the function within."""
     plain = {name: value for name, value in tool.items() if name != MARK}
     function = plain.get("function")
     if isinstance(function, Mapping):
@@ -283,7 +199,7 @@ def _template_call(call: Any, path: str) -> Mapping[str, Any]:
 
 
 def _template_function(function: Any, path: str) -> Mapping[str, Any]:
-    """Clients send a call's arguments as a string of JSON; templates take them as an object."""
+    """Parses a call's arguments: clients send a string of JSON, and templates take an object."""
     if not isinstance(function, Mapping):
         raise InvalidParameter(path, function, "an object with 'name' and 'arguments'")
     if function.get("name") is None:
@@ -309,7 +225,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def _refuse_other_text(value: Any, path: str, most_chars: int | None) -> None:
-    """Refuses what is neither absent nor a string of at most `most_chars`."""
+    """Refuses a value that is neither absent nor a string of at most `most_chars`."""
     if value is None:
         return
     if not isinstance(value, str):
@@ -321,7 +237,7 @@ def _refuse_other_text(value: Any, path: str, most_chars: int | None) -> None:
 def chosen_tools(
     tools: Sequence[Tool] | None, tool_choice: Any, names: tuple[str, str] = ("tools", "tool_choice")
 ) -> Sequence[Tool]:
-    """The tools that the template shows to the model. `names`: of the fields that they were sent in."""
+    """Returns the tools that the template shows to the model. `names` are those of the client's two fields."""
     refuse_large(tools, names[0], MAX_TOOLS_CHARS)
     for i, tool in enumerate(tools or ()):
         _refuse_unusable(tool, f"{names[0]}[{i}]")
@@ -350,7 +266,7 @@ def _refuse_unusable(tool: Tool, path: str) -> None:
 def refuse_unread_variables(kwargs: Mapping[str, Any], names: TemplateNames) -> None:
     """Refuses `chat_template_kwargs` that the chat template does not read. Raises InvalidParameter and Unsupported.
 
-    A template ignores a variable that it does not know: a misspelled one would change nothing, without a word.
+    A template silently ignores a variable that it does not know, for example a misspelled one.
     """
     refuse_large(kwargs, "chat_template_kwargs", MAX_TEMPLATE_CHARS)
     refuse_deep(kwargs, "chat_template_kwargs")
@@ -365,9 +281,61 @@ def refuse_unread_variables(kwargs: Mapping[str, Any], names: TemplateNames) -> 
 
 
 def refuse_surrogates(text: str, param: str) -> None:
-    """JSON can spell half of a surrogate pair, which is no text and which tokenizers cannot take."""
+    """Refuses half of a surrogate pair: JSON can spell it, and tokenizers cannot take it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise InvalidParameter(param, half, "valid Unicode: this is half of a surrogate pair") from None
+
+
+def refuse_dropped_roles(tokenizer: ModelTokenizer, messages: Sequence[Message]) -> None:
+    """Refuses roles whose messages the chat template skips. Raises InvalidParameter and ChatTemplateMissing."""
+    for i, message in enumerate(messages):
+        role, path = message["role"], f"messages[{i}].role"
+        if role not in ROLES and not _is_named(tokenizer, role):
+            raise InvalidParameter(path, role, f"one of {', '.join(ROLES)}")
+        # Templates drop reasoning from the assistant's messages on purpose.
+        if role != "assistant" and message["content"] and not _is_rendered(tokenizer, role, i == 0):
+            where = "first" if i == 0 else "after another message"
+            raise InvalidParameter(
+                path,
+                role,
+                f"a role that the model's chat template renders: it drops messages of this one {where}",
+            )
+
+
+def _is_named(tokenizer: ModelTokenizer, role: str) -> bool:
+    """Returns whether the template names the role: Llama's names `ipython`."""
+    plain = len(role) <= MAX_NAME_CHARS and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", role) is not None
+    return plain and role in tokenizer.template_names.literals
+
+
+@functools.lru_cache(maxsize=256)
+def _is_rendered(tokenizer: ModelTokenizer, role: str, is_first: bool) -> bool:
+    """Returns whether a short conversation shows a message of the role.
+
+    A template that refuses all of them counts: it also refuses the request, with a message of its own.
+    """
+    probes = _probes(role, is_first)
+    refused = 0
+    for messages in probes:
+        tool = {"type": "function", "function": {"name": _PROBE_TOOL, "parameters": {"type": "object"}}}
+        try:
+            if _PROBE_WORD in tokenizer.render_chat(messages, [tool] if role == "tool" else []):
+                return True
+        except ChatTemplateFailed:
+            refused += 1
+    return refused == len(probes)
+
+
+def _probes(role: str, is_first: bool) -> list[list[Message]]:
+    said: Message = {"role": role, "content": _PROBE_WORD}
+    asked: Message = {"role": "user", "content": "Yes?"}
+    answered: Message = {"role": "assistant", "content": "No."}
+    if is_first:
+        return [[said], [said, asked]]
+    call = {"id": _PROBE_CALL_ID, "type": "function", "function": {"name": _PROBE_TOOL, "arguments": {}}}
+    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result: Message = {**said, "tool_call_id": _PROBE_CALL_ID, "name": _PROBE_TOOL}
+    return [[asked, said], [asked, answered, said], [asked, answered, said, asked], [asked, calls, result]]

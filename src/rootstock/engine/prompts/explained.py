@@ -10,21 +10,21 @@ _CONTEXT_CHARS = 80
 _QUOTED_CHARS = 40
 
 
-def explained_in_words(explanation: Explanation, tokens: Tokens, codec: ModelTokenizer) -> str:
+def explained_in_words(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> str:
     """Returns the explanation's message, with the text at which the prompt leaves the cached prefixes."""
     message, at = explanation.message, explanation.divergence
     if explanation.below is not None:
         message += f" {explanation.below.message}"
     if at is None:
         return message
-    before, asked = text_before(tokens, at, codec), token_text(codec, int(tokens[at]))
+    before, asked = text_before(tokens, at, tokenizer), token_text(tokenizer, int(tokens[at]))
     message += f" After {before[-_QUOTED_CHARS:]!r} it says {asked!r}"
     if explanation.cached_tokens_there:
-        cached = (repr(token_text(codec, token)) for token in explanation.cached_tokens_there)
+        cached = (repr(token_text(tokenizer, token)) for token in explanation.cached_tokens_there)
         message += f", cached prefixes say {', '.join(cached)}"
     return f"{message}."
 
 
-def text_before(tokens: Tokens, position: int, codec: ModelTokenizer) -> str:
+def text_before(tokens: Tokens, position: int, tokenizer: ModelTokenizer) -> str:
     """Returns the end of the text before a position of the prompt."""
-    return codec.decode(tokens[max(0, position - _CONTEXT_CHARS) : position].tolist())[-_CONTEXT_CHARS:]
+    return tokenizer.decode(tokens[max(0, position - _CONTEXT_CHARS) : position].tolist())[-_CONTEXT_CHARS:]

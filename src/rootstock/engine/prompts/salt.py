@@ -10,11 +10,11 @@ from rootstock.errors import InvalidParameter
 
 
 def salt_of(tenant: str, salt: str | None) -> str:
-    """Hash a tenant and a client's `cache_salt` into the salt of a namespace: 64 characters, or "" without either.
+    """Hashes a tenant and a client's `cache_salt` into the salt of a namespace: 64 characters, or "" without either.
 
-    Every other pair has another hash. The tenant comes from a key or a proxy, `cache_salt` from the client: no
+    Each pair has a hash of its own. The tenant comes from a key or a proxy, `cache_salt` from the client: no
     `cache_salt` leads into another tenant's namespace. The hash is cryptographic, because a client that finds two
-    salts with one digest could read another's cache. Raises InvalidParameter.
+    salts with one digest could read another client's cache. Raises InvalidParameter.
     """
     salt = salt or ""
     refuse_long(salt, "cache_salt")
@@ -26,6 +26,6 @@ def salt_of(tenant: str, salt: str | None) -> str:
 
 
 def refuse_long(text: str, name: str) -> None:
-    """Refuse a salt or a tenant's name that is too long. Raises InvalidParameter."""
+    """Refuses a salt or a tenant's name that is too long. Raises InvalidParameter."""
     if len(text) > MAX_SALT_LENGTH:
         raise InvalidParameter(name, text, f"at most {MAX_SALT_LENGTH:,} characters, not {len(text):,}")

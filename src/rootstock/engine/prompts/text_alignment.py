@@ -1,9 +1,9 @@
-"""Where two texts part, in characters and in tokens, without tokenising the second one whole.
+"""The common prefix of two texts, in characters and in tokens, without tokenizing the whole second text.
 
-Tokenizers merge across any place in a text, so equal text before a place does not mean equal tokens. But what a
-token is depends on the text near it: a window around the place where two texts part is tokenised in both, and the
-window's tokens in the first text are compared with those that the whole text has there. Where they disagree (a
-tokenizer that treats a text's beginning in its own way), the second text is tokenised whole.
+Tokenizers merge across any place in a text, so equal text before a place does not mean equal tokens. But tokens
+depend only on the text near them: a window around the place where the texts diverge is tokenized in both, and the
+window's tokens of the first text are compared with the tokens that the whole text has there. If they differ (some
+tokenizers treat the beginning of a text in a special way), the whole second text is tokenized.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 
 _WINDOW_TOKENS = 64  # before the place
 _WINDOW_CHARS = 64  # after it
-_CERTAIN_TOKENS = 16  # that must agree before the place
+_CERTAIN_TOKENS = 16  # before the place, that must be equal in window and text
 _STEP_CHARS = 4096
 
 
 def common_tokens(tokenizer: ModelTokenizer, placed: PlacedTokens, other: str) -> int:
-    """How many of the first tokens of `placed` are also the first tokens of `other`."""
+    """Returns the length of the common prefix in tokens."""
     chars = common_chars(placed.text, other)
     if chars == len(placed.text) == len(other):
         return len(placed.tokens)
@@ -43,7 +43,7 @@ def _common_tokens_near(
     certain = count if first == 0 else min(count, _CERTAIN_TOKENS)
     if certain == 0 and first > 0:
         return None
-    for extra in (0, 1, -1):  # a window's first tokens may be one more or less than the text's there
+    for extra in (0, 1, -1):  # the window may begin with one token more or less than the text has there
         end = first + count - extra
         if end >= certain and np.array_equal(
             placed.tokens[end - certain : end], own[count - certain : count]
@@ -53,17 +53,17 @@ def _common_tokens_near(
 
 
 def shared(one: Tokens, other: Tokens) -> int:
-    """The length of the common prefix."""
+    """Returns the length of the common prefix."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def common_chars(one: str, other: str) -> int:
-    """The length of the common prefix, at memory speed."""
+    """Returns the length of the common prefix, at memory speed."""
     low, high = 0, min(len(one), len(other))
     step = _STEP_CHARS
-    while low < high:  # equal before `low`; far steps first, so that long texts are compared but once
+    while low < high:  # equal before `low`; far steps first: long texts are compared only once
         middle = low + min(step, high - low)
         if one[low:middle] == other[low:middle]:
             low = middle

@@ -1,4 +1,4 @@
-"""One HTTP request of OpenAI's API → what the engine is asked and how it is answered."""
+"""Calls: an HTTP request of OpenAI's API as requests to the engine, and the format of its response."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from rootstock.cache.checkpoints import Boundary
 from rootstock.cache.plan import Tokens
-from rootstock.engine.limits import MAX_LOGPROBS
+from rootstock.engine.limits import MAX_LOGPROBS, MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.chat import Conversation, chat_tokens, escaped
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import Conversation
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import EmptyPrompt, InvalidParameter, ModelNotFound, TooManyLogprobs
-from rootstock.server.openai.responses import ChatFormat, CompletionFormat, Echo, WireFormat
+from rootstock.server.openai.responses import ChatFormat, CompletionFormat, Echo, Prompt, WireFormat
 from rootstock.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,11 +29,9 @@ from rootstock.server.openai.schema import (
     GenerationFields,
     Json,
     TemplateFields,
-    prompts_of,
 )
 
-# Tells how long an answer may be where that is less than was asked for. A header comes with streams, too, whose usage
-# only those see who ask for it.
+# The length that an answer may have, if `max_tokens` was lowered. Usage would not reach every client of a stream.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -42,14 +43,14 @@ class Call:
     choices_per_prompt: int
     stream: bool
     include_usage: bool
-    lowered_max_tokens: int | None = None  # the least, where the context has less room than was asked for
+    lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
 
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
 
     def refuse_too_many_logprobs(self, context_limit: int) -> None:
-        """Bounds the answer: each choice of a prompt has all log-probabilities of its own and of the prompt.
+        """Bounds the log-probabilities of the response: each choice repeats those of its prompt.
 
         Raises TooManyLogprobs.
         """
@@ -73,7 +74,7 @@ class Call:
 
 
 def _most_tokens(request: Request, context_limit: int) -> int:
-    """Of an answer."""
+    """Returns the length that an answer can have."""
     room = max(0, context_limit - len(request.tokens))
     return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
@@ -85,9 +86,9 @@ class ServedModel:
     tokenizer: PromptTokenizer
     defaults: SamplingDefaults
     context_limit: int  # tokens of a prompt and its answer
-    most_requests: int  # that run and wait in the engine at once
-    parse_special_tokens: bool = False  # in the text of messages, as control tokens
-    wants_boundaries: bool = False  # it cannot resume just anywhere: say where later requests may diverge
+    most_requests: int  # running and waiting in the engine at once
+    parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
+    wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -99,7 +100,7 @@ class ServedModel:
             raise ModelNotFound(asked, self.name)
 
     def chat_call(self, body: ChatCompletionRequest, tenant: str) -> Call:
-        """Renders and tokenises: not for an event loop. Raises RequestError."""
+        """Renders and tokenizes: not for an event loop. Raises RequestError."""
         self.refuse_other(body.model)
         body.refuse_unsupported()
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -108,35 +109,26 @@ class ServedModel:
         salt = salt_of(tenant, body.cache_salt)
         stop = body.stopping(max_tokens, self.vocab_size)
         tokens, boundaries = self._chat_prompt(self._conversation(body, body.messages), salt)
-        id = f"chatcmpl-{uuid.uuid4().hex}"
+        id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
         return self._call(
             body,
             ChatFormat(self._head(id, "chat.completion"), self.model_tokenizer),
-            requests_for(
-                id,
-                [tokens],
-                body.choices_per_prompt,
-                sampling,
-                stop,
-                salt=salt,
-                boundaries=boundaries,
-            ),
+            requests_for(id, [tokens], n, sampling, stop, salt=salt, boundaries=boundaries),
         )
 
     def completion_call(self, body: CompletionRequest, tenant: str) -> Call:
-        """Tokenises: not for an event loop. Raises RequestError."""
+        """Tokenizes: not for an event loop. Raises RequestError."""
         self.refuse_other(body.model)
         body.refuse_unsupported()
         max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(self.vocab_size, self.defaults, body.logprobs)
         stop = body.stopping(max_tokens, self.vocab_size)
         prompts = prompts_of(body.prompt, self.tokenizer)
-        asked = len(prompts) * body.choices_per_prompt
+        id, n = f"cmpl-{uuid.uuid4().hex}", body.choices_per_prompt
+        asked = len(prompts) * n
         if asked > self.most_requests:
             allowed = f"such that prompts × n is at most {self.most_requests:,}, not {asked:,}"
-            raise InvalidParameter("n", body.choices_per_prompt, allowed)
-        id = f"cmpl-{uuid.uuid4().hex}"
-        n = body.choices_per_prompt
+            raise InvalidParameter("n", n, allowed)
         echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
         return self._call(
             body,
@@ -194,3 +186,35 @@ class ServedModel:
 
     def _head(self, id: str, object: str) -> Json:
         return {"id": id, "object": object, "created": int(time.time()), "model": self.name}
+
+
+def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
+    """Returns the prompts of text, token ids, or a list of either. Tokenizes: not for an event loop."""
+    if isinstance(prompt, str) or _are_ids(prompt):
+        return [_prompt_of(prompt, tokenizer)]
+    if not isinstance(prompt, list):
+        raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
+    if not prompt:
+        raise EmptyPrompt()
+    if type(prompt[0]) is not int:
+        refuse_more_than(MAX_PROMPTS, prompt, "prompt")
+    ids = type(prompt[0]) is int
+    for i, each in enumerate(prompt):
+        if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
+            allowed = "a token id" if ids else "a string or a list of token ids"
+            raise InvalidParameter(f"prompt[{i}]", each, allowed)
+    return [_prompt_of(each, tokenizer) for each in prompt]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _prompt_of(prompt: str | list[int], tokenizer: PromptTokenizer) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(text_tokens(tokenizer, prompt), prompt)
+    least, largest = min(prompt), max(prompt)
+    if not 0 <= least <= largest < 2**31:
+        wrong = least if least < 0 else largest
+        raise InvalidParameter("prompt", wrong, "token ids of the model's vocabulary")
+    return Prompt(np.array(prompt, dtype=np.int32), None)

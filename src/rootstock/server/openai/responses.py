@@ -1,4 +1,4 @@
-"""OpenAI's wire format, outwards: what the engine's events look like, whole and in chunks."""
+"""OpenAI's wire format, outwards: the engine's events as a whole response, or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.cache.plan import Tokens
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.json_pieces import Kept, LazyList, items_text, json_pieces
-from rootstock.server.openai.schema import Json, Prompt
+from rootstock.server.openai.schema import Json
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _ENTRIES_PER_PIECE = 512  # log-probabilities: less than a millisecond of encoding
 
 
 class ChoiceHistory:
-    """All that a whole answer needs of a choice's events: 12 bytes a log-probability, where an event has 100."""
+    """The parts of a choice's events that a whole answer needs: 12 bytes a log-probability instead of 100."""
 
     def __init__(self) -> None:
         self.prompt_logprobs: Logprobs | None = None
@@ -60,7 +61,7 @@ class ChoiceHistory:
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """Of the sampled tokens, if they have any."""
+        """The log-probabilities of the sampled tokens, if they have any."""
         rows = len(self._tokens)
         if rows == 0:
             return None
@@ -73,7 +74,7 @@ class ChoiceHistory:
 
 
 class WireFormat(Protocol):
-    """How one HTTP request's events look on the wire. Keeps what its answer needs of earlier events.
+    """The format of one HTTP request's response. It keeps the state that later events of the response need.
 
     Choices may hold LazyLists: `json_pieces` is their text.
     """
@@ -84,15 +85,15 @@ class WireFormat(Protocol):
     def chunk_object(self) -> str: ...
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        """The streamed choices that an event becomes, of other requests of the same prompt as well."""
+        """Yields the streamed choices of an event, also those of other requests with the same prompt."""
         ...
 
     def text_choice(self, index: int, text: str) -> Json:
-        """What `choices` makes of a token that has text and no log-probability, and is not the first event."""
+        """Returns the choice of a token with text alone that is not the first event of its request."""
         ...
 
     def whole(self, index: int, history: ChoiceHistory) -> Json:
-        """The choice that all events of one request become. Called in the order of the requests."""
+        """Returns the choice of a whole answer. Called in the order of the requests."""
         ...
 
 
@@ -159,12 +160,18 @@ class ChatFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: Tokens
+    text: str | None  # None: the client sent tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Echo:
-    """The prompts that an answer begins with, each in all of its choices."""
+    """The prompts with which the choices of an answer begin."""
 
     prompts: Sequence[Prompt]
     choices_per_prompt: int
-    scored: bool  # with log-probabilities, which the first choice of each prompt brings
+    scored: bool  # with log-probabilities, which come with the first choice of each prompt
 
 
 class CompletionFormat:
@@ -270,8 +277,7 @@ class CompletionFormat:
         return _ScoredPrompt(columns, offsets)
 
     def _columns(self, scored: Logprobs, offsets: Callable[[], _Offsets]) -> dict[str, Iterator[str]]:
-        """Returns the pieces of each column. `offsets` answers where the text stands before these tokens, and is
-        asked when the first of them is due."""
+        """Returns the pieces of each column. `offsets` returns the offset before the first token, when it is due."""
 
         def pieces(items: Callable[[Logprobs], list[Any]]) -> Iterator[str]:
             return (items_text(items(part)) for part in _slices(scored))
@@ -319,13 +325,13 @@ class _ScoredPrompt:
 
 
 def _slices(scored: Logprobs) -> Iterator[Logprobs]:
-    """Rows with about as many entries as one piece of JSON has."""
+    """Yields slices of rows with as many entries as one piece of JSON has."""
     rows = max(1, _ENTRIES_PER_PIECE // (1 + scored.top_tokens.shape[1]))
     return (scored[at : at + rows] for at in range(0, len(scored), rows))
 
 
 class _Offsets:
-    """At which character of a request's text each of its tokens begins."""
+    """Positions of a request's tokens in its text, in characters."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -351,7 +357,7 @@ def usage_body(usage: Usage) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        # OpenAI's names for what a client predicts; here it is the server that does. Those rejected cost no token.
+        # OpenAI's names for a client's prediction; here the server drafts. Rejected drafts cost no token.
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.accepted_draft_tokens,
             "rejected_prediction_tokens": usage.draft_tokens - usage.accepted_draft_tokens,
@@ -360,8 +366,8 @@ def usage_body(usage: Usage) -> Json:
 
 
 class ChunkWriter:
-    """Server-sent events. Everything but the choice is the same in every chunk, and is written once; of a choice that
-    is nothing but text, everything but the text."""
+    """Writer of server-sent events. The parts around the choice are encoded once, and so are those around the text of
+    a choice that has text alone."""
 
     def __init__(self, format: WireFormat, include_usage: bool) -> None:
         head = json.dumps(format.head | {"object": format.chunk_object}, ensure_ascii=False)
@@ -371,7 +377,7 @@ class ChunkWriter:
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
     def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
-        """Yields the text of an event's chunks in pieces. All must be taken before the next event's."""
+        """Yields the text of an event's chunks in pieces. Take all of them before those of the next event."""
         text = self._text_chunk(index, event)
         if text is not None:
             yield text
@@ -388,8 +394,10 @@ class ChunkWriter:
             self._around_text[index] = before, after
 
     def texts(self, events: Sequence[tuple[int, Event]]) -> str | None:
-        """Their chunks, if they are tokens of nothing but text in choices that have begun; otherwise None. Changes
-        nothing, so that `chunks` may be asked for the same events afterwards."""
+        """Returns the chunks of tokens with text alone in choices that have begun; None for any other event.
+
+        It changes no state: `chunks` may follow with the same events.
+        """
         chunks = ""
         for index, event in events:
             chunk = self._text_chunk(index, event)
@@ -417,6 +425,6 @@ def error_event(body: Json) -> str:
 
 DONE = "data: [DONE]\n\n"
 
-_TEXT = "\0text"  # stands where text goes, and in nothing else that a chunk holds
+_TEXT = "\0text"  # a placeholder for the text, unlike any other part of a chunk
 _quoted: Callable[[str], str] = json.encoder.encode_basestring  # as `_dumps` writes a string
 _dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode

@@ -1,8 +1,10 @@
-"""OpenAI's wire format, inwards: what its requests may hold, and what that means to the engine.
+"""OpenAI's wire format, inwards: the fields of requests, and their translation to parameters of the engine.
 
-Fields that OpenAI does not have (top_k, min_p, cache_salt, …) are named as other OpenAI-compatible servers name
-them. A known field that cannot be obeyed and would change the answer is refused (`known_fields`). Fields that are not
-known are ignored, as those servers do.
+Fields that OpenAI does not have (top_k, min_p, cache_salt, …) have the names of other OpenAI-compatible servers.
+A field of OpenAI, vLLM, SGLang, llama.cpp or another server that is not implemented and would change the answer is
+refused (`REFUSED`) unless its value is neutral: null, or a value that means "off" or equals this server's behaviour.
+A field that never changes the answer is ignored (`IGNORED`), and so is a field that no table names: clients send
+fields of their own.
 """
 
 from __future__ import annotations
@@ -11,10 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from rootstock.cache.plan import Tokens
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.limits import (
     MAX_CHOICES,
@@ -22,7 +22,6 @@ from rootstock.engine.limits import (
     MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
-    MAX_PROMPTS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -33,32 +32,27 @@ from rootstock.engine.limits import (
     MIN_REPETITION_PENALTY,
     refuse_deep,
     refuse_large,
-    refuse_more_than,
 )
 from rootstock.engine.prompts.chat import (
     Conversation,
     chosen_tools,
     conversation_of,
+    refuse_dropped_roles,
     refuse_surrogates,
     refuse_unread_variables,
-    text_tokens,
 )
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.prompts.roles import refuse_dropped_roles
 from rootstock.engine.request import SamplingParams, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, Tool
-from rootstock.errors import EmptyPrompt, InvalidParameter, Unsupported
-from rootstock.server.openai.unsupported_fields import refuse_unsupported_fields
+from rootstock.errors import InvalidParameter, Unsupported
 
-# Templates have one of the two.
-_REASONING_SWITCHES = ("enable_thinking", "thinking")
+_REASONING_SWITCHES = ("enable_thinking", "thinking")  # a template has one of them, or none
 
 Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
-# Many wrong values would be an error each, and take minutes: so `fail_fast`, and no check of keys, which may be no
-# text (half of a surrogate pair).
+# `fail_fast`, because each wrong value would be an error of its own, and many errors take minutes. Keys are not
+# checked: they may be no text (half of a surrogate pair).
 JsonObject = dict[Any, Any]
 Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ToolList = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -74,7 +68,7 @@ class StreamOptions(Wire):
 
 
 class TemplateFields(Wire):
-    """What a chat template is given beside the messages."""
+    """Arguments of a chat template other than the messages."""
 
     tools: ToolList | None = None
     tool_choice: str | JsonObject | None = None
@@ -113,7 +107,7 @@ class TemplateFields(Wire):
         return tools
 
     def _options(self, names: TemplateNames) -> Json:
-        """Template variables. Raises InvalidParameter and Unsupported."""
+        """Returns the template's variables. Raises InvalidParameter and Unsupported."""
         options = {"add_generation_prompt": self.add_generation_prompt, **self._template_kwargs(names)}
         for field, name, value in self._reasoning(names):
             if options.setdefault(name, value) != value:
@@ -147,7 +141,7 @@ class TemplateFields(Wire):
         return kwargs
 
     def _reasoning(self, names: TemplateNames) -> Iterator[tuple[str, str, Any]]:
-        """The fields about reasoning that were sent, each with the template's variable and its value."""
+        """Yields each given field about reasoning, with the template's variable and its value."""
         switch = next((name for name in _REASONING_SWITCHES if name in names.variables), None)
         asked: dict[str, bool | None] = {
             "enable_thinking": self.enable_thinking,
@@ -174,7 +168,7 @@ class TemplateFields(Wire):
 
 
 class GenerationFields(Wire):
-    """What both routes share."""
+    """Fields of both routes."""
 
     model: Label | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -206,7 +200,7 @@ class GenerationFields(Wire):
     ignore_eos: bool | None = None
     response_format: JsonObject | None = None
     user: Label | None = None
-    prompt_cache_key: Annotated[Label | None, Field(description="a hint, never part of what is cached")] = (
+    prompt_cache_key: Annotated[Label | None, Field(description="a hint, without influence on the cache")] = (
         None
     )
     cache_salt: Annotated[str | None, Field(description="prefixes are shared only within one salt")] = None
@@ -281,7 +275,7 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
 
 
 class CompletionRequest(GenerationFields):
-    # Any: pydantic would try four alternatives, element by element, and answer with all that is wrong in each.
+    # Any: pydantic would try four alternatives, element by element, and report the errors of each.
     prompt: Annotated[Any, Field(description="text, token ids, or a list of either")]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -312,47 +306,9 @@ class ExplainRequest(TemplateFields):
 
 
 class ClearRequest(Wire):
-    """Whose prefixes go."""
+    """The salt whose prefixes are removed."""
 
     cache_salt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: Tokens
-    text: str | None  # None: given as tokens
-
-
-def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
-    """Text, token ids, or a list of either. Tokenises: not for an event loop."""
-    if isinstance(prompt, str) or _are_ids(prompt):
-        return [_prompt_of(prompt, tokenizer)]
-    if not isinstance(prompt, list):
-        raise InvalidParameter("prompt", prompt, "a string, a list of token ids, or a list of either")
-    if not prompt:
-        raise EmptyPrompt()
-    if type(prompt[0]) is not int:
-        refuse_more_than(MAX_PROMPTS, prompt, "prompt")
-    ids = type(prompt[0]) is int
-    for i, each in enumerate(prompt):
-        if type(each) is not int if ids else not isinstance(each, str) and not _are_ids(each):
-            allowed = "a token id" if ids else "a string or a list of token ids"
-            raise InvalidParameter(f"prompt[{i}]", each, allowed)
-    return [_prompt_of(each, tokenizer) for each in prompt]
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
-
-
-def _prompt_of(prompt: str | list[int], tokenizer: PromptTokenizer) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(text_tokens(tokenizer, prompt), prompt)
-    least, largest = min(prompt), max(prompt)
-    if not 0 <= least <= largest < 2**31:
-        wrong = least if least < 0 else largest
-        raise InvalidParameter("prompt", wrong, "token ids of the model's vocabulary")
-    return Prompt(np.array(prompt, dtype=np.int32), None)
 
 
 def _biases(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, float]:
@@ -368,7 +324,7 @@ def _biases(logit_bias: Mapping[str, Any], vocab_size: int) -> dict[int, float]:
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:
-    """Whether the model is to reason; None leaves it to the template. Raises InvalidParameter and Unsupported."""
+    """Returns whether the model reasons; None leaves it to the template. Raises InvalidParameter and Unsupported."""
     if not isinstance(asked, dict):
         return asked
     if asked.get("budget_tokens") is not None:
@@ -382,3 +338,132 @@ def _thinking(asked: bool | Json | None) -> bool | None:
             return None
         case other:
             raise InvalidParameter("thinking.type", other, "'enabled', 'disabled' or 'adaptive'")
+
+
+# They name the sender, tell how to schedule, bill, log or time the request, or format content that this server never
+# sends.
+IGNORED = frozenset(
+    {
+        # OpenAI
+        "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store",
+        # Calls are not parsed yet: there is nothing to limit.
+        "parallel_tool_calls",
+        # vLLM, SGLang
+        "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",
+        "spaces_between_special_tokens", "stream_reasoning",
+        # llama.cpp
+        "cache_prompt", "id_slot", "n_keep", "return_progress", "timings_per_token",
+        # Of samplers whose switch is refused: without effect while it is off
+        "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "mirostat_eta", "mirostat_tau", "repeat_last_n", "smoothing_curve", "xtc_threshold",
+        # OpenRouter, Anthropic
+        "anthropic_beta", "anthropic_version", "betas", "provider", "usage",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that is refused unless its value is neutral."""
+
+    remedy: str
+    neutral: tuple[Any, ...] = ()  # values besides null that change nothing
+
+    def refuse(self, name: str, value: Any) -> None:
+        """Raises Unsupported unless `value` is neutral."""
+        if value is None or value in self.neutral:
+            return
+        known = f", or send {_spelled(self.neutral[0])}" if self.neutral else ""
+        raise Unsupported(name, f"{self.remedy} Leave it out{known}.")
+
+
+def _group(remedy: str, **neutral: tuple[Any, ...]) -> dict[str, Refused]:
+    return {name: Refused(remedy, values) for name, values in neutral.items()}
+
+
+_OFF = (False,)
+_EMPTY: tuple[Any, ...] = ([], "", {})
+
+REFUSED: Mapping[str, Refused] = {
+    **_group(
+        "Answers cannot be constrained to a grammar or a schema yet.",
+        ebnf=_EMPTY, grammar=_EMPTY, guided_choice=_EMPTY, guided_decoding_backend=(), guided_grammar=_EMPTY,
+        guided_json=(), guided_json_object=_OFF, guided_regex=_EMPTY, guided_whitespace_pattern=(),
+        json_schema=(), output_config=_EMPTY, output_format=(), regex=_EMPTY, structural_tag=(),
+        structured_outputs=_EMPTY,
+    ),
+    **_group(
+        "The sampler does not have it.",
+        allowed_token_ids=_EMPTY, bad_words=_EMPTY, banned_tokens=_EMPTY, custom_logit_processor=_EMPTY,
+        custom_params=_EMPTY, do_sample=(True,), dry_multiplier=(0,), dynatemp_range=(0,), dynamic_temperature=_OFF,
+        encoder_repetition_penalty=(1,), epsilon_cutoff=(0,), eta_cutoff=(0,), guidance_scale=(1,),
+        logits_processors=_EMPTY, mirostat=(0,), mirostat_mode=(0,), negative_prompt=("",),
+        no_repeat_ngram_size=(0,), penalty_alpha=(0,), samplers=_EMPTY, sampler_order=_EMPTY,
+        sampler_priority=_EMPTY, smoothing_factor=(0,), temperature_last=_OFF, tfs=(1,), tfs_z=(1,), top_a=(0,),
+        top_n_sigma=(-1, 0), typical=(1,), typical_p=(1,), xtc_probability=(0,),
+    ),
+    **_group(
+        "Beam search is not implemented.",
+        beam_width=(1,), diversity_penalty=(0,), early_stopping=_OFF, length_penalty=(1,), num_beam_groups=(1,),
+        num_beams=(1,), use_beam_search=_OFF,
+    ),
+    **_group(
+        "A prompt is never cut: shorten it before you send it.",
+        transforms=_EMPTY, truncate=(False, "END", "NONE"), truncate_prompt_tokens=(), truncation=("disabled", False),
+        truncation_side=(),
+    ),
+    **_group(
+        "Use 'max_tokens'.",
+        max_length=(), max_new_tokens=(), max_output_tokens=(), n_predict=(-1,), num_predict=(-1,),
+    ),
+    **_group("Use 'min_tokens'.", min_length=(0,), min_new_tokens=(0,)),
+    **_group("Use 'repetition_penalty'.", repeat_penalty=(1,)),
+    **_group("Use 'seed'.", random_seed=(-1,), sampler_seed=(-1,)),
+    **_group("Use 'stop'.", stop_regex=_EMPTY, stop_sequences=_EMPTY),
+    **_group("Send it as a message of role 'system'.", instructions=("",), system=_EMPTY),
+    **_group("Use /v1/completions.", prompt=(), suffix=("",)),
+    **_group("Use /v1/responses of a server that has it.", input=(), previous_response_id=()),
+    **_group("Serve with --chat-template FILE.", chat_template=()),
+    **_group("Ask for n choices, and choose.", best_of=(1,)),
+    **_group(
+        "Only text is read and written.",
+        audio=(), image_data=_EMPTY, images=_EMPTY, mm_processor_kwargs=_EMPTY, prompt_embeds=(), video=(),
+    ),
+    **_group(
+        "Nothing is searched, called or kept on the server.",
+        container=(), context_management=_EMPTY, data_sources=_EMPTY, mcp_servers=_EMPTY, models=_EMPTY,
+        plugins=_EMPTY, web_search_options=(),
+    ),
+    **_group("One model is served, without adapters.", lora=(), lora_path=(), lora_request=()),
+    **_group(
+        "How long the model reasons cannot be limited yet.",
+        max_thinking_tokens=(), reasoning_budget=(-1,), thinking_budget=(-1,), thinking_token_budget=(-1,),
+    ),
+    **_group("Use 'reasoning_effort', 'enable_thinking' or 'thinking'.", reasoning=_EMPTY),
+    **_group(
+        "Reasoning stays in the answer as the model writes it.",
+        include_reasoning=(True,), reasoning_format=("none",), separate_reasoning=_OFF,
+    ),
+    **_group("The length of answers cannot be set by it.", verbosity=("medium",)),
+    **_group(
+        "The answer does not have this form.",
+        echo=_OFF, include_stop_str_in_output=_OFF, logprob_start_len=(-1,), n_probs=(0,), no_stop_trim=_OFF,
+        prompt_logprobs=(), return_hidden_states=_OFF, return_logprob=_OFF, return_routed_experts=_OFF,
+        return_text_in_logprobs=_OFF, return_token_ids=_OFF, return_tokens=_OFF,
+        return_tokens_as_token_ids=_OFF, skip_special_tokens=(True,), top_logprobs_num=(0,),
+    ),
+    **_group("It is not implemented.", kv_transfer_params=(), session_params=(), vllm_xargs=_EMPTY),
+}  # fmt: skip
+
+
+def refuse_unsupported_fields(fields: Mapping[str, Any]) -> None:
+    """Refuses fields of REFUSED among those that the schema does not declare. Raises Unsupported."""
+    for name, value in fields.items():
+        refused = REFUSED.get(name)
+        if refused is not None:
+            refused.refuse(name, value)
+
+
+def _spelled(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

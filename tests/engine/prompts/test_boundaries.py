@@ -1,3 +1,5 @@
+"""Boundaries of chats: the positions at which later requests diverge from a prompt, for many chat templates."""
+
 from __future__ import annotations
 
 import random
@@ -9,28 +11,25 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, tokenizer_of
 from rootstock.cache.checkpoints import CheckpointKind
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import Conversation, conversation_of, placed_chat
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.chat import Conversation, conversation_of
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens, shared
-from rootstock.engine.tokenizer import HFTokenizer, Message
+from rootstock.engine.tokenizer import HFTokenizer, Message, ModelTokenizer, PlacedTokens
 from rootstock.errors import RootstockError
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from server.chat_codecs import TEMPLATES, WITHOUT_TOOLS, codec_of, tokenizer_of
 
 Json = dict[str, Any]
-SYSTEM, USER, TOOL, MARK = (
-    CheckpointKind.SYSTEM,
-    CheckpointKind.USER,
-    CheckpointKind.TOOL,
-    CheckpointKind.MARK,
-)
+SYSTEM, USER = CheckpointKind.SYSTEM, CheckpointKind.USER
+TOOL, MARK = CheckpointKind.TOOL, CheckpointKind.MARK
 TOOLS: list[Json] = [
     {"type": "function", "function": {"name": name, "description": f"{name} a word.", "parameters": {}}}
     for name in ("look_up", "count")
 ]
 RULES = {"role": "system", "content": "You are a helpful assistant of a small library."}
+CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
 def user(text: str) -> Json:
@@ -52,24 +51,28 @@ def result(number: int) -> Json:
     return {"role": "tool", "tool_call_id": f"call{number:05}", "content": f"w{number} is a plant."}
 
 
+def placed_in(tokenizer: ModelTokenizer, conversation: Conversation) -> PlacedTokens:
+    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))
+
+
 def found(
     template: str, messages: list[Json], tools: list[Json] | None = None, kind: str = "bytes", **options: Any
 ) -> dict[CheckpointKind, list[str]]:
-    """What the prompt says up to each boundary, by its last 80 characters."""
-    codec = codec_of(template, kind)
+    """Returns the last 80 characters of the prompt before each boundary."""
+    tokenizer = chat_tokenizer(template, kind)
     conversation = conversation_of(messages, tools or [], options)
-    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
+    placed = placed_in(tokenizer, conversation)
     told: dict[CheckpointKind, list[str]] = {}
-    for boundary in boundaries_of(codec, conversation, placed):
+    for boundary in boundaries_of(tokenizer, conversation, placed):
         end = placed.char_at(boundary.position) if boundary.position < len(placed.tokens) else None
         told.setdefault(boundary.kind, []).append(placed.text[:end][-80:])
     return told
 
 
-# ---- what the kinds of templates do
+# ---- the kinds of templates
 
 
-def test_where_nothing_is_dropped_the_next_turn_leaves_at_the_end_of_the_prompt() -> None:
+def test_a_template_that_drops_nothing_has_a_boundary_at_the_end_of_the_prompt() -> None:
     told = found("chatml", [RULES, user("What is a tree?")], TOOLS)
     assert [text[-17:] for text in told.pop(SYSTEM)] == ["<|im_start|>user\n"]
     [end] = told.pop(USER)
@@ -78,7 +81,7 @@ def test_where_nothing_is_dropped_the_next_turn_leaves_at_the_end_of_the_prompt(
 
 
 @pytest.mark.behaviour(24)
-def test_before_the_reasoning_of_the_last_user_turn_and_after_the_tools_result_within_it() -> None:
+def test_boundaries_lie_before_the_reasoning_of_the_last_turn_and_after_a_tools_result() -> None:
     turn = [user("What is a tree?"), call(1, "I look."), result(1), call(2, "Again."), result(2)]
     told = found("qwen3", [RULES, user("Hi."), answer("Hello."), *turn], TOOLS)
     assert [text[-17:] for text in told[SYSTEM]] == ["<|im_start|>user\n"]
@@ -90,7 +93,7 @@ def test_before_the_reasoning_of_the_last_user_turn_and_after_the_tools_result_w
 
 @pytest.mark.behaviour(24)
 @pytest.mark.parametrize("template", ["qwen3_thinking", "deepseek"])
-def test_where_the_prompt_opens_the_reasoning_the_boundary_is_before_it(template: str) -> None:
+def test_the_boundary_lies_before_reasoning_that_the_prompt_opens(template: str) -> None:
     told = found(template, [RULES, user("What is a tree?")], TOOLS)
     [end] = told[USER]
     assert "tree?" in end
@@ -101,44 +104,44 @@ def test_where_the_prompt_opens_the_reasoning_the_boundary_is_before_it(template
     assert "<think>" not in end
 
 
-def test_reasoning_that_clients_keep_in_the_content_is_dropped_alike() -> None:
+def test_reasoning_within_the_content_is_dropped_too() -> None:
     thought = "<think>\nI look.\n</think>\n\n"
     calling = {**call(1), "content": thought}
     told = found("qwen3", [RULES, user("What is a tree?"), calling, result(1)], TOOLS)
     assert [text.endswith("tree?<|im_end|>\n<|im_start|>assistant\n") for text in told[USER]] == [True]
 
 
-def test_tools_in_the_first_user_message_belong_to_what_conversations_share() -> None:
+def test_tools_in_the_first_user_message_precede_the_system_boundary() -> None:
     told = found("llama_3", [RULES, user("What is a tree?")], TOOLS)
     assert told[SYSTEM][0].endswith('"parameters": {}\n    }\n}\n\n')
 
 
-def test_a_system_prompt_that_moves_to_the_last_user_message_is_left_behind_before_it() -> None:
+def test_a_system_prompt_that_moves_to_the_last_user_message_has_a_boundary_before_it() -> None:
     told = found("mistral", [RULES, user("What is a tree?"), answer("A plant."), user("And a bush?")], TOOLS)
     assert any(text.endswith("[INST] What is a tree?[/INST] A plant.</s>[") for text in told[USER])
 
 
 @pytest.mark.parametrize("template", WITHOUT_TOOLS)
-def test_what_a_template_refuses_says_nothing_and_fails_nothing(template: str) -> None:
+def test_a_rendering_that_the_template_refuses_yields_no_boundary_and_no_error(template: str) -> None:
     tools: list[Json] = TOOLS if template == "strict" else []
     told = found(template, [RULES, user("What is a tree?")], tools)
     assert set(told) == {SYSTEM, USER}
     only_user = (
-        """{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"""
+        "{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
-    codec = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
+    tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
     conversation = conversation_of([user("What?")])
-    assert boundaries_of(codec, conversation, placed_chat(conversation, PromptTokenizer(codec, 10**6))) == ()
+    assert boundaries_of(tokenizer, conversation, placed_in(tokenizer, conversation)) == ()
 
 
-def test_system_messages_in_the_middle_are_part_of_the_history() -> None:
+def test_system_messages_within_the_history_have_no_boundary() -> None:
     middle = {"role": "system", "content": "Be brief from now on."}
     told = found("chatml", [RULES, RULES, user("Hi."), answer("Hello."), middle, user("What is a tree?")])
     assert len(told[SYSTEM]) == len(told[USER]) == 1
     assert told[USER][0].endswith("tree?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_an_answer_that_is_to_be_continued_and_prompts_without_a_user_have_boundaries_too() -> None:
+def test_begun_answers_and_prompts_without_a_user_have_boundaries() -> None:
     begun = [RULES, user("What is a tree?"), answer("A tree is")]
     told = found("qwen3", begun, add_generation_prompt=False, continue_final_message=True)
     assert told[USER][0].endswith("tree?<|im_end|>\n<|im_start|>assistant\n")
@@ -149,13 +152,13 @@ def test_an_answer_that_is_to_be_continued_and_prompts_without_a_user_have_bound
 
 
 def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[Json]]]:
-    """A conversation as it grows, and its tools: every prompt that an agent would send."""
+    """Yields the messages and tools of each request of a growing conversation."""
     rng = random.Random(seed)
     tools = [] if template in WITHOUT_TOOLS else TOOLS
     words = ["tree", "bush", "é", "plant", "w1", "<b>", "Done.", "{}", "Go", "17", "\n\n", "", "of"]
 
     def text(most: int) -> str:
-        """Not beginning with what some tokenizers merge with the end of the prompt."""
+        """Makes a text whose beginning no tokenizer merges with the end of the prompt."""
         return " ".join(["It", *(rng.choice(words) for _ in range(rng.randint(1, most)))])
 
     messages: list[Json] = [{"role": "system", "content": text(30)}]
@@ -169,20 +172,20 @@ def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[J
 
 
 def by_the_whole_rendering(
-    codec: HFTokenizer, conversation: Conversation, following: list[Message]
+    tokenizer: HFTokenizer, conversation: Conversation, following: list[Message]
 ) -> int | None:
     try:
-        rendered = codec.render_chat([*conversation.messages, *following], conversation.tools)
+        rendered = tokenizer.render_chat([*conversation.messages, *following], conversation.tools)
     except Exception:
         return None
-    prompt = codec.encode_chat(conversation.render(codec))
-    return shared(prompt, codec.encode_chat(rendered))
+    prompt = tokenizer.encode_chat(conversation.render(tokenizer))
+    return shared(prompt, tokenizer.encode_chat(rendered))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
-def test_the_boundaries_are_where_whole_renderings_leave_the_prompt(template: str, kind: str) -> None:
-    codec = codec_of(template, kind)
+def test_boundaries_equal_the_positions_at_which_whole_renderings_diverge(template: str, kind: str) -> None:
+    tokenizer = chat_tokenizer(template, kind)
     next_turn: list[Message] = [answer("Done.", "Well."), user("Go on.")]
     called = [{"id": "call00000", "function": {"name": "look_up", "arguments": {}}}]
     next_step: list[Message] = [
@@ -192,67 +195,69 @@ def test_the_boundaries_are_where_whole_renderings_leave_the_prompt(template: st
     for seed in range(3):
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
-            boundaries = boundaries_of(codec, conversation, placed)
+            placed = placed_in(tokenizer, conversation)
+            boundaries = boundaries_of(tokenizer, conversation, placed)
             positions = [boundary.position for boundary in boundaries]
             assert positions == sorted(set(positions))
             assert all(0 < position <= len(placed.tokens) for position in positions)
             for following in (next_turn, next_step) if tools else (next_turn,):
-                expected = by_the_whole_rendering(codec, conversation, following)
+                expected = by_the_whole_rendering(tokenizer, conversation, following)
                 assert expected is not None
-                # One that lies a few tokens behind another is left out.
-                assert any(0 <= expected - position < 4 for position in [0, *positions]), (
-                    expected,
-                    positions,
-                )
+                # A boundary a few tokens after another is left out.
+                near = (0 <= expected - position < 4 for position in [0, *positions])
+                assert any(near), (expected, positions)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("template", sorted(set(TEMPLATES) - {"mistral", "gemma", "strict"}))
-def test_every_request_of_an_agent_leaves_the_ones_before_at_a_boundary_or_goes_on(
+def test_each_request_of_an_agent_diverges_at_a_boundary_of_an_earlier_one_or_continues_it(
     template: str, kind: str
 ) -> None:
-    """What is generated is what is sent back; reasoning is a part of it until a template drops it."""
-    codec = codec_of(template, kind)
+    """The agent sends generated answers back unchanged, with their reasoning until the template drops it."""
+    tokenizer = chat_tokenizer(template, kind)
     for seed in range(3):
         known: list[tuple[np.ndarray[Any, Any], set[int]]] = []
         for messages, tools in conversations(template, seed):
             conversation = conversation_of(messages, tools)
-            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
+            placed = placed_in(tokenizer, conversation)
             if known:
                 longest, at = max((shared(tokens, placed.tokens), at) for at, (tokens, _) in enumerate(known))
                 tokens, positions = known[at]
                 near = max((position for position in positions if position <= longest), default=0)
                 goes_on = longest >= len(tokens)
                 assert goes_on or longest - near < 4, (longest, sorted(positions), len(tokens))
-            known.append((placed.tokens, {b.position for b in boundaries_of(codec, conversation, placed)}))
+            known.append(
+                (placed.tokens, {b.position for b in boundaries_of(tokenizer, conversation, placed)})
+            )
 
 
-def test_tokens_that_merge_across_the_place_where_texts_part_do_not_count() -> None:
-    codec = codec_of("chatml")
+def test_tokens_that_merge_across_the_divergence_of_two_texts_are_not_common() -> None:
+    tokenizer = chat_tokenizer("chatml")
     one, other = "tree assistant of", "tree assistance"
-    placed = codec.place_chat(one)
-    assert common_tokens(codec, placed, other) == shared(codec.encode_chat(one), codec.encode_chat(other))
+    placed = tokenizer.place_chat(one)
+    assert common_tokens(tokenizer, placed, other) == shared(
+        tokenizer.encode_chat(one), tokenizer.encode_chat(other)
+    )
     assert common_chars(one, other) == len("tree assistan")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_a_window_finds_what_whole_tokenising_finds(kind: str) -> None:
-    codec, rng = codec_of("chatml", kind), random.Random(3)
+def test_common_tokens_by_a_window_equal_those_of_the_whole_texts(kind: str) -> None:
+    tokenizer, rng = chat_tokenizer("chatml", kind), random.Random(3)
     pieces = ["assistant", " of", "\n", "  ", "é", "tool", "<|im_end|>", "aaaa", "."]
     for _ in range(300):
         one = "".join(rng.choices(pieces, k=rng.randint(0, 300)))
         cut = rng.randint(0, len(one))
         other = one[:cut] + "".join(rng.choices(pieces, k=rng.randint(0, 30)))
-        placed = codec.place_chat(one)
-        assert common_tokens(codec, placed, other) == shared(placed.tokens, codec.encode_chat(other))
+        placed = tokenizer.place_chat(one)
+        assert common_tokens(tokenizer, placed, other) == shared(placed.tokens, tokenizer.encode_chat(other))
 
 
-def test_a_codec_that_tells_no_places_is_served_by_tokenising_whole() -> None:
-    codec = ByteTokenizer()
+def test_a_tokenizer_without_places_of_tokens_tokenizes_whole_texts() -> None:
+    tokenizer = ByteTokenizer()
     conversation = conversation_of([RULES, user("What is a tree?")])
-    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
-    system, turn = boundaries_of(codec, conversation, placed)
+    placed = placed_in(tokenizer, conversation)
+    system, turn = boundaries_of(tokenizer, conversation, placed)
     assert system.kind is SYSTEM
     assert placed.tokens[system.position - 1] == 256 + ByteTokenizer.SPECIAL.index("<|user|>")
     assert turn.position == len(placed.tokens)
@@ -263,22 +268,20 @@ def test_a_codec_that_tells_no_places_is_served_by_tokenising_whole() -> None:
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
 def test_a_clients_marks_are_boundaries_and_do_not_reach_the_template(template: str) -> None:
-    mark = {"cache_control": {"type": "ephemeral"}}
-    document = {"type": "text", "text": "A long document.", **mark}
+    document = {"type": "text", "text": "A long document.", **CACHED}
     question = {"type": "text", "text": "What does it say?"}
     messages: list[Json] = [RULES, {"role": "user", "content": [document, question]}]
     marked = found(template, messages)
     [end] = marked[MARK]
     assert end.endswith("A long document.")
     plain = [RULES, user("A long document.\nWhat does it say?")]
-    codec = codec_of(template)
-    assert conversation_of(messages).render(codec) == conversation_of(plain).render(codec)
+    tokenizer = chat_tokenizer(template)
+    assert conversation_of(messages).render(tokenizer) == conversation_of(plain).render(tokenizer)
 
 
 def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
-    mark = {"cache_control": {"type": "ephemeral"}}
-    marked_tools = [{**TOOLS[0], "function": TOOLS[0]["function"] | mark}, {**TOOLS[1], **mark}]
-    messages = [{**RULES, **mark}, user("Hi."), {**answer("Hello."), **mark}, user("What is a tree?")]
+    marked_tools = [{**TOOLS[0], "function": TOOLS[0]["function"] | CACHED}, {**TOOLS[1], **CACHED}]
+    messages = [{**RULES, **CACHED}, user("Hi."), {**answer("Hello."), **CACHED}, user("What is a tree?")]
     told = found("qwen3", messages, marked_tools)
     assert [text[-20:] for text in told[MARK]] == [
         RULES["content"][-20:],
@@ -288,14 +291,14 @@ def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
     assert told[MARK][2].endswith("assistant\nHello.")
     conversation = conversation_of(messages, marked_tools)
     assert conversation.tools == TOOLS
-    assert "cache_control" not in conversation.render(codec_of("qwen3"))
+    assert "cache_control" not in conversation.render(chat_tokenizer("qwen3"))
 
 
-def test_marks_in_texts_that_a_template_rewrites_are_passed_over() -> None:
-    marked = {**answer("<think>\nWell.\n</think>\n\nDone."), "cache_control": {"type": "ephemeral"}}
+def test_marks_in_texts_that_a_template_rewrites_are_ignored() -> None:
+    marked = {**answer("<think>\nWell.\n</think>\n\nDone."), **CACHED}
     messages = [RULES, user("Hi."), marked, user("What is a tree?")]
-    assert len(found("qwen3", messages)[MARK]) == 1  # its end is still written down as it is
-    inside = {"type": "text", "text": "<think>\nWell.", "cache_control": {"type": "ephemeral"}}
+    assert len(found("qwen3", messages)[MARK]) == 1  # the template keeps the end of the text
+    inside = {"type": "text", "text": "<think>\nWell.", **CACHED}
     rest = {"type": "text", "text": "</think>\n\nDone."}
     messages = [RULES, user("Hi."), {"role": "assistant", "content": [inside, rest]}, user("What?")]
     assert MARK not in found("qwen3", messages)
@@ -305,24 +308,23 @@ def test_marks_in_texts_that_a_template_rewrites_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("shape", ["chat", "loop"])
-def test_a_long_conversation_costs_no_more_than_a_few_renderings(
+def test_the_cost_of_boundaries_does_not_grow_with_the_history(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figure itself is bench's; here only that nothing grows with the length of the history."""
-    codec = codec_of("qwen3_thinking")
+    tokenizer = chat_tokenizer("qwen3_thinking")
     long = "The reader asks, the tool answers, and then you say what it means. " * 8
     if shape == "chat":
         messages = [RULES, *[m for _ in range(49) for m in (user(long), answer(long, long))], user(long)]
     else:
         messages = [RULES, user(long), *[m for i in range(49) for m in (call(i, long), result(i))]]
     conversation = conversation_of(messages, TOOLS)
-    placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
+    placed = placed_in(tokenizer, conversation)
 
-    prompt_calls = calls_of(lambda: placed_chat(conversation, PromptTokenizer(codec, 10**6)))
-    assert calls_of(lambda: boundaries_of(codec, conversation, placed)) < 2 * prompt_calls
+    prompt_calls = calls_of(lambda: placed_in(tokenizer, conversation))
+    assert calls_of(lambda: boundaries_of(tokenizer, conversation, placed)) < 2 * prompt_calls
 
     rendered, tokenised, chars = [0], [0], [0]
-    render, encode = codec.render_chat, codec.encode_chat
+    render, encode = tokenizer.render_chat, tokenizer.encode_chat
 
     def counted(messages: list[Message], *rest: Any, **options: Any) -> Any:
         rendered[0] += len(messages)
@@ -334,16 +336,16 @@ def test_a_long_conversation_costs_no_more_than_a_few_renderings(
         tokenised[0] += len(text)
         return encode(text)
 
-    monkeypatch.setattr(codec, "render_chat", counted)
-    monkeypatch.setattr(codec, "encode_chat", counted_encode)
-    boundaries_of(codec, conversation, placed)
+    monkeypatch.setattr(tokenizer, "render_chat", counted)
+    monkeypatch.setattr(tokenizer, "encode_chat", counted_encode)
+    boundaries_of(tokenizer, conversation, placed)
     assert 0 < rendered[0] <= len(messages)
     assert 0 < chars[0] <= len(placed.text)
     assert 0 < tokenised[0] <= len(placed.text) / 4
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Calls of functions: the same on every machine, unlike seconds."""
+    """Counts calls of functions, which are the same on every machine, unlike seconds."""
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -359,10 +361,10 @@ def calls_of(work: Callable[[], object]) -> int:
     return calls
 
 
-# ---- whatever clients send
+# ---- random conversations
 
 
-def test_any_conversation_that_can_be_rendered_has_boundaries_within_its_prompt() -> None:
+def test_boundaries_of_any_conversation_lie_within_its_prompt() -> None:
     rng = random.Random(5)
     texts = [
         "",
@@ -381,29 +383,26 @@ def test_any_conversation_that_can_be_rendered_has_boundaries_within_its_prompt(
         {"add_generation_prompt": False},
         {"add_generation_prompt": False, "continue_final_message": True},
     ]
-    mark = {"cache_control": {"type": "ephemeral"}}
 
     def message() -> Json:
         role = rng.choice(["system", "user", "user", "assistant", "assistant", "tool", "developer"])
-        parts = [
-            {"type": "text", "text": rng.choice(texts), **mark},
-            {"type": "text", "text": rng.choice(texts)},
-        ]
+        marked = {"type": "text", "text": rng.choice(texts), **CACHED}
+        parts = [marked, {"type": "text", "text": rng.choice(texts)}]
         made: Json = {"role": role, "content": rng.choice([rng.choice(texts), parts])}
         if role == "assistant" and rng.random() < 0.5:
             made |= call(rng.randint(0, 9), rng.choice([None, *texts]))
-        return made | (mark if rng.random() < 0.1 else {})
+        return made | (CACHED if rng.random() < 0.1 else {})
 
     rendered = 0
     while rendered < 300:
-        codec = codec_of(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
+        tokenizer = chat_tokenizer(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
         messages = [message() for _ in range(rng.randint(1, 24))]
         conversation = conversation_of(messages, rng.choice(all_tools), rng.choice(all_options))
         try:
-            placed = placed_chat(conversation, PromptTokenizer(codec, 10**6))
+            placed = placed_in(tokenizer, conversation)
         except RootstockError:  # the template refuses it
             continue
         rendered += 1
-        positions = [boundary.position for boundary in boundaries_of(codec, conversation, placed)]
+        positions = [boundary.position for boundary in boundaries_of(tokenizer, conversation, placed)]
         assert positions == sorted(set(positions))
         assert all(0 < position <= len(placed.tokens) for position in positions)

@@ -33,7 +33,7 @@ def test_a_models_sampling_defaults_are_read_from_its_directory(tmp_path: Path) 
         (f'{{"top_k": 1{"0" * 400}}}', "top_k is '1000"),
     ],
 )
-def test_sampling_defaults_that_no_request_could_ask_for_stop_the_start(
+def test_sampling_defaults_that_a_request_could_not_have_stop_the_start(
     tmp_path: Path, text: str, said: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(text)

@@ -1,31 +1,41 @@
-"""Bodies of requests in JSON: their shape is bounded before they are parsed.
+"""Request bodies: the shape of their JSON is bounded before parsing, and prompts are prepared a few at a time.
 
 `json.loads` holds the interpreter's lock: for 60 ms where 16 MiB are one text, for seconds where they are five
-million empty lists, which also take a gigabyte. NumPy counts separators in slices and lets others run.
+million empty lists, which also take a gigabyte. NumPy counts separators in slices and lets other threads run.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import os
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import numpy as np
-from anyio.to_thread import run_sync
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 
 from rootstock.engine.limits import MAX_BODY_DEPTH, MAX_BODY_OBJECTS, MAX_BODY_VALUES
-from rootstock.errors import InvalidJson, JsonTooComplex
+from rootstock.errors import InvalidJson, JsonTooComplex, QueueFull
 from rootstock.server.errors import ClientGone
 from rootstock.units import MIB
 
+T = TypeVar("T")
+Bits = NDArray[np.bool_]
+
+LONG_BODY_BYTES = 65_536  # a prompt of about 16,000 tokens: 30 ms of a core
+
 _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = MIB
-
-Bits = NDArray[np.bool_]
+_CORES_PER_LONG_BODY = 4
+_SHORT_BODIES_AT_ONCE = 8
+_LARGE_BODY_BYTES = MIB  # from this size on, unused memory is returned afterwards
 
 
 class BoundedJsonRoute(APIRoute):
@@ -42,16 +52,16 @@ class BoundedJsonRoute(APIRoute):
             if len(body) < _ON_A_THREAD_FROM_BYTES:
                 check_shape(body)
             else:
-                await run_sync(check_shape, body)
+                await anyio.to_thread.run_sync(check_shape, body)
             return await handle(request)
 
         return checked
 
 
 def check_shape(body: bytes) -> None:
-    """Raises JsonTooComplex if `body`, taken as JSON, is nested too deeply or has too many values.
+    """Raises JsonTooComplex if JSON is nested too deeply or has too many values.
 
-    Raises InvalidJson for UTF-16 and UTF-32, which `json.loads` would take.
+    Raises InvalidJson for UTF-16 and UTF-32, which `json.loads` would accept.
     """
     if not json.detect_encoding(body).startswith("utf-8"):
         raise InvalidJson("it is not in UTF-8")
@@ -80,16 +90,16 @@ def check_shape(body: bytes) -> None:
 
 
 def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -> tuple[Bits, bool, bool]:
-    """Tells which characters lie outside of strings, and the state behind the last one.
+    """Returns the characters outside of strings, and the state after the last character.
 
-    `in_string` and `escaped` are the state before the first one; `escaped` means that it follows a backslash that
-    counts.
+    `in_string` and `escaped` are the state before the first character, which is `escaped` if a backslash that is not
+    itself escaped precedes it.
     """
     quotes = chars == ord('"')
     backslashes = np.flatnonzero(chars == ord("\\"))
     ends_escaped = False
     if len(backslashes) or escaped:
-        # Of a run of backslashes every second one is itself escaped: a run of odd length escapes what follows it.
+        # In a run of backslashes every second one is escaped: a run of odd length escapes the next character.
         begins = np.ones(len(backslashes), dtype=np.bool_)
         begins[1:] = np.diff(backslashes) > 1
         run = np.cumsum(begins) - 1
@@ -106,3 +116,58 @@ def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -
         quotes[behind[behind < len(chars)]] = False
     inside = (np.cumsum(quotes) + in_string) % 2 == 1  # true from an opening quote up to its closing one
     return ~inside, bool(inside[-1]), ends_escaped
+
+
+class PreparationQueue:
+    """A bound on the number of requests that are rendered and tokenized at once. Used on event loops' threads.
+
+    Tokenizing keeps a core busy: many long prompts at once would take the cores from the forward pass. Long prompts
+    therefore wait for each other, in the order of their arrival, and short prompts overtake them.
+    """
+
+    def __init__(self, max_batch: int, max_queue: int) -> None:
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._long = anyio.CapacityLimiter(max(1, (os.cpu_count() or 1) // _CORES_PER_LONG_BODY))
+        self._short = anyio.CapacityLimiter(_SHORT_BODIES_AT_ONCE)
+        self._waiting = {self._long: 0, self._short: 0}
+
+    async def run(self, request: Request, prepare: Callable[[], T]) -> T:
+        """Calls `prepare` on another thread when it is this request's turn, and returns its result.
+
+        Raises QueueFull, ClientGone if the client leaves while the request waits, and the errors of `prepare`.
+        """
+        body_bytes = len(await request.body())
+        limiter = self._long if body_bytes >= LONG_BODY_BYTES else self._short
+        if self._waiting[limiter] >= self._max_batch + self._max_queue:
+            raise QueueFull(self._max_batch, self._max_queue)
+        self._waiting[limiter] += 1
+        try:
+            async with limiter:
+                if await request.is_disconnected():
+                    raise ClientGone
+                try:
+                    return await anyio.to_thread.run_sync(prepare)
+                finally:
+                    if body_bytes >= _LARGE_BODY_BYTES:
+                        await anyio.to_thread.run_sync(return_free_memory)
+        finally:
+            self._waiting[limiter] -= 1
+
+
+def return_free_memory() -> None:
+    """Asks glibc to return unused memory to the system. Does nothing with other C libraries.
+
+    Tokenizing a megabyte allocates a few hundred, in small pieces, and glibc keeps most of them when they are freed.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim  # calls release the interpreter's lock
+    except (OSError, AttributeError):
+        return None

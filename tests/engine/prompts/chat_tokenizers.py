@@ -1,4 +1,4 @@
-"""Codecs with chat templates of the kinds that models come with, and with tokenizers of two kinds."""
+"""Tokenizers of two kinds with the chat templates of common models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from rootstock.engine.tokenizer import HFTokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
-# As many newer ones: the prompt itself opens the reasoning.
+# Many newer templates open the reasoning at the end of the prompt.
 TEMPLATES["qwen3_thinking"] = TEMPLATES["qwen3"].replace(
     "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}"
 )
@@ -31,8 +31,11 @@ _TEXT = (
 
 @functools.cache
 def tokenizer_of(kind: str) -> Tokenizer:
-    """'bytes': byte-level BPE after a splitting into words. 'pieces': SentencePiece's way, with a space before
-    every text and merges across words."""
+    """Trains a tokenizer of a kind.
+
+    'bytes': byte-level BPE within words. 'pieces': like SentencePiece, with a space before each text and merges
+    across words.
+    """
     tokenizer = Tokenizer(models.BPE())
     if kind == "bytes":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,6 +53,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 @functools.cache
-def codec_of(template: str, kind: str = "bytes") -> HFTokenizer:
+def chat_tokenizer(template: str, kind: str = "bytes") -> HFTokenizer:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(kind), eos_token="<|im_end|>")
     return HFTokenizer(wrapped, TEMPLATES[template])
