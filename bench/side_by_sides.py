@@ -1,4 +1,4 @@
-"""Runs the shows of speed (D1, D2, …), each as a process of its own, and keeps what they found.
+"""Runs the shows of speed (D1, D2, …), each as a process of its own, and keeps their results.
 
     side_by_sides.py [D2 D4 …] [--out bench/results]
 
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def keep(outcome: Outcome, out: Path) -> list[Path]:
-    """What was written. A show that printed no result leaves a file that says so."""
+    """Writes a show's result, or that it printed none. Returns the written files."""
     source, now = this_source(), datetime.datetime.now(datetime.UTC)
     stem = out / f"{now:%Y%m%dT%H%M%SZ}-{source.commit or 'no-commit'}-{outcome.show}"
     row = {
@@ -68,7 +68,7 @@ def keep(outcome: Outcome, out: Path) -> list[Path]:
 
 
 def plot(row: dict[str, Any], path: Path) -> bool:
-    """A PNG; False if there is nothing to draw, or nothing to draw with."""
+    """Draws a PNG. Returns False if there is nothing to draw, or no matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -89,7 +89,7 @@ def plot(row: dict[str, Any], path: Path) -> bool:
 
 
 def draw_decode_steps(figure: Any, row: dict[str, Any]) -> bool:
-    """Of each context one panel: the ratio to dense, and the limit, by batch."""
+    """Draws a panel for each context: the ratio to dense, and the limit, by batch."""
     figures = row["figures"]
     cases = [name.removeprefix("ratio_b").split("_") for name in figures if name.startswith("ratio_b")]
     contexts = list(dict.fromkeys(context for _, context in cases))
@@ -130,7 +130,7 @@ def draw_agents(figure: Any, row: dict[str, Any]) -> bool:
 
 
 def draw_bars(figure: Any, row: dict[str, Any]) -> bool:
-    """Every judged figure as a share of its bound, so that all fit one axis."""
+    """Draws every judged figure as a share of its bound, so that all fit one axis."""
     judged: list[tuple[str, float, bool]] = []
     for name, bar in row.get("bars", {}).items():
         relation, _, bound = bar.partition(" ")

@@ -25,11 +25,12 @@ if importlib.util.find_spec("triton") is not None:
     import torch
 
     if not torch.cuda.is_available():
-        # Before the first import of Triton, which decides how its functions are made.
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # before the first import of Triton, which makes its functions for one of both
+        )
 
-# Tests of the disk tier sync thousands of times, which takes minutes on a disk. They simulate power cuts from the
-# calls of sync, so that files in memory serve as well.
+# Tests of the disk tier sync thousands of times, which takes minutes on a disk and checks nothing more: they simulate
+# power cuts by a record of the synced bytes.
 _IN_MEMORY, _NEEDED_BYTES = Path("/dev/shm"), 4 << 30
 if os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free >= _NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))  # of tmp_path

@@ -46,7 +46,7 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 
 def reference_cases(interpreted: bool) -> dict[str, dict[str, Any]]:
-    """Arguments of `make_batch` by name: decodes, chunks, and both in one step."""
+    """Returns arguments of `make_batch` by name: decodes, chunks, and both in one step."""
     if interpreted:
         lengths = [(40, 1), (30, 9), (0, 5)]
         sizes: dict[str, Any] = {"block_size": 8, "head_dim": 16, "lengths": lengths}
@@ -115,7 +115,7 @@ TINY = Heads(4, 2, 16)
 
 
 def attention_against_dense(bench: Bench) -> Iterator[Row]:
-    """Long contexts, with and without windows, softcaps and sinks, against dense attention in float32."""
+    """Checks long contexts, with and without windows, softcaps and sinks, against dense attention in float32."""
     variants: dict[str, tuple[TokenFamily, float | None, bool]] = {
         "full": (EVERYTHING, None, False),
         "window of 4096": (SlidingWindow(1, 1, 4096), None, False),
@@ -177,19 +177,19 @@ class Case:
         return torch.randn(rows, heads, self.heads.dim, dtype=self.dtype, device=self.device)
 
     def through(self, attention: Attention, scores: Scores, family: TokenFamily = EVERYTHING) -> Step:
-        """All layers by a way of attending that reads the pools."""
+        """Returns a step that attends in all layers through the pools."""
         step = attention.prepare(self.spans, family)
         new = self.query[:, : self.heads.kv]  # unused: the pools hold the new positions
         return lambda: [step(self.query, new, new, *pools, scores) for pools in self.pools]
 
     def contiguous(self, pool: Tensor, rows: Sequence[int]) -> Tensor:
-        """pool [slots, kv_heads, dim] → [rows, kv_heads, past + new, dim]"""
+        """Gathers a pool [slots, kv_heads, dim] to [rows, kv_heads, past + new, dim]."""
         order = torch.from_numpy(self.tables[list(rows)].astype(np.int64)).to(self.device)
         blocks = pool.view(-1, BLOCK_SIZE, self.heads.kv, self.heads.dim)[order]
         return blocks.flatten(1, 2)[:, : self.past + self.new].transpose(1, 2).contiguous()
 
     def dense_rows(self, row: int, scores: Scores, family: TokenFamily) -> Tensor:
-        """The first layer's result for one sequence, in float32: [new, q_heads, dim]"""
+        """Computes the first layer's result for one sequence in float32: [new, q_heads, dim]."""
         keys, values = (self.contiguous(pool, [row])[0].float() for pool in self.pools[0])
         query = self.query[row * self.new : (row + 1) * self.new].float().transpose(0, 1)
         end, group = self.past + self.new, self.heads.query // self.heads.kv
@@ -214,8 +214,8 @@ class Case:
         return torch.cat(out)
 
     def densely(self) -> Step:
-        """torch's scaled_dot_product_attention over contiguous K and V; of a chunk with K and V repeated for every
-        query head beforehand, so that flash attention takes it."""
+        """Returns a step of torch's scaled_dot_product_attention over contiguous K and V. For a chunk, K and V are
+        repeated for every query head beforehand, so that flash attention is used."""
         rows = range(self.batch)
         dense = [tuple(self.contiguous(pool, rows) for pool in pools) for pools in self.pools]
         query = self.query.view(self.batch, self.new, self.heads.query, -1).transpose(1, 2)

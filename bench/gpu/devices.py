@@ -26,12 +26,12 @@ class Bench:
 
     @property
     def model(self) -> Path:
-        """Where the stage `model` writes."""
+        """Returns the folder to which the stage `model` writes."""
         return self.folder / "model"
 
     @property
     def dtype(self) -> str:
-        """Of the model in stages that serve it."""
+        """Returns the dtype of the model in stages that serve it."""
         return "float32" if self.interpreted else "bfloat16"
 
     def release_memory(self) -> None:
@@ -47,7 +47,7 @@ class Bench:
 
 
 def seconds(bench: Bench, call: Callable[[], object]) -> float:
-    """Seconds on the device from the call's first kernel to its last."""
+    """Returns the seconds on the device from the call's first kernel to its last."""
     if bench.interpreted:
         began = time.perf_counter()
         call()
@@ -61,7 +61,7 @@ def seconds(bench: Bench, call: Callable[[], object]) -> float:
 
 
 def copy_bandwidth(bench: Bench) -> float:
-    """Bytes read and written per second by a device-to-device copy: the best of ten."""
+    """Returns bytes read and written per second by a device-to-device copy: the best of ten."""
     size = (1 << 22) if bench.interpreted else 4 * _GIB
     source = torch.ones(size // 4, device=bench.device)
     target = torch.empty_like(source)
@@ -70,7 +70,7 @@ def copy_bandwidth(bench: Bench) -> float:
 
 
 def read_bandwidth(bench: Bench) -> float:
-    """Bytes read per second by a sum: the best of ten."""
+    """Returns bytes read per second by a sum: the best of ten."""
     size = (1 << 22) if bench.interpreted else 4 * _GIB
     memory = torch.ones(size // 4, device=bench.device)
     memory.sum()
@@ -78,7 +78,7 @@ def read_bandwidth(bench: Bench) -> float:
 
 
 def as_graph(bench: Bench, call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, so that the device is timed and not Python. Without a device, the call itself."""
+    """Records the call as a CUDA graph, so that Python is not timed. Without a device, returns the call itself."""
     if bench.interpreted:
         return call
     aside = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The machine and what can be imported on it, and the repository's own tests of the kernels and graphs."""
+"""The machine, imports of every module, and the repository's own tests of the kernels and graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import rootstock
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
-    "tests/runtime/test_torch_graphs.py",
-    "tests/runtime/test_torch_compiled.py",
-    "tests/kernels/test_triton.py",
+    "tests/runtime/torch/test_cuda_graphs.py",
+    "tests/runtime/torch/test_compiled_kernel.py",
+    "tests/kernels/test_triton_attention.py",
 )
 OPTIONAL = {"matplotlib", "openai"}  # of the pictures and the demo
 

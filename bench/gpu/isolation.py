@@ -83,7 +83,7 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All whole lines: a process that was stopped may leave half a line."""
+    """Reads all whole lines: a process that was stopped may leave half a line."""
     if not path.exists():
         return []
     rows = []

@@ -19,6 +19,7 @@ from devices import Bench
 from isolation import Row
 from llamas import MODELS, write_chatting_llama
 
+from asking import generate, greedy
 from checkpoints import save
 from rootstock.bench.play import play
 from rootstock.bench.rows import quantiles
@@ -30,7 +31,7 @@ from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
+from rootstock.engine.request import Request
 from rootstock.runtime.base import Batch, Logits, Segment
 from rootstock.runtime.torch import runner
 from rootstock.runtime.torch.self_check import largest_difference
@@ -47,22 +48,13 @@ ONE_BILLION = {
 }
 # Full attention; windows and softcaps; windows; sinks; chunks; latents; recurrent states.
 CHECKED = {
-    "bfloat16": (
-        "llama",
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "llama4_text",
-        "deepseek_v3",
-        "qwen3_next",
-        "mamba2",
-    ),
-    "float32": ("llama", "gemma2", "gpt_oss"),
+    "bfloat16": "llama gemma2 gemma3_text gpt_oss llama4_text deepseek_v3 qwen3_next mamba2",
+    "float32": "llama gemma2 gpt_oss",
 }
 
 
 class Warnings(logging.Handler):
-    """The warnings that Rootstock logs: each fallback is one."""
+    """Warnings that Rootstock logs: each fallback is one."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -84,7 +76,7 @@ def warnings_logged() -> Iterator[list[str]]:
 
 @contextmanager
 def triton_everywhere(bench: Bench) -> Iterator[None]:
-    """Triton's kernels serve a CPU, too, by its interpreter."""
+    """Makes Triton's kernels serve a CPU too, by its interpreter."""
     with ExitStack() as stack:
         if bench.interpreted:
             stack.enter_context(mock.patch.object(runner, "compiled_for", return_value="triton"))
@@ -112,9 +104,9 @@ def model(bench: Bench) -> Iterator[Row]:
 
 def self_check(bench: Bench) -> Iterator[Row]:
     """Loads tiny models of each kind of layer. A row is ok if the model runs packed, by the kernels meant for it."""
-    checked = {"float32": ("llama", "gemma2")} if bench.interpreted else CHECKED
+    checked = {"float32": "llama gemma2"} if bench.interpreted else CHECKED
     for dtype, model_types in checked.items():
-        for model_type in model_types:
+        for model_type in model_types.split():
             row: Row = {"model_type": model_type, "dtype": dtype}
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder, warnings_logged() as warnings:
@@ -127,8 +119,8 @@ def self_check(bench: Bench) -> Iterator[Row]:
                     continue
             described = loaded.description
             yield row | {
-                "rung": described.execution_mode,
-                "rung_reason": described.mode_reason,
+                "execution_mode": described.execution_mode,
+                "mode_reason": described.mode_reason,
                 "warnings": warnings,
                 "seconds": time.monotonic() - began,
                 "ok": described.execution_mode.startswith("packed") and not warnings,
@@ -139,7 +131,7 @@ def self_check(bench: Bench) -> Iterator[Row]:
 
 
 def cuda_graphs(bench: Bench) -> Iterator[Row]:
-    """The same decodes with graphs and without: equal logits, and the time of a step."""
+    """Compares decodes with graphs and without: equal logits, and the time of a step."""
     context, steps = (1024, 16) if not bench.interpreted else (40, 3)
     batches = (1, 2, 5, 8, 16, 32, 64) if not bench.interpreted else (1, 3)
     with warnings_logged() as warnings, triton_everywhere(bench):
@@ -204,7 +196,7 @@ class Decodes:
             runtime.forward(Batch([Segment(prompt, 0, (table,), 1)]))
 
     def step(self, tokens: Tokens) -> Logits:
-        """Feeds one token of each sequence. [sequences, vocab]"""
+        """Computes one token of each sequence. Returns [sequences, vocab]."""
         segments = [
             Segment(tokens[row : row + 1], self._past, (table,), 1) for row, table in enumerate(self._tables)
         ]
@@ -219,7 +211,7 @@ class Decodes:
 
 
 def tiers(bench: Bench) -> Iterator[Row]:
-    """One prompt computed, found in memory, and restored from the host tier and, after a restart, from the disk.
+    """Computes a prompt, finds it in memory, and restores it from the host tier and, after a restart, from the disk.
 
     In float32 every way must answer with the same tokens. The engine loads even where computing would take less time.
     """
@@ -248,7 +240,7 @@ def tiers(bench: Bench) -> Iterator[Row]:
 
 @contextmanager
 def engine_of(bench: Bench, dtype: str, prompt_tokens: int, tier: TierConfig) -> Iterator[TierAsker]:
-    """An engine whose memory has room for two such prompts."""
+    """Starts an engine whose memory has room for two such prompts."""
     config = ModelConfig(str(bench.model), bench.device.type, dtype)
     shape = json.loads((bench.model / "config.json").read_text(encoding="utf-8"))
     row_bytes = shape["num_key_value_heads"] * shape["head_dim"] * (4 if dtype == "float32" else 2)
@@ -262,7 +254,6 @@ class TierAsker:
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
-        self._requests = 0
         tiering: Any = engine.tier_connector
         choose = tiering.choose
 
@@ -275,39 +266,28 @@ class TierAsker:
 
     def ask(self, way: str, prompt_tokens: int, answer_tokens: int) -> Row:
         before = self._loaded()
-        began = time.perf_counter()
-        ttft_s, answer, finished = 0.0, [], None
-        for event in self._engine.generate(self._request(0, prompt_tokens, answer_tokens)):
-            if isinstance(event, TokenEvent):
-                ttft_s = ttft_s or time.perf_counter() - began
-                answer.append(event.token)
-            elif isinstance(event, Finished):
-                finished = event
-        assert finished is not None, "the request failed"
+        heard = generate(self._engine, self._request(0, prompt_tokens, answer_tokens))
         loaded_bytes, load_s = (new - old for new, old in zip(self._loaded(), before, strict=True))
         return {
             "from": way,
             "prompt_tokens": prompt_tokens,
-            "cached_tokens": finished.usage.cached_tokens,
-            "ttft_ms": ttft_s * 1e3,
+            "cached_tokens": heard.cached_tokens,
+            "ttft_ms": heard.ttft_s * 1e3,
             "loaded_mib": loaded_bytes / 2**20,
             "load_gb_per_s": loaded_bytes / load_s / 1e9 if load_s else None,
-            "answer": answer,
+            "answer": heard.tokens,
         }
 
     def evict(self, prompt_tokens: int) -> None:
-        """Fills the memory with other prompts, and waits until the tier has what was evicted."""
+        """Fills the memory with other prompts, and waits until the tier has the evicted blocks."""
         for seed in range(1, 5):
-            for event in self._engine.generate(self._request(seed, prompt_tokens, 1)):
-                assert not hasattr(event, "error"), event
+            generate(self._engine, self._request(seed, prompt_tokens, 1))
         tiering: Any = self._engine.tier_connector
         self._engine.call(tiering.flush)
 
     def _request(self, seed: int, prompt_tokens: int, answer_tokens: int) -> Request:
-        self._requests += 1
         prompt = np.random.default_rng(seed).integers(64, self._vocab_size, prompt_tokens, np.int32)
-        stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
-        return Request(RequestId(f"r{self._requests}"), prompt, ResolvedSampling(temperature=0.0), stop)
+        return greedy(prompt, answer_tokens)
 
     def _loaded(self) -> tuple[int, float]:
         counters = self._engine.tier_connector.counters  # type: ignore[union-attr]
@@ -318,7 +298,7 @@ class TierAsker:
 
 
 def server(bench: Bench) -> Iterator[Row]:
-    """`rootstock serve` under the agents workload over HTTP, with CUDA graphs and without, and without its cache."""
+    """Runs the agents workload over HTTP on `rootstock serve`, with CUDA graphs, without, and without its cache."""
     variants: dict[str, list[str]] = {
         "plain": [],
         "CUDA graphs": ["--cuda-graphs"],

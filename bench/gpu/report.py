@@ -76,92 +76,60 @@ def _field(name: str, form: str = "") -> Callable[[Row], object]:
     return read
 
 
-def _columns(**forms: str) -> tuple[Column, ...]:
-    return tuple((name.replace("_", " "), _field(name, form)) for name, form in forms.items())
+def _columns(fields: str) -> tuple[Column, ...]:
+    """Parses "name" or "name:format", separated by blanks."""
+    return tuple(
+        (name.replace("_", " "), _field(name, form))
+        for name, _, form in (each.partition(":") for each in fields.split())
+    )
 
 
-STAGE_COLUMNS = _columns(stage="", status="", wall_s=".1f", rows="", wrong="", reason="")
+STAGE_COLUMNS = _columns("stage status wall_s:.1f rows wrong reason")
 TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     (
         "Decode attention",
         "decode_speed",
         _columns(
-            batch="",
-            context="",
-            triton_us=".1f",
-            share_of_copy=".2f",
-            triton_to_dense=".2f",
-            triton_to_gather=".2f",
-            not_measured="",
+            "batch context triton_us:.1f share_of_copy:.2f triton_to_dense:.2f triton_to_gather:.2f not_measured"
         ),
     ),
     (
         "Prefill attention",
         "prefill_speed",
-        _columns(
-            batch="",
-            context="",
-            new="",
-            triton_us=".1f",
-            tflops=".0f",
-            triton_to_dense=".2f",
-            dense_failed="",
-        ),
+        _columns("batch context new triton_us:.1f tflops:.0f triton_to_dense:.2f dense_failed"),
     ),
     (
         "CUDA graphs",
         "cuda_graphs",
         _columns(
-            batch="",
-            context="",
-            plain_ms=".2f",
-            graphs_ms=".2f",
-            graphs_to_plain=".2f",
-            largest_difference=".2g",
-            same_best_token=".3f",
+            "batch context plain_ms:.2f graphs_ms:.2f graphs_to_plain:.2f largest_difference:.2g same_best_token:.3f"
         ),
     ),
     (
         "Server, agents workload",
         "server",
         _columns(
-            server="",
-            agents="",
-            wall_s=".1f",
-            tokens_per_s=".0f",
-            ttft_p50_ms=".0f",
-            ttft_p95_ms=".0f",
-            between_tokens_p50_ms=".1f",
-            between_tokens_p95_ms=".1f",
-            cached_share=".2f",
+            "server agents wall_s:.1f tokens_per_s:.0f ttft_p50_ms:.0f ttft_p95_ms:.0f between_tokens_p50_ms:.1f "
+            "between_tokens_p95_ms:.1f cached_share:.2f"
         ),
     ),
     (
         "Tiers",
         "tiers",
-        (
-            ("from", _field("from")),
-            *_columns(
-                dtype="",
-                prompt_tokens="",
-                cached_tokens="",
-                ttft_ms=".1f",
-                loaded_mib=".0f",
-                load_gb_per_s=".2f",
-                same_answer="",
-            ),
+        _columns(
+            "from dtype prompt_tokens cached_tokens ttft_ms:.1f loaded_mib:.0f load_gb_per_s:.2f same_answer"
         ),
     ),
-    ("Self-check", "self_check", _columns(model_type="", dtype="", rung="", rung_reason="", ok="", error="")),
+    ("Self-check", "self_check", _columns("model_type dtype execution_mode mode_reason ok error")),
     (
         "Attention against the reference",
         "attention_against_reference",
-        _columns(case="", error=".2g", allowed=".2g", ok=""),
+        _columns("case error:.2g allowed:.2g ok"),
     ),
     (
         "Attention against dense attention",
         "attention_against_dense",
-        _columns(case="", batch="", context="", new="", error=".2g", allowed=".2g", ok=""),
+        _columns("case batch context new error:.2g allowed:.2g ok"),
     ),
 )
 

@@ -1,6 +1,6 @@
 """A1: `make demo` and `make test` on a fresh clone: no virtual environment, no model, an empty cache directory.
 
-What is shown is HEAD, not what is uncommitted. Packages are downloaded, or come from pip's own cache.
+The clone is of HEAD, without uncommitted changes. Packages are downloaded, or come from pip's own cache.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import at_most, conclude, exactly
+from common import ROOT, at_most, conclude, exactly
 
 SHOW = "A1"
-REPOSITORY = Path(__file__).resolve().parents[2]
 TEST_AIM_S = 900
 TEST_LIMIT_S = 3600
 DEMO_LIMIT_S = 1800  # it also sets everything up
 
-# Of the environment in which this script may run itself, and that a fresh machine does not have.
-NOT_INHERITED = (
+# Variables that the environment of this script may have, and that of a fresh machine has not.
+NOT_INHERITED = {
     "VIRTUAL_ENV",
     "PYTHONPATH",
     "PYTHONHOME",
@@ -29,13 +28,13 @@ NOT_INHERITED = (
     "MAKELEVEL",
     "MFLAGS",
     "ROOTSTOCK_SOAK",
-)
+}
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "rootstock"
-        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", REPOSITORY, clone], check=True)
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
         environment = fresh_environment(Path(folder))
         demo_status, demo_s = make("demo", clone, environment, DEMO_LIMIT_S)
         test_status, test_s = make("test", clone, environment, TEST_LIMIT_S)
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def make(target: str, clone: Path, environment: dict[str, str], limit_s: float) -> tuple[int | None, float]:
-    """(exit status, seconds). The status is None if it took longer than its limit."""
+    """Runs a target. Returns its exit status, None if it took longer than its limit, and the seconds."""
     print(f"$ make {target}", flush=True)
     began = time.monotonic()
     with subprocess.Popen(
@@ -79,7 +78,7 @@ def fresh_environment(folder: Path) -> dict[str, str]:
     own = str(Path(sys.prefix) / "bin")
     path = environment.get("PATH", os.defpath).split(os.pathsep)
     environment["PATH"] = os.pathsep.join(each for each in path if each != own)
-    # pip may keep what it downloaded: a mirror near the fresh machine would be as fast.
+    # pip may use its cache of downloads: a mirror near the fresh machine would be as fast.
     users = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     environment.setdefault("PIP_CACHE_DIR", str(Path(users) / "pip"))
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -87,7 +86,8 @@ def fresh_environment(folder: Path) -> dict[str, str]:
 
 
 def python_of(environment: dict[str, str]) -> str:
-    """`python3` if it is new enough, as on a fresh machine; else the one that this runs on, outside of its venv."""
+    """Returns `python3` if it is new enough, as on a fresh machine, otherwise this interpreter outside of its
+    venv."""
     check = "import sys; sys.exit(sys.version_info < (3, 11))"
     try:
         if subprocess.run(["python3", "-c", check], env=environment, check=False).returncode == 0:

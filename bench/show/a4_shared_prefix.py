@@ -8,19 +8,19 @@ boundaries the two agree at the last step; with random ones they differ by the u
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 
+from asking import greedy
 from checkpoints import save_plain
 from rootstock.cache import KVCache
 from rootstock.config import EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
+from rootstock.engine.request import Event, TokenEvent
 from rootstock.runtime.torch.runner import TorchRuntime, load_model
 
 REQUESTS = 32
@@ -39,9 +39,7 @@ class Load:
 class Measured:
     computed_prompt_tokens: int
     most_bytes: int  # resident at any step
-    peak_bytes: (
-        int  # resident at a step in which all run; without sharing, the first end before the last begin
-    )
+    peak_bytes: int  # resident at steps in which all run, of which there may be none without sharing
     ideal_tokens_bytes: int  # at the peak
     ideal_blocks_bytes: int
     answers: tuple[tuple[int, ...], ...]
@@ -67,10 +65,7 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
     events: list[list[Event]] = [[] for _ in range(REQUESTS)]
     for i, tail in enumerate(load.tails):
         tokens = np.concatenate((prefix, [i], rng.integers(0, 512, tail - 1))).astype(np.int32)
-        request = Request(
-            RequestId(str(i)), tokens, ResolvedSampling(temperature=0), StopParams(max_tokens=load.answer)
-        )
-        engine.submit(request, events[i].append)
+        engine.submit(greedy(tokens, load.answer), events[i].append)
     peak, ideal_tokens, ideal_blocks = 0, 0, 0
     most = 0
     while engine.step():
@@ -100,7 +95,7 @@ def run(folder: Path, load: Load, reuse: bool) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.parse_args()
     rng = np.random.default_rng(1)
     random_tails = tuple(int(n) for n in rng.integers(10, 150, REQUESTS))

@@ -1,25 +1,24 @@
-"""A5: what the control plane costs per request of 8,192 tokens, with 100 and with 10,000 cached sequences.
+"""A5: time of the control plane for a request of 8,192 tokens, with 100 and with 10,000 cached sequences.
 
-match + admit + commit + finish, on a pool that is full, so that every request also evicts what it adds:
+match + admit + commit + release, on a pool that is full, so that every request also evicts as many tokens as it adds:
 
     repeat   the prompt is cached whole
     hit      7,680 tokens are cached, 512 are new
     cold     nothing is cached, 256 blocks are evicted
 
-Before anything is measured, each pool is run with this mix until all that it held at first has been evicted. What is
-evicted then, and where free blocks lie, is what such requests leave behind: branches and remainders rather than
-whole prompts side by side. Both sizes are measured in turn in every round, so that the machine's drift falls on both.
+Before the measurement each pool serves this mix until its first content has been evicted. Evicted nodes and free
+blocks are then those of such requests: branches and remainders, not whole prompts side by side. Both sizes are
+measured in turn in every round, so that the machine's drift affects both.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections import deque
 
 import numpy as np
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.lease import Admitted, ReleaseReason
@@ -34,7 +33,7 @@ EXPECTED = {"repeat": PROMPT - 1, "hit": PROMPT - NEW, "cold": 0}  # tokens foun
 
 
 class Cached:
-    """A full pool that holds about `sequences` prompts, and is in the state that the mix leaves it in."""
+    """Full pool that holds about `sequences` prompts, in the state in which the mix of requests leaves it."""
 
     def __init__(self, sequences: int, seed: int) -> None:
         self.newest = sequences // 2
@@ -53,7 +52,7 @@ class Cached:
         return self.rng.integers(0, 128_000, PROMPT).astype(np.int32)
 
     def pick(self, kind: str) -> Tokens:
-        """Of the newest prompts, which eviction has not reached: it takes the oldest."""
+        """Picks from the newest prompts: eviction takes the oldest."""
         if kind == "cold":
             self.prompts.append(self.new_prompt())
             return self.prompts[-1]
@@ -64,7 +63,7 @@ class Cached:
         return np.concatenate((old[: PROMPT - NEW], fresh))
 
     def request(self, prompt: Tokens) -> tuple[float, int]:
-        """Seconds, and tokens that were found."""
+        """Serves a prompt. Returns the seconds and the cached tokens."""
         began = time.perf_counter()
         match = self.cache.match(prompt, NAMESPACE)
         admitted = self.cache.admit(match)
@@ -76,7 +75,7 @@ class Cached:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     sizes = {100: Cached(100, 1), 10_000: Cached(10_000, 2)}

@@ -12,7 +12,6 @@ In bfloat16 the two sides may choose different tokens, so float32 shows first th
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -22,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 from dense_side import Dense
 from llamas import MODELS, VOCAB, random_prompts, save_model, say
 from our_side import Ours
+from rounds import ANYHOW, in_turn
 
 from rootstock.bench.workloads import Sizes, make_workload
 
@@ -39,7 +39,7 @@ AGENTS = Sizes(8, 8, turns=6, prefix_tokens=1024, new_tokens=(16, 96), answer_to
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--skip-agents", action="store_true")
@@ -59,8 +59,7 @@ def main() -> None:
             figures |= compare_on(
                 name, path, given.rounds, with_agents=name == "80m" and not given.skip_agents
             )
-    # Below some 0.8 others were at work on these cores, and times of several threads mean little: they wait for
-    # one another.
+    # Below about 0.8 other processes used these cores, and times of threads that wait for each other mean little.
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
     bars = {
@@ -95,38 +94,32 @@ def compare_decode(
     name: str, batch: int, prompts: np.ndarray, ours: Ours, dense: Dense, rounds: int
 ) -> dict[str, Any]:
     ours.generate(list(prompts), 1)  # now they are cached, and will all begin to decode in one step
-    ours.decode_step_s(prompts, STEPS)  # what is made on first use is made on both sides
+    ours.decode_step_s(prompts, STEPS)  # first uses allocate, on both sides
     dense.decode_step_s(prompts, STEPS)
-    pairs = []
-    for i in range(rounds):
-        # Who goes first changes, so that neither always finds the machine in the other's state.
-        if i % 2:
-            theirs_s = dense.decode_step_s(prompts, STEPS)
-            ours_s = ours.decode_step_s(prompts, STEPS)
-        else:
-            ours_s = ours.decode_step_s(prompts, STEPS)
-            theirs_s = dense.decode_step_s(prompts, STEPS)
-        pairs.append((ours_s, theirs_s))
-    ratio = statistics.median(ours_s / theirs_s for ours_s, theirs_s in pairs)
-    ours_ms, theirs_ms = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
-    say(f"{name} B={batch}: a step takes {ours_ms:.2f} ms, dense {theirs_ms:.2f} ms, ratio {ratio:.3f}")
+    timed = in_turn(
+        f"{name} B={batch}",
+        lambda: ours.decode_step_s(prompts, STEPS),
+        lambda: dense.decode_step_s(prompts, STEPS),
+        (rounds, rounds),
+        quiet=ANYHOW,
+    )
     return {
-        f"decode_ratio_{name}_b{batch}": round(ratio, 4),
-        f"decode_ms_{name}_b{batch}": round(ours_ms, 3),
-        f"dense_ms_{name}_b{batch}": round(theirs_ms, 3),
+        f"decode_ratio_{name}_b{batch}": round(timed.ratio, 4),
+        f"decode_ms_{name}_b{batch}": round(timed.ours_ms, 3),
+        f"dense_ms_{name}_b{batch}": round(timed.dense_ms, 3),
     }
 
 
 def compare_agents(ours: Ours, dense: Dense) -> dict[str, Any]:
     workload = make_workload("agents", 0, AGENTS)
     pairs, computed, prompt_tokens = [], 0, 0
-    ours.start()
+    ours.engine.start()
     for _ in range(AGENT_ROUNDS):
         ours_s, computed, prompt_tokens = ours.agents_s(workload)
         theirs_s = dense.agents_s(workload)
         say(f"agents: {ours_s:.2f} s, dense {theirs_s:.2f} s, {theirs_s / ours_s:.2f} times faster")
         pairs.append((ours_s, theirs_s))
-    ours.stop()
+    ours.engine.stop()
     return {
         "agents_times_faster": round(statistics.median(theirs / mine for mine, theirs in pairs), 3),
         "agents_s": round(statistics.median(mine for mine, _ in pairs), 3),
@@ -137,7 +130,7 @@ def compare_agents(ours: Ours, dense: Dense) -> dict[str, Any]:
 
 
 def float32_tokens_equal(path: Path) -> bool:
-    """Prompts of different lengths, so that the dense side's padding is under test as well."""
+    """Compares greedy answers to prompts of different lengths, so that the dense side pads them."""
     ours, dense = Ours(path, "float32", gib=0.5), Dense(path, torch.float32)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (40, 64, 97, 128)]

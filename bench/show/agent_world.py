@@ -1,9 +1,9 @@
-"""Agents in a conversation with a real server over HTTP: who says what, what was found, and what could have been.
+"""Agents in conversations with a server over HTTP, and for each request its cached and its possible cached tokens.
 
-An agent is told its rules and tools, gets a question, and reasons and calls a tool a few times before it answers; the
-next question comes, and the template drops the reasoning of the turn before. The model is real, computed and tiny; as
-its own words would be noise, each token that it samples is replaced by the next one of what the agent is to say. What
-comes back over HTTP is parsed and sent back in the next request, as agents do.
+An agent gets rules and tools, then a question, and reasons and calls a tool a few times before it answers. At the
+next question the template drops the reasoning of the turn before. The model is tiny, with random weights: each token
+that it samples is replaced by the next token of a script. The answer is parsed and sent back in the next request, as
+agents do.
 """
 
 from __future__ import annotations
@@ -35,42 +35,17 @@ Tokens = NDArray[np.int32]
 Json = dict[str, Any]
 
 BLOCK_SIZE = 16
-WORDS = (
-    *(
-        "branch",
-        "leaf",
-        "root",
-        "water",
-        "soil",
-        "light",
-        "season",
-        "growth",
-        "paper",
-        "shelf",
-        "reader",
-        "question",
-    ),
-    *(
-        "answer",
-        "library",
-        "catalogue",
-        "number",
-        "record",
-        "title",
-        "author",
-        "village",
-        "river",
-        "stone",
-        "winter",
-    ),
-    *("summer", "garden", "market", "window", "letter", "morning", "evening"),
+_WORDS = (
+    "branch leaf root water soil light season growth paper shelf reader question answer library catalogue number "
+    "record title author village river stone winter summer garden market window letter morning evening"
 )
+WORDS = tuple(_WORDS.split())
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": name,
-            "description": f"Looks up {what} in the catalogue of the library and answers with what it says.",
+            "description": f"Looks up {subject} in the catalogue of the library and answers with its entry.",
             "parameters": {
                 "type": "object",
                 "properties": {"word": {"type": "string"}},
@@ -78,7 +53,11 @@ TOOLS = [
             },
         },
     }
-    for name, what in (("look_up", "a word"), ("find_title", "the title of a book"), ("count", "how often"))
+    for name, subject in (
+        ("look_up", "a word"),
+        ("find_title", "the title of a book"),
+        ("count", "how often"),
+    )
 ]
 _SAID = re.compile(
     r"<think>\n(?P<reasoning>.*)\n</think>\n\n(?P<content>[^<]*)"
@@ -93,7 +72,7 @@ def prose(rng: random.Random, words: int) -> str:
 
 @dataclass
 class Agent:
-    """One conversation: `turns` questions, each with `steps` calls of a tool before the answer."""
+    """Conversation of `turns` questions, each with `steps` calls of a tool before the answer."""
 
     name: str
     rules: str
@@ -112,7 +91,7 @@ class Agent:
         return self._turn == self.turns
 
     def will_say(self) -> str:
-        """What the model is to say next."""
+        """Returns the script of the model's next answer."""
         thought = f"<think>\n{prose(self._rng, self._rng.randint(5, 15))}\n</think>\n\n"
         if self._step == self.steps:
             return thought + prose(self._rng, self._rng.randint(5, 15))
@@ -120,7 +99,7 @@ class Agent:
         return f"{thought}<tool_call>\n{called}\n</tool_call>"
 
     def heard(self, said: str) -> None:
-        """Goes on with what the server sent."""
+        """Continues the conversation with the server's answer."""
         parts = _SAID.fullmatch(said)
         assert parts is not None, said
         message: Json = {
@@ -148,13 +127,13 @@ class Agent:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: how much of its prompt was found, and how much had been seen before."""
+    """Request with the cached tokens of its prompt, and the most that could have been cached."""
 
     agent: str
     prompt: Tokens
     said: Tokens
     cached: int
-    best: int  # the longest prefix that anything sent or generated before has, but for the last token
+    best: int  # longest prefix that earlier prompts and answers share with it, without its last token
 
     @property
     def whole(self) -> Tokens:
@@ -162,14 +141,14 @@ class Asked:
 
 
 class World:
-    """A server in this process, and the record of what was asked of it."""
+    """Server in this process, with a record of its requests."""
 
     def __init__(self, made: Assembly, client: openai.OpenAI, script: dict[bytes, list[int]]) -> None:
         self.made = made
         self.asked: list[Asked] = []
         self._client = client
         self._script = script
-        self._known: list[Tokens] = []  # prompts that were sent, and prompts with what was generated
+        self._known: list[Tokens] = []  # prompts, and prompts with their answers
         self._lock = threading.Lock()
 
     def prompt_of(self, agent: Agent) -> Tokens:
@@ -177,7 +156,7 @@ class World:
         return self.made.tokenizer.encode_chat(conversation.render(self.made.tokenizer))
 
     def ask(self, agent: Agent) -> Callable[[], None]:
-        """Notes what could be found now; the call that is returned sends the request and waits for its end."""
+        """Notes how much could be cached now. Returns a call that sends the request and waits for its end."""
         prompt, will_say = self.prompt_of(agent), agent.will_say()
         end = self.made.tokenizer.eos_token_ids[0]
         said = np.array([*self.made.tokenizer.encode_chat(will_say).tolist(), end], np.int32)
@@ -206,7 +185,7 @@ class World:
             self.ask(agent)()
 
     def run_interleaved(self, agents: Sequence[Agent], seed: int, at_once: int = 4) -> None:
-        """One to `at_once` agents at a time, drawn at random, until all are done."""
+        """Runs one to `at_once` agents at a time, drawn at random, until all are done."""
         rng = random.Random(seed)
         while waiting := [agent for agent in agents if not agent.done]:
             chosen = rng.sample(waiting, min(len(waiting), rng.randint(1, at_once)))
@@ -219,7 +198,7 @@ class World:
 
 @contextlib.contextmanager
 def served(model: Path, budget_bytes: int | None = None, chunk_tokens: int = 512) -> Iterator[World]:
-    """The model behind a real server, with everything that it says replaced by the script."""
+    """Serves the model over HTTP, with all sampled tokens replaced by the script."""
     script: dict[bytes, list[int]] = {}
 
     class Scripted(Sampler):

@@ -1,24 +1,21 @@
-"""B4: an agent's conversation on models that cannot resume just anywhere: what is found of what could be.
+"""B4: cached tokens of agents' conversations on models that cannot resume at every position, of the most possible.
 
-System prompt and tools, then turns of question, reasoning, tool call, tool result, …, answer, where the next
-question drops the reasoning of the turn before; over HTTP, on a hybrid of recurrent states and on one of sliding
-windows. The best possible of a request is the longest prefix that anything sent or generated before has, as if every
-position could be resumed at and nothing were evicted. For one agent, every request from the second on is to find
-95 % of it.
+System prompt and tools, then turns of question, reasoning, tool call, tool result, …, answer, where the next question
+drops the reasoning of the turn before; over HTTP, on a hybrid of recurrent states and on one of sliding windows. The
+best possible of a request is the longest prefix that it shares with an earlier prompt or answer, as if every position
+could be resumed at and nothing were evicted. For one agent, every request from the second on must find 95 % of it.
 
-Then four agents, one to four of them at a time in random order, in three quarters of the memory that they use with
-ample of it; and, harder and without a bar, in what the conversations of three of them take at their longest. They
-are compared with the same best and with what a clairvoyant cache of that size would find: tokens are its pages, it
-drops those that are needed last (Belady 1966, optimal for pages of one size), it pays for K and V of full attention,
-for one checkpoint and for one running request, but not for windows or any further states. No cache that keeps to the
-budget finds more.
+Then four agents, one to four of them at a time in random order, in three quarters of the memory that they use when it
+is ample; and, without a bar, in the memory of three of their conversations at their longest. They are compared with
+the same best and with a clairvoyant cache of that size: tokens are its pages, it evicts those that are needed last
+(Belady 1966, optimal for pages of one size), it pays for K and V of full attention, for one checkpoint and for one
+running request, but not for windows or any further states. No cache within the budget finds more.
 
-Finding the boundaries of a prompt of 100 messages may take 5 ms over rendering and tokenising it.
+Finding the boundaries of a prompt of 100 messages may take 5 ms more than rendering and tokenizing it.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -29,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from agent_world import TOOLS, Agent, Asked, served
 from agent_world import prose as prose_of
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
@@ -52,10 +49,10 @@ def agents(turns: int, steps: int) -> list[Agent]:
 
 
 def clairvoyant(asked: Sequence[Asked], capacity_tokens: int) -> int:
-    """How many prompt tokens the best cache of so many tokens would find, knowing all that is asked later."""
+    """Counts the prompt tokens that the best cache of so many tokens would find, if it knew all later requests."""
     ids: list[
         np.ndarray
-    ] = []  # of each request's tokens: the same id for the same token after the same prefix
+    ] = []  # for each request an id per token: equal for equal tokens after equal prefixes
     unused = 0
     for request in asked:
         whole = request.whole
@@ -84,7 +81,7 @@ def clairvoyant(asked: Sequence[Asked], capacity_tokens: int) -> int:
 
 
 def tokens_in(budget_bytes: int, described: ModelDescription, block_size: int) -> int:
-    """For K and V of full attention, once a checkpoint and a running request have got theirs."""
+    """Returns the tokens of full attention that a budget pays for beside a checkpoint and a running request."""
     once = bytes_per_checkpoint(described.families, block_size)
     return (budget_bytes - 2 * once) // full_bytes_per_token(described)
 
@@ -95,8 +92,8 @@ def full_bytes_per_token(described: ModelDescription) -> int:
 
 
 def bytes_of_three(asked: Sequence[Asked], described: ModelDescription, block_size: int) -> int:
-    """What three agents' conversations take at their longest, with their common prefix once: K and V of full
-    attention, and for each agent a checkpoint and what it needs while it runs."""
+    """Returns the bytes of three agents' conversations at their longest, with their common prefix once: K and V of
+    full attention, and for each agent the windows and states of a checkpoint and of a running request."""
     longest = [max((r.whole for r in asked if r.agent == name), key=len) for name in AGENTS]
     tokens, before = 0, list[np.ndarray]()
     for whole in longest[:3]:
@@ -151,7 +148,7 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 
 def boundaries_ms(model: Path) -> dict[str, float]:
-    """Of the processor, for 100 messages: one long turn of tool calls, which has the most to look at."""
+    """Measures processor time for 100 messages of one long turn of tool calls, the costliest kind."""
     codec = HFTokenizer.load(str(model))
     tokenizer = PromptTokenizer(codec, limit_tokens=10**6)
     agent = Agent("Ann", RULES, 1, 49, SEED)
@@ -177,7 +174,7 @@ def boundaries_ms(model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="tool calls of a turn")
     options = parser.parse_args()

@@ -1,23 +1,22 @@
-"""C3: a restart. The 8th turn of a conversation of 8,000 tokens: how long until its first token when the server has
-nothing (cold), has just served the seven turns before (warm), or was restarted since, with its directory (disk).
+"""C3: restart. Time to the first token of the 8th turn of a conversation of 8,000 tokens, for a server that has
+nothing cached (cold), has just served the seven turns before (warm), or was restarted with its directory (disk).
 
-Each server is a process of its own with a real engine on a model of 80 million random weights in bfloat16; there are
-two models, one of full attention and one of which three layers in four keep a recurrent state. A restart is a new
-process on a copy of the directory that another one left when it ended. Every server first answers an unrelated short
-prompt, so that what torch makes on first use is in no time. The three states are measured in turn, each round with
-another 8th message, and a ratio is a median of rounds.
+Each server is a process of its own with an engine on a model of 80 million random weights in bfloat16. One model has
+full attention; in the other, three layers in four keep a recurrent state. A restart is a new process on a copy of the
+directory that another one left when it ended. Every server first answers an unrelated short prompt, so that no time
+contains torch's first allocations. The states are measured in turn, each round with another 8th message, and a ratio
+is a median of rounds.
 
-The bar is for the ordinary restart, after which the system still has the files in memory. The other one is reported:
-the files were synced and the system was asked to drop them (`disk_dropped`; a virtual machine's host may still have
-them). The model has all cores, as a server's has: with fewer computing takes longer, and loading shows less.
+The bar is for the ordinary restart, after which the system still has the files in memory. `disk_dropped` is a further
+figure: the files were synced and the system was asked to drop them (a virtual machine's host may still have them).
+The model has all cores, as in a server: with fewer, computing takes longer, and loading shows less.
 
-Side checks: in float32 the three states generate the same tokens; in bfloat16 rounding may part them, and the script
-says how many of the first tokens are the same.
+Side checks: in float32 the three states generate the same tokens. In bfloat16 rounding may part them, and a figure is
+the share of equal first tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -26,15 +25,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import at_most, conclude, exactly
-from llamas import VOCAB, write_hybrid, write_llama
+from common import argument_parser, at_most, conclude, exactly
+from llamas import VOCAB, say, write_hybrid, write_llama
 
+from asking import generate, greedy
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.types import Tokens
 
@@ -42,7 +42,7 @@ SHOW = "C3"
 ROUNDS = 4
 MOST = 1.3
 TURNS = 8
-NEW_TOKENS = (900, 950)  # of what a user or a tool says
+NEW_TOKENS = (900, 950)  # of a message
 SYSTEM_TOKENS = 300  # of the first turn's
 ANSWER_TOKENS = 88
 COMPARED_TOKENS = 8  # generated in each state
@@ -57,22 +57,14 @@ class Answer:
     cached_tokens: int
     load_s: float  # of the loads for it
     loaded_bytes: int
-    loads: int  # 0: it was decided to compute
+    loads: int  # 0: the engine chose to compute
 
 
-@dataclass
-class State:
-    """What was measured in one of the states, round by round."""
-
-    answers: list[Answer] = field(default_factory=list)
-
-    @property
-    def ttft_s(self) -> list[float]:
-        return [answer.ttft_s for answer in self.answers]
+States = dict[str, list[Answer]]  # state of the server → an answer for each round
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
@@ -100,7 +92,7 @@ def main() -> None:
 
 def measure(name: str, model: Path, place: Path, rounds: int, threads: int | None) -> dict[str, Any]:
     left, warm_dir = place / "left", place / "warm"
-    with ThreadPoolExecutor() as both:  # neither is measured: they may be in each other's way
+    with ThreadPoolExecutor() as both:  # neither is measured: they may slow each other down
         ending = both.submit(lambda: converse(Server(model, left, threads)))
         staying = both.submit(lambda: converse(Server(model, warm_dir, threads)))
         restarted, served = ending.result(), staying.result()
@@ -111,7 +103,7 @@ def measure(name: str, model: Path, place: Path, rounds: int, threads: int | Non
         f"{stop_s:.2f} s"
     )
 
-    states = {state: State() for state in ("cold", "warm", "disk", "disk_dropped")}
+    states: States = {state: [] for state in ("cold", "warm", "disk", "disk_dropped")}
     prompt_tokens = 0
     for number in range(rounds):
         last = message(100 + number)
@@ -132,7 +124,7 @@ def measure(name: str, model: Path, place: Path, rounds: int, threads: int | Non
                 answer = server.ask(prompt, COMPARED_TOKENS)
                 server.kill()
                 shutil.rmtree(directory)
-            states[state].answers.append(answer)
+            states[state].append(answer)
     served.server.kill()
     return report(name, states, prompt_tokens) | {
         "directory_mb": round(directory_mb, 1),
@@ -141,15 +133,15 @@ def measure(name: str, model: Path, place: Path, rounds: int, threads: int | Non
     }
 
 
-def report(name: str, states: dict[str, State], prompt_tokens: int) -> dict[str, Any]:
+def report(name: str, states: States, prompt_tokens: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"prompt_tokens": prompt_tokens}
-    for state, measured in states.items():
-        times = measured.ttft_s
+    ttft_s = {state: [answer.ttft_s for answer in answers] for state, answers in states.items()}
+    for state, times in ttft_s.items():
         figures[f"ttft_{state}_ms"] = round(statistics.median(times) * 1e3, 1)
         figures[f"ttft_{state}_spread_ms"] = [round(min(times) * 1e3, 1), round(max(times) * 1e3, 1)]
-        figures[f"cached_tokens_{state}"] = measured.answers[-1].cached_tokens
+        figures[f"cached_tokens_{state}"] = states[state][-1].cached_tokens
     for state in ("disk", "disk_dropped"):
-        answers = states[state].answers
+        answers = states[state]
         load_s = statistics.median(answer.load_s for answer in answers)
         loaded = answers[-1].loaded_bytes
         figures |= {
@@ -161,15 +153,13 @@ def report(name: str, states: dict[str, State], prompt_tokens: int) -> dict[str,
             ),
             f"loads_{state}": [answer.loads for answer in answers],
         }
-    warm, cold = states["warm"].ttft_s, states["cold"].ttft_s
-    for state in ("disk", "disk_dropped"):
-        figures[f"{state}_over_warm"] = ratio(states[state].ttft_s, warm)
-    figures["cold_over_disk"] = ratio(cold, states["disk"].ttft_s)
-    figures["cold_over_warm"] = ratio(cold, warm)
+    for above, below in (("disk", "warm"), ("disk_dropped", "warm"), ("cold", "disk"), ("cold", "warm")):
+        ratios = (a / b for a, b in zip(ttft_s[above], ttft_s[below], strict=True))
+        figures[f"{above}_over_{below}"] = round(statistics.median(ratios), 4)
     for state in ("warm", "disk"):
         figures[f"bf16_tokens_equal_cold_{state}"] = statistics.mean(
             agreed(a.tokens, b.tokens) / COMPARED_TOKENS
-            for a, b in zip(states["cold"].answers, states[state].answers, strict=True)
+            for a, b in zip(states["cold"], states[state], strict=True)
         )
     say(
         f"{name}: cold {figures['ttft_cold_ms']} ms, warm {figures['ttft_warm_ms']} ms, "
@@ -181,7 +171,7 @@ def report(name: str, states: dict[str, State], prompt_tokens: int) -> dict[str,
 
 
 def float32_tokens_equal(model: Path, place: Path, threads: int | None) -> bool:
-    """A short conversation, its third turn in every state."""
+    """Compares the third turn of a short conversation in every state."""
     directory = place / "float32"
     server = Server(model, directory, threads, "float32")
     history = message(1)[:400]
@@ -192,7 +182,7 @@ def float32_tokens_equal(model: Path, place: Path, threads: int | None) -> bool:
     server.stop()
     server = Server(model, directory, threads, "float32")
     disk = server.ask(history, 24)
-    cold = server.ask(history, 24, salt="nobody else's")
+    cold = server.ask(history, 24, salt="another tenant")
     server.kill()
     assert disk.loads, "nothing was loaded"
     assert not cold.cached_tokens
@@ -209,7 +199,7 @@ class Conversation:
 
 
 def converse(server: Server) -> Conversation:
-    """All turns but the last."""
+    """Plays all turns but the last."""
     history = np.empty(0, np.int32)
     for turn in range(TURNS - 1):
         history = np.concatenate([history, message(turn)])
@@ -224,8 +214,8 @@ def message(seed: int) -> Tokens:
 
 
 def boundaries(prompt: Tokens) -> tuple[Boundary, ...]:
-    """As of a chat whose template keeps everything: other conversations part from it after the system prompt, and the
-    next turn at its end."""
+    """Returns the boundaries of a chat whose template keeps everything: other conversations part from the prompt
+    after the system message, and the next turn at its end."""
     ends = {SYSTEM_TOKENS: CheckpointKind.SYSTEM, len(prompt): CheckpointKind.USER}
     return tuple(Boundary(position, kind) for position, kind in ends.items())
 
@@ -234,7 +224,7 @@ def boundaries(prompt: Tokens) -> tuple[Boundary, ...]:
 
 
 class Server:
-    """Ready once it is made: it has answered an unrelated prompt."""
+    """Server in a process of its own. It is ready, and has answered an unrelated prompt, once it is made."""
 
     def __init__(self, model: Path, directory: Path, threads: int | None, dtype: str = "bfloat16") -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -253,7 +243,7 @@ class Server:
         return answer
 
     def stop(self) -> float:
-        """Ends it as a server ends: what only memory had is written. Seconds of that."""
+        """Ends the server, which writes blocks that only memory has. Returns the seconds of that."""
         began = time.perf_counter()
         self._pipe.send(None)
         self._pipe.recv()
@@ -285,39 +275,13 @@ def serve(pipe: Connection, model: Path, directory: Path, threads: int | None, d
 
 
 def ask(engine: Any, prompt: Tokens, tokens: int, salt: str) -> Answer:
-    from rootstock.engine.request import (
-        Finished,
-        Request,
-        RequestId,
-        ResolvedSampling,
-        StopParams,
-        TokenEvent,
-    )
-
     before = engine.stats().tier.counters
-    request = Request(
-        RequestId(f"{time.monotonic_ns()}"),
-        prompt,
-        ResolvedSampling(temperature=0.0),
-        StopParams(max_tokens=tokens, ignore_eos=True),
-        salt=salt,
-        boundaries=boundaries(prompt),
-    )
-    generated: list[int] = []
-    ttft_s, cached_tokens = 0.0, 0
-    began = time.perf_counter()
-    for event in engine.generate(request):
-        if isinstance(event, TokenEvent):
-            ttft_s = ttft_s or time.perf_counter() - began
-            generated.append(event.token)
-        elif isinstance(event, Finished):
-            cached_tokens = event.usage.cached_tokens
-    assert len(generated) == tokens, "the request failed"
+    timed = generate(engine, greedy(prompt, tokens, salt=salt, boundaries=boundaries(prompt)))
     after = engine.stats().tier.counters
     return Answer(
-        generated,
-        ttft_s,
-        cached_tokens,
+        timed.tokens,
+        timed.ttft_s,
+        timed.cached_tokens,
         after.load_s - before.load_s,
         after.loaded_bytes - before.loaded_bytes,
         after.loads["loaded"] - before.loads["loaded"],
@@ -328,7 +292,7 @@ def ask(engine: Any, prompt: Tokens, tokens: int, salt: str) -> Answer:
 
 
 def drop(directory: Path) -> None:
-    """Out of the system's memory, as far as it does as it is asked."""
+    """Asks the system to drop the files from its memory."""
     for path in directory.iterdir():
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -339,18 +303,9 @@ def drop(directory: Path) -> None:
             os.close(fd)
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of rounds."""
-    return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 4)
-
-
 def agreed(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Counts the tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

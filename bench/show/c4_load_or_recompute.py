@@ -1,27 +1,26 @@
-"""C4: load or recompute. The same requests on a tier slowed to five speeds: is the way that the engine chooses ever
-more than 1.1 times as slow as the better one?
+"""C4: load or recompute. The same requests on a tier slowed to five speeds: the engine's choice may take at most 1.1
+times as long as the better way.
 
-A real engine and a real disk tier, on a model of 80 million random weights in bfloat16. A load sleeps in proportion
-to its bytes, so that the tier has a bandwidth that we set. The five are multiples of the break-even, at which a cold
-prompt takes as long to load as to compute; it is measured first. Two of them are next to it.
+An engine and a disk tier, on a model of 80 million random weights in bfloat16. A load sleeps in proportion to its
+bytes, so that the tier has a set bandwidth. The five bandwidths are multiples of the break-even, at which a cold
+prompt takes as long to load as to compute. It is measured first, and two of the five are next to it.
 
-A case is a prompt of which the disk holds all but the end, and memory nothing or a beginning: one that begins deep
-costs more to compute, for the same bytes. Each case is timed three ways, in turn: forced to load, forced to compute,
+A case is a prompt of which the disk holds all but the end, and memory nothing or the beginning: the rest then costs
+more to compute, for the same bytes. Each case is timed three ways, in turn: forced to load, forced to compute,
 and as the engine chooses.
 
-What the engine knows comes from ordinary use only: each speed has an engine of its own, which has computed the
-prompts once and got each of them LEARNING times more as it chose itself. From forced requests it does not learn.
+The engine learns from ordinary use only: each speed has an engine of its own, which has computed the prompts once and
+served each of them LEARNING times more by its own choice. It does not learn from forced requests.
 
-How noise is dealt with: times are medians of rounds. A way that was chosen is the same work as that way when forced,
-so both count as its times, and the chosen way's time is the mean of what it chose in the rounds (of a load that was
-begun and given up, the time of that). Near the break-even
-either choice is fine, and the ratio says so. The ratio of chosen requests alone is given as well. A machine whose
-speed changes while it is measured makes estimates wrong that were right: look at `cpu_share`.
+Against noise, times are medians of rounds. A chosen load is the same work as a forced one, so both count as times of
+that way, and the time of the choice is the mean of the chosen ways (the measured time where a load was begun and
+given up). Near the break-even either choice is fine, and the ratio shows that. The ratio of chosen requests alone is
+given as well. If the machine's speed changes during the measurement, right estimates become wrong: look at
+`cpu_share`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -34,22 +33,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import at_most, conclude
-from llamas import VOCAB, write_llama
+from common import argument_parser, at_most, conclude
+from llamas import VOCAB, say, write_llama
 
+from asking import generate, greedy
 from rootstock.cache.explain import LoadChoice
 from rootstock.cache.types import Tokens
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.build import build_engine
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Finished, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
 
 SHOW = "C4"
 ROUNDS = 3
 MOST = 1.1
 LEARNING = 2
 SPEEDS = (4.0, 1.3, 0.8, 0.5, 0.25)  # of the break-even
-TAIL_TOKENS = 48  # after what is stored, other ones in each request
+TAIL_TOKENS = 48  # after the stored ones, new ones in each request
 POOL_BYTES = 2**30
 
 Way = Literal["load", "compute"]
@@ -58,7 +57,7 @@ Way = Literal["load", "compute"]
 @dataclass(frozen=True)
 class Case:
     stored: int  # tokens on the disk
-    in_memory: int  # the first of them that memory has as well
+    in_memory: int  # number of first tokens that memory has as well
 
     @property
     def name(self) -> str:
@@ -72,9 +71,9 @@ CASES = (Case(1024, 0), Case(2560, 0), Case(5120, 0), Case(5120, 2560))
 class Timed:
     ttft_s: float
     load_s: float  # of the load itself
-    cpu_share: float  # of the process's threads; well below 1 where it computes: others were at work
+    cpu_share: float  # of the process's threads; well below 1 in a prefill: other processes were busy
     choice: LoadChoice | None
-    gave_up: bool  # it was to be loaded, and computed when that took far longer than foreseen
+    gave_up: bool  # the load took far longer than predicted, and the prompt was computed
 
     @property
     def loads(self) -> bool:
@@ -83,14 +82,12 @@ class Timed:
 
 @dataclass
 class Times:
-    """Of one case at one speed, round by round."""
+    """Times of one case at one speed, round by round."""
 
     load: list[Timed] = field(default_factory=list)
     compute: list[Timed] = field(default_factory=list)
     chosen: list[Timed] = field(default_factory=list)
-    in_memory: list[Timed] = field(
-        default_factory=list
-    )  # all of it: what is neither loading nor computing it
+    in_memory: list[Timed] = field(default_factory=list)  # with the whole prompt in memory
 
     def way_s(self, way: Way) -> float:
         forced = self.load if way == "load" else self.compute
@@ -114,7 +111,7 @@ class Times:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--speeds", default=",".join(map(str, SPEEDS)), help="times the break-even")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
@@ -150,7 +147,7 @@ def main() -> None:
 
 def of(times: Times) -> dict[str, Any]:
     hit_s = statistics.median(timed.ttft_s for timed in times.in_memory)
-    # As the engine had it when it chose.
+    # The engine's estimates at its choices.
     estimates = [timed.choice for timed in times.chosen if timed.choice is not None]
     load = [c.load_s for c in estimates if c.load_s is not None]
     compute = [c.compute_s for c in estimates if c.compute_s is not None]
@@ -201,19 +198,18 @@ class Bench:
             reader = self._tiering._reader
             reader._load = slowed(reader._load, bytes_per_s)
         self._requests = 0
-        self._choice: LoadChoice | None = None
 
     def __enter__(self) -> Bench:
         self.engine.start()
-        self.ask(random_tokens(0, 700), 4)  # what is made on first use
+        self.ask(random_tokens(0, 700), 4)  # first uses allocate
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.clear_cache()  # nobody needs to wait for it to be written
+        self.engine.clear_cache()  # then nothing is written at the stop
         self.engine.stop()
 
     def break_even_bytes_per_s(self) -> float:
-        """Of computing a prompt in the middle of the cases' sizes."""
+        """Returns the bandwidth at which a prompt of middle size takes as long to load as to compute."""
         tokens = 2560
         times = [self.ask(random_tokens(1 + i, tokens), 1).ttft_s for i in range(3)]
         return tokens * self._token_bytes / statistics.median(times)
@@ -250,7 +246,7 @@ class Bench:
             return self.ask(prompt, 1)
 
     def _prepare(self, case: Case) -> None:
-        """Memory has the case's beginning."""
+        """Fills memory with the case's beginning."""
         if case.in_memory:
             with self._forced("compute"):
                 self.ask(stored_part(case)[: case.in_memory], 1)
@@ -260,7 +256,7 @@ class Bench:
 
     @contextmanager
     def _forced(self, way: Way | None) -> Iterator[None]:
-        """One way whatever the estimates say, and they learn nothing of it. None: nothing to choose."""
+        """Forces one way, from which the estimates learn nothing. None: there is nothing to choose."""
         tiering = self._tiering
         choose = tiering.choose
 
@@ -279,9 +275,9 @@ class Bench:
 
         self.engine.call(lambda: setattr(tiering, "choose", choose_so))
         tiering.observe = tiering._learn = tiering._probe = lambda *_: None
-        tiering.overdue = list  # nothing is given up
+        tiering.overdue = list  # no load is given up
         yield
-        self.engine.call(lambda: None)  # what the request still had to tell was told
+        self.engine.call(lambda: None)  # the request's last reports have arrived
         for name in ("choose", "observe", "_learn", "_probe", "overdue"):
             delattr(tiering, name)
 
@@ -297,30 +293,19 @@ class Bench:
             return hit, choice
 
         tiering.choose = watched
-        request = Request(
-            RequestId(str(self._requests)),
-            prompt,
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=tokens, ignore_eos=True),
-        )
-        ttft_s = cpu_s = 0.0
-        began, began_cpu, ended = time.perf_counter(), time.process_time(), False
-        for event in self.engine.generate(request):
-            if isinstance(event, TokenEvent) and not ttft_s:
-                ttft_s, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
-            ended = isinstance(event, Finished)
+        heard = generate(self.engine, greedy(prompt, tokens))
         tiering.choose = choose
-        assert ended, "the request failed"
         choice = next((choice for choice in seen if choice is not None), None)
-        cpu_share = cpu_s / ttft_s / torch.get_num_threads()
+        cpu_share = heard.ttft_cpu_s / heard.ttft_s / torch.get_num_threads()
         ends = tiering.counters.loads - before
-        timed = Timed(ttft_s, tiering.counters.load_s - load_s, cpu_share, choice, bool(ends["overdue"]))
-        assert timed.loads == bool(ends["loaded"] or timed.gave_up), "what was chosen was not done"
+        load_s = tiering.counters.load_s - load_s
+        timed = Timed(heard.ttft_s, load_s, cpu_share, choice, bool(ends["overdue"]))
+        assert timed.loads == bool(ends["loaded"] or timed.gave_up), "the engine did not do as it chose"
         return timed
 
 
 def slowed(load: Callable[..., Any], bytes_per_s: float) -> Callable[..., Any]:
-    """A load that takes as long as so slow a tier would, checks and copies included."""
+    """Returns a load that takes as long as a tier of this bandwidth would, checks and copies included."""
 
     def slow(identity: Any, into: Any) -> Any:
         due = time.perf_counter() + sum(buffer.nbytes for buffer in into) / bytes_per_s
@@ -341,10 +326,6 @@ def with_tail(case: Case, number: int) -> Tokens:
 
 def random_tokens(seed: int, count: int) -> Tokens:
     return np.random.default_rng([4, seed]).integers(64, VOCAB, count).astype(np.int32)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

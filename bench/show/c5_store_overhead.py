@@ -1,23 +1,22 @@
-"""C5: what storing costs. The `agents` workload on a real model with the disk tier on, against the same without it.
+"""C5: cost of storing. The `agents` workload on a model with the disk tier, against the same without it.
 
-Three ways to store: *back*, where memory is full of earlier agents at the start, and all of it is evicted and written
-as new ones come; *through*, where all is written as it is published; and *idle*, writing back with memory enough,
-where nothing is to be stored. Each is two engines on one model, with and without the tier, that play the same rounds
-in turn. A pair is judged by the ratio of its times, and a way by the median of its pairs. Every round has agents of
-its own and nothing on the disk is of use to it, so that storing can't look cheap by what was loaded; the script says
-how much was.
+Three ways to store: *back*, where memory is full of earlier agents at the start, and all of it is evicted and
+written as new ones come; *through*, where all blocks are written when they are published; and *idle*, writing back
+with enough memory, so that nothing is stored. Each way is two engines on one model, with and without the tier, that
+play the same rounds in turn. A pair is judged by the ratio of its times, and a way by the median of its pairs. Every
+round has agents of its own, for which the disk has nothing useful, so that loads cannot hide the cost. Loaded bytes
+are a figure.
 
-Also measured, and less at the mercy of what else the machine does: how long the engine's thread was at it, as a share
+A further figure depends less on other load of the machine: the time of the engine's thread in tier calls, as a share
 of the time without the tier.
 
-The model has all cores, as a server's has: with a core to spare, the thread that writes would cost nothing.
+The model has all cores, as in a server: on a spare core, the writer's thread would cost nothing.
 
-At the end, without a bar: the same agents once more on an engine whose disk knows them and whose memory does not.
+Last, without a bar, the same agents play once more on an engine whose disk knows them and whose memory does not.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shutil
 import statistics
@@ -30,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import at_least, conclude
-from llamas import VOCAB, write_llama
+from common import argument_parser, at_least, conclude
+from llamas import VOCAB, say, write_llama
 
 from rootstock.bench.play import play
 from rootstock.bench.targets import EngineTarget
@@ -52,7 +51,7 @@ SMALL_TOKENS = 1024 + 9 * 544
 class Way:
     name: str
     disk_write: str
-    pool_tokens: int | None  # None: as much as a server takes by itself
+    pool_tokens: int | None  # None: a server's default
 
 
 WAYS = (Way("back", "back", SMALL_TOKENS), Way("through", "through", None), Way("idle", "back", None))
@@ -60,16 +59,12 @@ WAYS = (Way("back", "back", SMALL_TOKENS), Way("through", "through", None), Way(
 
 @dataclass
 class Side:
-    """What one engine of a pair was measured to do, round by round."""
+    """Measurements of one engine of a pair, round by round."""
 
     wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(
-        default_factory=list
-    )  # of the whole process: the model, the engine, the writer
-    engine_s: list[float] = field(default_factory=list)  # in which its thread did the tier's work
-    end_s: list[float] = field(
-        default_factory=list
-    )  # until what was queued is written, after the last answer
+    cpu_s: list[float] = field(default_factory=list)  # of the process: the model, the engine, the writer
+    engine_s: list[float] = field(default_factory=list)  # of the engine's thread in tier calls
+    end_s: list[float] = field(default_factory=list)  # from the last answer until the queue is written
     computed_tokens: list[int] = field(default_factory=list)
     stored_bytes: list[int] = field(default_factory=list)
     loaded_bytes: list[int] = field(default_factory=list)
@@ -77,7 +72,7 @@ class Side:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--ways", default=",".join(way.name for way in WAYS), help="comma-separated")
     options.add_argument("--threads", type=int, help="of the model; as many as torch takes unless given")
@@ -99,7 +94,7 @@ def main() -> None:
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     figures["cpu_share"] = round(
         cpu_s / wall_s / torch.get_num_threads(), 3
-    )  # below 0.8: others were at work
+    )  # below 0.8: the machine was busy
     judged = [figures[name] for way in WAYS if (name := f"{way.name}_ratio") in figures]
     figures["worst_ratio"] = min(judged)
     conclude(SHOW, figures, {"worst_ratio": at_least(LEAST)})
@@ -107,11 +102,11 @@ def main() -> None:
 
 def compare(way: Way, model: Path, disk: Path, rounds: int) -> dict[str, Any]:
     with engine(model, way, disk) as on, engine(model, way, None) as off:
-        for each in (on, off):  # what is made on first use is in no round
+        for each in (on, off):  # first uses allocate
             play_once(each, agents(0), Side())
         sides = {True: Side(), False: Side()}
         for i in range(rounds):
-            # Who goes first changes, so that neither always finds the machine in the other's state.
+            # The sides change places, so that neither always finds the machine in the other's state.
             for with_tier in (i % 2 == 0, i % 2 == 1):
                 play_once(on if with_tier else off, agents(1 + i), sides[with_tier])
     shutil.rmtree(disk)
@@ -143,7 +138,7 @@ def compare(way: Way, model: Path, disk: Path, rounds: int) -> dict[str, Any]:
 
 
 def warm(model: Path, disk: Path) -> dict[str, Any]:
-    """The same agents before and after a restart that leaves only the disk."""
+    """Plays the same agents before and after a restart that leaves only the disk."""
     first, again = Side(), Side()
     for side in (first, again):
         with engine(model, WAYS[2], disk) as each:
@@ -192,7 +187,7 @@ def play_once(built: Assembly, workload: Workload, side: Side) -> None:
         time.sleep(0.005)
     side.end_s.append(time.perf_counter() - ended_s)
     side.wall_s.append(played.wall_s)
-    # Until everything is written, so that none of the writer's work is left out.
+    # After everything is written, so that all of the writer's work counts.
     side.cpu_s.append(time.process_time() - cpu_s)
     side.engine_s.append(sum(spent_s))
     side.computed_tokens.append(after.counters.computed_tokens - before.counters.computed_tokens)
@@ -207,7 +202,7 @@ def play_once(built: Assembly, workload: Workload, side: Side) -> None:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[list[float]]:
-    """Seconds of each call of the engine's to its tiers."""
+    """Records the seconds of each call of the engine to its tiers."""
     spent_s: list[float] = []
     tiering: Any = engine.tier_connector
     if tiering is None:
@@ -229,10 +224,6 @@ def watched(engine: Engine) -> Iterator[list[float]]:
     yield spent_s
     for name in names:
         delattr(tiering, name)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

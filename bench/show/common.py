@@ -1,4 +1,4 @@
-"""How a show script ends: one line of JSON, and exit status 0 only if every bar is met.
+"""Bars and the result line of a show script: one line of JSON, and exit status 0 only if every bar is met.
 
     conclude("A4", {"computed_tokens": 2080, "ratio": 1.0}, {"ratio": at_most(1.02)})
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -20,6 +21,11 @@ from typing import Any, Literal, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 ROOT = Path(__file__).parents[2]
+
+
+def argument_parser(description: str | None) -> ArgumentParser:
+    """Returns a parser whose help keeps the lines of a script's docstring."""
+    return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +73,13 @@ def conclude(show: str, figures: Mapping[str, Any], bars: Mapping[str, Bar]) -> 
 
 
 def could_not(show: str, reason: str) -> NoReturn:
-    """For what could not be measured here: never met, and says why."""
+    """Prints a result line that is not met, with the reason why nothing could be measured, and exits."""
     print(json.dumps({"show": show, "figures": {"could_not": reason}, "bars": {}, "met": False}), flush=True)
     sys.exit(1)
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars and arrays, and whatever else is no JSON."""
+    """Converts NumPy scalars and arrays, and any other value to text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return str(value)

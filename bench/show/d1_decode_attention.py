@@ -7,16 +7,15 @@ shape that dense attention has. With 75 % shared, three quarters of every contex
 side has its own copy for every sequence, as it must.
 
 Every case runs `--runs` times, the ways in turn within each round; a figure is the median over the rounds of all
-runs of the ratio of two neighbours, and its spread are the least and the largest of the runs' own medians. What is
-held is random for 4096 positions and repeats from there on. `of_limit` is how much of the read bandwidth (torch adds
-up 256 MiB, best of five, in the same process) the K and V take that have to be read, each shared position once.
+runs of the ratio of two neighbours, and its spread are the least and the largest of the runs' own medians. K and V
+are random for 4096 positions and repeat from there on. `of_limit` is the share of the read bandwidth (torch adds up
+256 MiB, best of five, in the same process) at which the K and V were read, each shared position once.
 
     python bench/show/d1_decode_attention.py [--quick] [--runs 3] [--threads N]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import Bar, at_most, conclude
+from common import Bar, argument_parser, at_most, conclude
 from torch import Tensor
 
 from rootstock.kernels.api import Scores
@@ -36,7 +35,7 @@ from rootstock.kernels.torch.sliced_attention import SlicedAttention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 MOST_POSITIONS = 32 * 16384  # of all sequences: 4 GiB of K and V in float32, twice
-ROUND_SECONDS = 0.05  # about what one way takes in a round, at least one call
+ROUND_SECONDS = 0.05  # of one way in a round, about; at least one call
 ROUNDS = 5
 
 
@@ -62,14 +61,14 @@ class Case:
 
 
 class Memory:
-    """K and V in a pool's layout and in the dense one, of every case in turn: made once."""
+    """Buffers of K and V in a pool's layout and in the dense one, for every case in turn."""
 
     def __init__(self, positions: int) -> None:
         size = positions * KV_HEADS * HEAD_DIM
         self.buffers = [torch.empty(size) for _ in range(4)]
 
     def views(self, case: Case) -> tuple[list[Tensor], list[Tensor], list[Span]]:
-        """Pools [slots, kv_heads, head_dim], dense [batch, kv_heads, context, head_dim], and where positions lie."""
+        """Returns pools [slots, kv_heads, head_dim], dense [batch, kv_heads, context, head_dim], and spans."""
         positions = case.batch * case.context
         tables = self._tables(case)
         slots = torch.from_numpy(
@@ -93,7 +92,7 @@ class Memory:
 
     @staticmethod
     def _tables(case: Case) -> np.ndarray:
-        """[batch, blocks of a context] int32"""
+        """Returns [batch, blocks of a context] int32."""
         blocks = case.context // BLOCK_SIZE
         ids = np.random.default_rng(0).permutation(case.batch * blocks).astype(np.int32)
         tables = ids.reshape(case.batch, blocks)
@@ -124,14 +123,14 @@ def ways(memory: Memory, case: Case) -> dict[str, Callable[[], Tensor]]:
 
 
 def measure(found: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call in each round."""
+    """Returns the seconds of a call in each round."""
     times: dict[str, list[float]] = {name: [] for name in found}
     started = time.perf_counter()
     found["dense"]()
     calls = max(1, int(ROUND_SECONDS / (time.perf_counter() - started)))
     for _ in range(rounds):
         for name, way in found.items():
-            if calls > 1:  # what is long brings its own caches into shape
+            if calls > 1:  # a long call warms the processor's caches itself
                 way()
             started = time.perf_counter()
             for _ in range(calls):
@@ -141,7 +140,7 @@ def measure(found: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str,
 
 
 def read_bandwidth(buffer: Tensor) -> float:
-    """Bytes a second. Overwrites what it reads: memory that was never written is all one page of zeros."""
+    """Returns bytes per second. Writes first: memory that was never written is one page of zeros."""
     part, best = buffer[: 64 << 20].fill_(1), float("inf")
     for _ in range(5):
         started = time.perf_counter()
@@ -151,7 +150,7 @@ def read_bandwidth(buffer: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="contexts up to 4096, one run, batches of 1 and 8"
     )

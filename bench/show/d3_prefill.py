@@ -6,8 +6,8 @@ default: schedule, plans, forward, sampling, publishing. Theirs is one call of t
 DynamicCache, which is empty or holds the 4,096 (by filling, see our_side.py), logits of the last position only; the
 512 new ones are attended under the model's own causal mask. Every prompt is new. How rounds count: rounds.py.
 
-Further figures: the runtime's forward of the 2,048 tokens in one chunk, whatever the engine's chunks are; and the
-attention of one layer alone, ours over scattered blocks against transformers' sdpa function over dense K and V.
+Further figures: the runtime's forward of the 2,048 tokens in one chunk, unlike the engine's; and the attention of one
+layer alone, ours over scattered blocks against transformers' sdpa function over dense K and V.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CACHED_TOKENS = 4096
 NEW_TOKENS = 512
 COMPUTED_TOKENS = 512  # with which the cached context is filled
 ROUNDS = (3, 7)  # least and most
-SECONDS = 30.0  # of one comparison, after which no round begins that need not
+SECONDS = 30.0  # of one comparison, after which no round begins that is not required
 ATTENTION_ROUNDS = (7, 15)
 POOL_TOKENS = 64 * 1024
 BAR, GOAL = 1.05, 0.90
@@ -61,7 +61,7 @@ def main() -> None:
             ("512_on_4096", prefill.ours_cached_s, prefill.dense_cached_s),
         ):
             ours()
-            dense()  # what is made on first use is made
+            dense()  # first uses allocate
             figures |= in_turn(name, ours, dense, (least, most), SECONDS, quiet).figures(name)
         for name, past, new in (("cold_2048", 0, COLD_TOKENS), ("512_on_4096", CACHED_TOKENS, NEW_TOKENS)):
             layer = OneLayer(prefill.dense.config, prefill.ours.block_size, past, new, clock)
@@ -93,7 +93,7 @@ class Prefill:
         return self.ours.first_token_s(self._new(COLD_TOKENS))
 
     def ours_one_forward_s(self) -> float:
-        """The runtime alone, into blocks of which the cache knows nothing: before and after, they are free."""
+        """Times the runtime alone, on blocks that are free before and after."""
         pool = self.ours.cache.pools.full.pool
         table = pool.allocate(COLD_TOKENS // self.ours.block_size)
         batch = Batch([Segment(self._new(COLD_TOKENS), 0, (table,), logits_to_keep=1)])
@@ -120,7 +120,7 @@ class Prefill:
 
 
 class OneLayer:
-    """Attention of `new` tokens after `past`: the pool's blocks are scattered at random, dense K and V are whole."""
+    """Attention of `new` tokens after `past`. The pool's blocks are scattered at random, dense K and V contiguous."""
 
     def __init__(self, config: Any, block_size: int, past: int, new: int, clock: Clock) -> None:
         self._clock = clock
@@ -143,7 +143,7 @@ class OneLayer:
             each.transpose(0, 1)[None].contiguous() for each in (self._query, keys, values)
         )
         self._module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
-        # As the model makes it: none where torch's causal attention says the same.
+        # The model makes no mask where torch's causal attention is equal.
         seen = torch.arange(past + new)[None] <= torch.arange(past, past + new)[:, None]
         self._mask = seen[None, None] if past else None
 

@@ -9,8 +9,8 @@ greedy and have 64 tokens, because the model cannot generate an end (llamas.py).
   transformers   `transformers serve --continuous-batching`, pages of 32 tokens, as many as the workload needs twice
   llama.cpp      its own server (package xllamacpp) on a GGUF file of the same weights, with the slots that did best
 
-The interpreters of the peers are found by options, or by the environment: ROOTSTOCK_TRANSFORMERS_PYTHON and
-ROOTSTOCK_LLAMA_PYTHON. A peer that is not there is reported, and misses its bar.
+Options or the environment (ROOTSTOCK_TRANSFORMERS_PYTHON, ROOTSTOCK_LLAMA_PYTHON) name the interpreters of the peers.
+A missing peer is reported, and misses its bar.
 
 Each server starts with nothing cached and is stopped before the next; a first short request is outside the time.
 Ours is run before and after each of the others, and a ratio is that peer's wall time by the mean of the two.
@@ -18,7 +18,6 @@ Ours is run before and after each of the others, and a ratio is that peer's wall
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, conclude
+from common import argument_parser, at_least, conclude
 from dense_side import Dense, Stopwatch
 from llamas import say, write_chatting_llama
 from neighbours import Neighbours
@@ -65,14 +64,14 @@ class Outcome:
     ttft: Quantiles
     inter_token: Quantiles
     completion_tokens: int
-    prompt_tokens: int | None  # None: the server does not say
+    prompt_tokens: int | None  # None: the server does not report them
 
 
 Side = Callable[[], Outcome]  # raises PeerUnavailable
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m")
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--threads", type=int, help="of all sides; as many as torch takes unless given")
@@ -164,7 +163,7 @@ def compare(ours: Side, peers: dict[str, Side], rounds: int) -> dict[str, Any]:
 
 
 def described(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Medians over the runs of one side."""
+    """Returns medians over the runs of one side."""
 
     def median(of: Callable[[Outcome], float], digits: int) -> float:
         return round(statistics.median(of(outcome) for outcome in outcomes), digits)
@@ -233,7 +232,7 @@ def as_gguf(python: str, path: Path, dtype: str) -> Path:
 
 
 def of_dense(path: Path, workload: Workload) -> Outcome:
-    """A turn of all agents is one batch, computed from its first token on: that is what `generate` does."""
+    """Runs each turn of all agents as one batch, which `generate` computes from its first token on."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     dense = Dense(path, torch.bfloat16)
     with torch.inference_mode():

@@ -1,16 +1,15 @@
 """D5: time to the first token of a warm prompt of 4k with 32 new tokens, against the compute floor of 32 tokens.
 
-The floor is one forward of 32 tokens over 4,096 cached positions by the runtime alone: a batch that the engine made
-is taken down and run again on the engine's thread, with no scheduling, sampling, text or HTTP. A round measures the
+The floor is one forward of 32 tokens over 4,096 cached positions by the runtime alone: a batch of the engine is
+recorded and run again on the engine's thread, with no scheduling, sampling, text or HTTP. A round measures the
 floor, then a request of the engine (submission to first token event), then one over HTTP (the first byte sent to the
 first event received, by a client in a process of its own). Every request has the 4,096 cached tokens and 32 that were
-never seen. Ratios are medians over rounds, each against the floors before and after it. Prompts are given as token
-ids: tokenising is not in it.
+never seen. Ratios are medians over rounds, each against the floors before and after it. Prompts are token ids, so
+that no time includes tokenization.
 """
 
 from __future__ import annotations
 
-import argparse
 import queue
 import statistics
 import tempfile
@@ -21,23 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_most, conclude
+from common import argument_parser, at_most, conclude
 from llamas import write_streaming_llama
 from streaming_client import ClientProcess
 
+from asking import greedy
 from rootstock.cache import KVCache
 from rootstock.config import CacheConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import (
-    Event,
-    Failed,
-    Finished,
-    Request,
-    RequestId,
-    ResolvedSampling,
-    StopParams,
-    TokenEvent,
-)
+from rootstock.engine.request import Event, Failed, Finished, TokenEvent
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch.runner import load_model
@@ -51,7 +42,7 @@ ROUNDS = 25
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m", choices=("80m", "600m"))
     options.add_argument("--rounds", type=int, default=ROUNDS)
     given = options.parse_args()
@@ -91,7 +82,7 @@ def main() -> None:
 def measure(engine: Engine, url: str, floor_s: Any, rounds: int) -> dict[str, Any]:
     floors, inside, over_http = [], [], []
     with ClientProcess(url) as client:
-        for _ in range(3):  # what is made on first use is made
+        for _ in range(3):  # first uses allocate
             floor_s()
             assert ask_http(client, prompt(2)) > 0
         floors.append(floor_s())
@@ -115,21 +106,16 @@ def _is_warm(batch: Batch) -> bool:
 
 
 def prompt(seed: int) -> np.ndarray:
-    """The same 4,096 tokens and 32 of the seed's own."""
+    """Returns the same 4,096 tokens for every seed, and 32 of its own."""
     shared = np.random.default_rng(0).integers(300, 32_000, CACHED_TOKENS)
     own = np.random.default_rng([seed, 1]).integers(300, 32_000, NEW_TOKENS)
     return np.concatenate([shared, own]).astype(np.int32)
 
 
 def ask_engine(engine: Engine, tokens: np.ndarray) -> float:
-    """Seconds to the first token."""
+    """Returns the seconds to the first token event."""
     events: queue.SimpleQueue[tuple[float, Event]] = queue.SimpleQueue()
-    request = Request(
-        RequestId(f"d5-{time.monotonic_ns()}"),
-        tokens,
-        ResolvedSampling(temperature=0.0),
-        StopParams(max_tokens=2, ignore_eos=True),
-    )
+    request = greedy(tokens, 2)
     began = time.perf_counter()
     engine.submit(request, lambda event: events.put((time.perf_counter(), event)))
     first_at, event = events.get()

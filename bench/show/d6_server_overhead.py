@@ -1,23 +1,22 @@
-"""D6: what the server takes: tokens/s through HTTP streaming against the engine in process, at 32 streams.
+"""D6: overhead of the server: tokens/s through HTTP streaming against the engine in process, at 32 streams.
 
 One process has the engine and the HTTP server, as `rootstock serve` has them. A round asks 32 requests at once,
 either of the engine itself (`Engine.submit`, events to a sink) or through 32 connections of a client in a process of
 its own; rounds alternate, the ratio is the median over pairs of neighbouring rounds. Prompts are cached beforehand,
-so that nearly all of a round is decoding. Both sides make text of every token: the tokenizer has a visible piece for
-each, so that every token is a chunk.
+so that nearly all of a round is decoding. Both sides detokenize: the tokenizer has a visible piece for each
+token, so that every token is a chunk.
 
-The client is as lean as one can be (`streaming_client.py`), because it has no machine of its own here: what it takes
-of the cores is taken from the engine. Its CPU seconds are told, and what OpenAI's own client in that place makes of
-it, which parses every chunk into objects.
+The client is as lean as possible (`streaming_client.py`), because it shares the cores with the engine. Further
+figures are its CPU seconds, and the ratio with OpenAI's own client in its place, which parses every chunk into
+objects.
 
-Threads wait for each other as the command line lets them (`rootstock.openmp`).
+Threads wait for each other as in the command line (`rootstock.openmp`).
 
-The model is small on purpose: its steps are short, so that a server's work per token weighs most.
+The model is small on purpose: with short steps the server's work per token weighs most.
 """
 
 from __future__ import annotations
 
-import argparse
 import queue
 import statistics
 import tempfile
@@ -32,22 +31,16 @@ from rootstock.openmp import wait_briefly
 wait_briefly()  # torch reads it when it is loaded
 
 import torch  # noqa: E402
-from common import at_least, conclude  # noqa: E402
+from common import argument_parser, at_least, conclude  # noqa: E402
 from llamas import write_streaming_llama  # noqa: E402
+from rounds import ANYHOW, in_turn  # noqa: E402
 from streaming_client import ClientProcess  # noqa: E402
 
+from asking import greedy  # noqa: E402
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig  # noqa: E402
 from rootstock.engine.build import build_engine  # noqa: E402
 from rootstock.engine.engine import Engine  # noqa: E402
-from rootstock.engine.request import (  # noqa: E402
-    Event,
-    Failed,
-    Finished,
-    Request,
-    RequestId,
-    ResolvedSampling,
-    StopParams,
-)
+from rootstock.engine.request import Event, Failed, Finished  # noqa: E402
 from rootstock.server.app import create_app  # noqa: E402
 from rootstock.server.listen import running  # noqa: E402
 
@@ -60,7 +53,7 @@ OPENAI_ROUNDS = 2
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="80m", choices=("80m", "600m"))
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--tokens", type=int, default=TOKENS)
@@ -84,48 +77,46 @@ def measure(engine: Engine, url: str, rounds: int, tokens: int) -> dict[str, Any
     rng = np.random.default_rng(0)
     prompts = rng.integers(300, 32_000, (STREAMS, PROMPT_TOKENS)).astype(np.int32)
     asked = prompts.tolist()
-    pairs: list[tuple[float, float]] = []
-    told: dict[str, Any] = {}
+    answers: list[dict[str, Any]] = []
+
+    def in_process() -> float:
+        return in_process_s(engine, prompts, tokens)
+
+    def over_http(client: ClientProcess) -> float:
+        answers.append(client.ask(asked, tokens))
+        assert answers[-1]["tokens"] == STREAMS * tokens, answers[-1]
+        seconds: float = answers[-1]["seconds"]
+        return seconds
+
     with ClientProcess(url) as client:
-        client.ask(asked, 8)  # everything is cached, and what is made on first use is made
+        client.ask(asked, 8)  # now everything is cached, and first uses have allocated
         in_process_s(engine, prompts, 8)
-        for i in range(rounds):
-            if i % 2:
-                http_s = (told := _checked(client.ask(asked, tokens), tokens))["seconds"]
-                inside_s = in_process_s(engine, prompts, tokens)
-            else:
-                inside_s = in_process_s(engine, prompts, tokens)
-                http_s = (told := _checked(client.ask(asked, tokens), tokens))["seconds"]
-            pairs.append((inside_s, http_s))
-            print(
-                f"in process {inside_s:.3f} s, over HTTP {http_s:.3f} s: {inside_s / http_s:.3f}", flush=True
-            )
+        lean = in_turn(
+            "in process",
+            in_process,
+            lambda: over_http(client),
+            (rounds, rounds),
+            quiet=ANYHOW,
+            other="over HTTP",
+        )
+        told = answers[-1]
     with ClientProcess(url, "--openai") as heavy:
         heavy.ask(asked, 8)
-        openai = []
-        for _ in range(OPENAI_ROUNDS):
-            inside_s = in_process_s(engine, prompts, tokens)
-            openai.append(inside_s / _checked(heavy.ask(asked, tokens), tokens)["seconds"])
+        openai = [in_process() / over_http(heavy) for _ in range(OPENAI_ROUNDS)]
     made = STREAMS * tokens
-    ratios = [inside_s / http_s for inside_s, http_s in pairs]
     return {
-        "http_to_in_process": round(statistics.median(ratios), 4),
-        "spread": [round(min(ratios), 4), round(max(ratios), 4)],
-        "in_process_tokens_per_s": round(made / statistics.median(inside_s for inside_s, _ in pairs), 1),
-        "http_tokens_per_s": round(made / statistics.median(http_s for _, http_s in pairs), 1),
+        "http_to_in_process": round(lean.ratio, 4),
+        "spread": [round(min(lean.ratios), 4), round(max(lean.ratios), 4)],
+        "in_process_tokens_per_s": round(made / lean.ours_ms * 1e3, 1),
+        "http_tokens_per_s": round(made / lean.dense_ms * 1e3, 1),
         "chunks_per_token": round(told["chunks"] / made, 4),
         "client_cpu_share": round(told["cpu_s"] / told["seconds"], 4),
         "with_openai_client": round(statistics.median(openai), 4),
     }
 
 
-def _checked(answer: dict[str, Any], tokens: int) -> dict[str, Any]:
-    assert answer["tokens"] == STREAMS * tokens, answer
-    return answer
-
-
 def in_process_s(engine: Engine, prompts: np.ndarray, tokens: int) -> float:
-    """Seconds from the first submission to the last end."""
+    """Returns the seconds from the first submission to the last end."""
     ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
     counts = [0] * len(prompts)
 
@@ -137,13 +128,7 @@ def in_process_s(engine: Engine, prompts: np.ndarray, tokens: int) -> float:
 
     began = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        request = Request(
-            RequestId(f"in-process-{index}"),
-            prompt,
-            ResolvedSampling(temperature=0.0),
-            StopParams(max_tokens=tokens, ignore_eos=True),
-        )
-        engine.submit(request, lambda event, index=index: sink(event, index))
+        engine.submit(greedy(prompt, tokens), lambda event, index=index: sink(event, index))
     ends = [ended.get() for _ in prompts]
     seconds = time.perf_counter() - began
     assert all(isinstance(end, Finished) for end in ends), ends

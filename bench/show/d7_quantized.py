@@ -1,4 +1,4 @@
-"""D7: weights in 8 and 4 bits, and K and V in 8 bits: what they gain, and what they cost.
+"""D7: weights in 8 and 4 bits, and K and V in 8 bits: speed and error.
 
 Speed, on a 600M Llama of random weights in bfloat16: a decode step of B sequences of 512 tokens, and the steps from a
 prompt of 512 tokens to its first token, each by a real engine, relative to the same engine with unrounded (packed)
@@ -9,23 +9,23 @@ Error, on three models of different kinds that were trained for a minute (traine
 - logits, in one pass over 256 bytes of unseen text: the median row's root mean square difference from the unrounded
   model, relative to the spread of its logits;
 - agreement: the share of the 256 positions of the unrounded model's own greedy answers at which the rounded model,
-  given the same bytes before, chooses the same one; and the share where the unrounded model leads by less than 0.1
-  nats, which anything may turn;
-- how many of 256 tokens a greedy answer of the engine runs on before it first differs, on average.
+  after the same bytes, chooses the same one; and the share where the unrounded model leads by less than 0.1 nats,
+  which any rounding may change;
+- the average number of tokens, of 256, before a greedy answer of the engine first differs.
 
-The unrounded model in bfloat16 against the same in float32 is measured alike: what rounding activations costs anyway.
+The unrounded model in bfloat16 is measured against the same in float32 in the same way: the cost of rounding
+activations.
 
-K and V in 8 bits (`--kv-dtype int8`) are measured in the same way, but for two things. Their logits are those of 256
+K and V in 8 bits (`--kv-dtype int8`) are measured in the same way, with two exceptions. Their logits are those of 256
 bytes computed four at a time through the pools, by the loops that decode, against the same with exact pools. And
 attention is measured by itself: the compiled decode of B sequences of 4k and 16k positions over scattered blocks, 16
-query heads and 8 KV heads of 128, in 8 bits relative to bfloat16 in the same rounds; on one thread and in its own
-processor time, for two threads that wait for each other beside somebody else measure the scheduler. What a token
-takes is the bytes of the 600M model's pool.
+query heads and 8 KV heads of 128, in 8 bits relative to bfloat16 in the same rounds. It runs on one thread and counts
+processor time: on a busy machine, threads that wait for each other measure the scheduler. The bytes of a token are
+those of the 600M model's pool.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, at_most, conclude
+from common import argument_parser, at_least, at_most, conclude
 from llamas import random_prompts, save_model, say
 from our_side import Ours
 from trained_tiny import models, text_tokens, train_and_save
@@ -57,12 +57,12 @@ ROUNDS, STEPS = 5, 10
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 3, 64, 256
 NEAR_TIE = 0.1  # nats between the best two
 
-# Of each model. Weights in 4 bits are another model; what they are asked is to stay close to it.
+# Of each model. Weights in 4 bits make another model, which must stay close to the unrounded one.
 MOST_ERROR = {"int8": 0.02, "int4": 0.1, "kv_int8": 0.02}
 LEAST_AGREEMENT = {"int8": 0.95, "int4": 0.85, "kv_int8": 0.95}
 # Against packed bfloat16: one row reads half or a quarter of the bytes.
 MOST_DECODE = {"int8": 1.1, "int4": 0.8}
-# Decodes of K and V in 8 bits: half of the memory is what they are for, and it may not cost time.
+# Decodes of K and V in 8 bits: they must save almost half of the memory and take no more time.
 MOST_KV_BYTES, MOST_KV_ATTENTION = 0.55, 1.0
 ATTENTION_BATCHES, ATTENTION_CONTEXTS = (1, 8), (4096, 16384)
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
@@ -70,7 +70,7 @@ PIECE_TOKENS = 4  # computed at a time by the loops that decode
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--model", default="600m")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     options.add_argument("--threads", type=int, help="as many as torch takes unless given")
@@ -94,7 +94,7 @@ def main() -> None:
                 figures |= attention_speed(given.rounds)
                 path = save_model(given.model, Path(folder))
                 figures |= speed_of(path, changes, given.rounds, given.threads)
-    # Below some 0.8 others were at work on these cores, and times of several threads mean little.
+    # Below about 0.8 other processes used these cores, and times of several threads mean little.
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     figures["cpu_share"] = round(cpu_s / wall_s / torch.get_num_threads(), 3)
     bars = {}
@@ -152,13 +152,13 @@ def errors_of(
 
 
 def logits_of(ours: Ours, tokens: np.ndarray) -> Logits:
-    """[tokens, vocab] by the model's own code and the engine's linear layers, in one pass."""
+    """Computes [tokens, vocab] by the model's own code and the engine's linear layers, in one pass."""
     with own_attention(ours.runtime._model):
         return dense_logits(ours.runtime._model, tokens[None])[0]
 
 
 def logits_by_pools(ours: Ours, tokens: np.ndarray) -> Logits:
-    """[tokens, vocab] by a few tokens at a time, which read what those before them left in the pools."""
+    """Computes [tokens, vocab] by a few tokens at a time, which read the earlier ones in the pools."""
     ours.engine.clear_cache()
     blocks = np.arange(-(-len(tokens) // ours.block_size), dtype=np.int32)
     tables = tuple(blocks for _ in token_families(ours.runtime.description.families))
@@ -172,7 +172,7 @@ def logits_by_pools(ours: Ours, tokens: np.ndarray) -> Logits:
 
 
 def answered(logits: Logits) -> Logits:
-    """The rows that choose the tokens of the answer."""
+    """Returns the rows that choose the tokens of the answer."""
     return logits[PROMPT_TOKENS - 1 : -1]
 
 
@@ -214,7 +214,7 @@ def speed_of(
 
 
 def attention_speed(rounds: int) -> dict[str, Any]:
-    """Of decodes over pools in 8 bits, relative to bfloat16."""
+    """Times decodes over pools in 8 bits, relative to bfloat16."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
@@ -247,13 +247,13 @@ def attention_speed(rounds: int) -> dict[str, Any]:
 
 
 def random_rows(slots: int) -> torch.Tensor:
-    """[slots, KV_HEADS, HEAD_DIM] bfloat16: random for 4096 of them, and then again"""
+    """Draws [slots, KV_HEADS, HEAD_DIM] bfloat16: 4096 of them, again and again."""
     rows = torch.randn(4096, KV_HEADS, HEAD_DIM).bfloat16()
     return rows.repeat(-(-slots // 4096), 1, 1)[:slots]
 
 
 def alternate(sides: dict[str, Ours], rounds: int, timed: Any) -> dict[str, list[float]]:
-    """Seconds of each round; one more before goes for what is made on first use."""
+    """Times the sides in turn. Returns the seconds of each round, after one more in which first uses allocate."""
     seconds: dict[str, list[float]] = {change: [] for change in sides}
     order = list(sides)
     for i in range(rounds + 1):

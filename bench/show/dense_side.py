@@ -22,7 +22,7 @@ Clock = Callable[[], float]  # seconds
 
 
 class Stopwatch:
-    """A logits processor: called once after every forward of `generate`."""
+    """Logits processor that notes the time after every forward of `generate`."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.times: list[float] = []
@@ -46,7 +46,7 @@ class Dense:
         return self._model.config
 
     def prefill(self, prompts: np.ndarray) -> None:
-        """K and V of all but the last token of each prompt, one prompt at a time."""
+        """Computes and keeps K and V of all but the last token of each prompt, one prompt at a time."""
         self._rows = []
         for prompt in prompts:
             cache = DynamicCache(config=self._model.config)
@@ -55,20 +55,20 @@ class Dense:
             self._rows.append([(layer.keys, layer.values) for layer in cache.layers])
 
     def keep(self, computed: np.ndarray) -> None:
-        """From here on contexts are filled with the K and V of this prompt, again and again, not computed."""
+        """Keeps K and V of this prompt, to fill contexts with them again and again."""
         self.prefill(np.append(computed, 0)[None])
 
     def first_token_s(self, new: np.ndarray, cache: DynamicCache) -> float:
-        """Seconds of the whole forward of new tokens after what the cache holds, which they are added to."""
+        """Returns the seconds of the forward of new tokens after the cached ones. They are added to the cache."""
         ids = torch.from_numpy(new[None].astype(np.int64))
         began = self._clock()
         self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return self._clock() - began
 
     def holding(self, batch: int, tokens: int) -> DynamicCache:
-        """A cache of its own that holds so many positions of each of `batch` sequences, filled with what `keep` got.
+        """Returns a new cache of so many positions of each of `batch` sequences, filled with the rows of `keep`.
 
-        One layer after the other, so that nothing is there twice.
+        It is filled layer by layer, so that only one layer is in memory twice.
         """
         cache = DynamicCache(config=self._model.config)
         for layer, (keys, values) in enumerate(self._rows[0]):
@@ -77,7 +77,7 @@ class Dense:
         return cache
 
     def decode_step_s(self, prompts: np.ndarray, steps: int) -> float:
-        """Median seconds between two forwards of `generate`, after the first one."""
+        """Returns the median seconds between two forwards of `generate`, after the first one."""
         watch = Stopwatch(self._clock)
         self._generate(
             torch.from_numpy(prompts.astype(np.int64)), None, steps + 1, watch, self._filled(prompts)
@@ -89,7 +89,7 @@ class Dense:
     def generate(
         self, prompts: list[np.ndarray], tokens: int, watch: Stopwatch | None = None
     ) -> list[list[int]]:
-        """One left-padded batch."""
+        """Generates answers to one left-padded batch."""
         width = max(map(len, prompts))
         ids = torch.zeros((len(prompts), width), dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -100,7 +100,7 @@ class Dense:
         return [list(map(int, row)) for row in out[:, width:]]
 
     def agents_s(self, workload: Workload) -> float:
-        """A turn of all agents is one batch, computed from its first token on: that is what `generate` does."""
+        """Runs each turn of all agents as one batch, which `generate` computes from its first token on."""
         histories = [as_tokens(each.prefix, VOCAB) for each in workload.conversations]
         began = time.monotonic()
         for turn in range(workload.sizes.turns):
@@ -115,7 +115,7 @@ class Dense:
         return time.monotonic() - began
 
     def _filled(self, prompts: np.ndarray) -> DynamicCache:
-        """A cache of its own with all but the last token of each prompt: generate writes into it."""
+        """Returns a new cache with all but the last token of each prompt: generate writes into it."""
         if len(self._rows) < len(prompts) or self._rows[0][0][0].shape[2] != prompts.shape[1] - 1:
             return self.holding(len(prompts), prompts.shape[1] - 1)
         cache = DynamicCache(config=self._model.config)

@@ -17,38 +17,37 @@ import http.client
 import json
 import os
 import queue
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import at_most, conclude, exactly
+from beside import Health, beside
+from common import argument_parser, at_most, conclude, exactly
+from peers import PeerProcess, rootstock_server
 
 SHOW = "E1"
 STREAMS = 8
 REFUSED_BYTES = {"360 kB": 360_000, "3.6 MB": 3_600_000, "8 MB": 8_000_000, "63 MB": 63_000_000}
 QUIET_S = 8.0
 CONTEXT = 16_384
-CHUNK_TOKENS = (
-    64  # of an accepted prompt in a step: a gap beside one of 512 is seconds, and varies by more than the bar
-)
+CHUNK_TOKENS = 64  # of a step: a gap beside a chunk of 512 takes seconds, and varies by more than the bar
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")  # the first ids
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=3, help="of each body; the longest gap of all counts")
     options.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more options for the server")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder), given.serve) as server:
-        figures = measure(server, given.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model")
+        with rootstock_server(model, "--chunk-tokens", str(CHUNK_TOKENS), *given.serve) as process:
+            figures = measure(Server(process), given.rounds)
     bars = {
         "refused": exactly(len(REFUSED_BYTES) * given.rounds),
         "accepted": exactly(given.rounds),
@@ -65,14 +64,12 @@ def main() -> None:
 
 
 class Server:
-    def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
-        self.address = re.fullmatch(r"http://([\d.]+):(\d+)/v1", url)
-        assert self.address is not None, url
-        self.host, self.port = self.address[1], int(self.address[2])
-        self.process = process
+    def __init__(self, process: PeerProcess) -> None:
+        self._address = process.url.removeprefix("http://")
+        self._pid = process.pid
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.host, self.port, timeout=300)
+        return http.client.HTTPConnection(self._address, timeout=300)
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
         connection = self.connect()
@@ -86,42 +83,16 @@ class Server:
             connection.close()
 
     def rss_mb(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    def cache_mb(self) -> float:
-        return float(self.ask("GET", "/v1/cache/stats")[1]["cache"]["resident_bytes"]) / 1e6
-
-
-@contextlib.contextmanager
-def served(folder: Path, options: list[str]) -> Iterator[Server]:
-    model = write_model(folder / "model")
-    command = [
-        sys.executable,
-        "-m",
-        "rootstock.cli.main",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    command += ["--dtype", "bfloat16", "--kv-budget", "2GiB", "--chunk-tokens", str(CHUNK_TOKENS), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        found = re.search(r"at (http://\S+/v1)", ready)
-        assert found, f"the server did not start: {ready!r}"
-        yield Server(found[1], process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    def uncached_mb(self) -> float:
+        """Returns the resident memory without the cache's."""
+        return self.rss_mb() - float(self.ask("GET", "/v1/cache/stats")[1]["cache"]["resident_bytes"]) / 1e6
 
 
 def write_model(directory: Path) -> Path:
-    """The 80M Llama with a tokenizer that has merges, and a chat template."""
+    """Writes the 80M Llama with a tokenizer that has merges, and a chat template."""
     from llamas import LONG_CONTEXT, write_llama
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -147,69 +118,42 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-_SYLLABLES = [
-    "ka",
-    "to",
-    "ri",
-    "men",
-    "so",
-    "lu",
-    "ver",
-    "an",
-    "dis",
-    "pro",
-    "te",
-    "gol",
-    "in",
-    "ma",
-    "su",
-    "ber",
-]
+SYLLABLES = "ka to ri men so lu ver an dis pro te gol in ma su ber"
 
 
 def words(count_bytes: int, seed: int = 0) -> str:
-    """Made-up words, a sentence a line: about four characters a token."""
+    """Draws made-up words: about four characters a token."""
     rng = np.random.default_rng(seed)
-    made = ["".join(rng.choice(_SYLLABLES, rng.integers(1, 5))) for _ in range(20_000)]
+    made = ["".join(rng.choice(SYLLABLES.split(), rng.integers(1, 5))) for _ in range(20_000)]
     chosen = rng.zipf(1.3, count_bytes // 6 + 16) % len(made)
     return " ".join(made[index] for index in chosen)[:count_bytes].ljust(count_bytes, "x")
 
 
-# ---- what is measured
+# ---- the measurement
 
 
 class Streams:
-    """Streams that run until the end of the block, each on a thread, and the longest gap between two chunks."""
+    """Streams that run until the end of the block, each on a thread, and the gaps between two chunks."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._ends = threading.Event()
-        self._gaps: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()  # when it ended, how long
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(STREAMS)]
+        self._gaps: queue.SimpleQueue[float] = queue.SimpleQueue()  # seconds
         self._begun = threading.Semaphore(0)
 
-    def __enter__(self) -> Streams:
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
+    def wait_until_begun(self) -> None:
+        for _ in range(STREAMS):
             assert self._begun.acquire(timeout=120)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join()
 
     def gaps_ms(self) -> list[float]:
-        """The gaps since the last call."""
+        """Returns the gaps since the last call."""
         found = []
         while not self._gaps.empty():
-            found.append(self._gaps.get()[1] * 1000)
+            found.append(self._gaps.get() * 1000)
         return found
 
-    def _run(self, index: int) -> None:
+    def run(self, index: int, over: threading.Event) -> None:
         begun = False
-        while not self._ends.is_set():  # a stream ends with the context: then another begins
+        while not over.is_set():  # a stream ends with the context: then another begins
             connection = self._server.connect()
             body = {
                 "prompt": [100 + index, 200, 300],
@@ -225,7 +169,7 @@ class Streams:
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             last: float | None = None
-            while not self._ends.is_set():
+            while not over.is_set():
                 line = answer.readline()
                 if line.startswith(b"data: [DONE]") or not line:
                     break
@@ -233,7 +177,7 @@ class Streams:
                     continue
                 now = time.perf_counter()
                 if last is not None:
-                    self._gaps.put((now, now - last))
+                    self._gaps.put(now - last)
                 elif not begun:
                     begun = True
                     self._begun.release()
@@ -241,31 +185,13 @@ class Streams:
             connection.close()
 
 
-class Health:
-    """Asks /health all the time, on a thread and a connection of its own."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._ends = threading.Event()
-        self.times_ms: list[float] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Health:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        connection = self._server.connect()
-        while not self._ends.wait(0.02):
-            began = time.perf_counter()
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            self.times_ms.append((time.perf_counter() - began) * 1000)
-        connection.close()
+@contextlib.contextmanager
+def load(server: Server) -> Iterator[tuple[Streams, Health]]:
+    """Runs the streams and a poll of /health until the end of the block."""
+    streams, health = Streams(server), Health(server.connect(), pause_s=0.02)
+    with beside(health.run, *(partial(streams.run, index) for index in range(STREAMS))):
+        streams.wait_until_begun()
+        yield streams, health
 
 
 def measure(server: Server, rounds: int) -> dict[str, Any]:
@@ -274,14 +200,13 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
     quiet: list[float] = []
     worst: dict[str, float] = {}
     times: dict[str, list[float]] = {}
-    # Everything that is made on first use is made, scratch memory for the longest context too.
-    with Streams(server), Health(server):
+    # First uses allocate, scratch memory for the longest context too.
+    with load(server):
         server.ask("POST", "/v1/chat/completions", chat_of(words(30_000, seed=2)))
         server.ask("POST", "/v1/completions", prompt_of(longest_ids(seed=99)))
         time.sleep(2)
-    before_mb, cache_before_mb = server.rss_mb(), server.cache_mb()
-    figures["rss_before_mb"] = round(before_mb, 1)
-    with Streams(server) as streams, Health(server) as health:
+    figures["rss_before_mb"], before_mb = round(server.rss_mb(), 1), server.uncached_mb()
+    with load(server) as (streams, health):
         for _ in range(rounds):
             streams.gaps_ms()
             time.sleep(QUIET_S)
@@ -295,28 +220,26 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
                 time.sleep(0.5)
                 worst[name] = max(worst.get(name, 0.0), max(streams.gaps_ms()))
                 print(f"{name}: {times[name][-1]:.3f} s, longest gap {worst[name]:.1f} ms", flush=True)
-        figures["worst_health_ms"] = round(max(health.times_ms), 1)
+        figures["worst_health_ms"] = round(health.longest_ms, 1)
     time.sleep(2)
-    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
     figures |= {
         "quiet_gap_ms": round(max(quiet), 1),
         "worst_gap_ms": {name: round(gap, 1) for name, gap in worst.items()},
         "worst_gap_over_quiet_ms": round(max(worst.values()) - max(quiet), 1),
         "seconds_until_refused": {name: round(max(each), 3) for name, each in times.items()},
-        "kept_after_refused_mb": round(kept_mb, 1),
+        "kept_after_refused_mb": round(server.uncached_mb() - before_mb, 1),
     }
-    figures |= accepted(server, rounds, before_mb, cache_before_mb)
+    figures |= accepted(server, rounds, before_mb)
     figures["worst_health_ms"] = max(figures["worst_health_ms"], figures["worst_health_accepted_ms"])
     return figures
 
 
-def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: float) -> dict[str, Any]:
-    """The longest prompts that fit, as text and as token ids, each new to the cache."""
+def accepted(server: Server, rounds: int, before_mb: float) -> dict[str, Any]:
+    """Measures the longest prompts that fit, as text and as token ids, each new to the cache."""
     as_text: list[float] = []
     as_ids: list[float] = []
     count = 0
-    health_ms = 0.0
-    with Streams(server) as streams, Health(server) as health:
+    with load(server) as (streams, health):
         for turn in range(rounds):
             text = longest_accepted(server, seed=10 + turn)
             pairs: list[tuple[str | list[int], list[float]]] = [(longest_ids(turn), as_ids), (text, as_text)]
@@ -329,16 +252,14 @@ def accepted(server: Server, rounds: int, before_mb: float, cache_before_mb: flo
                     count += status == 200 and answer["usage"]["prompt_tokens"] > 0.95 * CONTEXT
                 gaps.append(max(streams.gaps_ms()))
                 print(f"accepted, {type(prompt).__name__}: gap {gaps[-1]:.1f} ms", flush=True)
-        health_ms = max(health.times_ms)
     time.sleep(2)
-    kept_mb = server.rss_mb() - before_mb - (server.cache_mb() - cache_before_mb)
     return {
         "accepted": count,
         "accepted_gap_ms": round(max(as_text), 1),
         "accepted_gap_of_ids_ms": round(max(as_ids), 1),
         "accepted_gap_over_ids_ms": round(max(as_text) - max(as_ids), 1),
-        "worst_health_accepted_ms": round(health_ms, 1),
-        "kept_after_accepted_mb": round(kept_mb, 1),
+        "worst_health_accepted_ms": round(health.longest_ms, 1),
+        "kept_after_accepted_mb": round(server.uncached_mb() - before_mb, 1),
     }
 
 

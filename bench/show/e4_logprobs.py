@@ -10,22 +10,19 @@ forward.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
-from common import at_most, conclude, exactly
+from beside import Health, beside
+from common import argument_parser, at_most, conclude, exactly
+from peers import rootstock_server
 
 SHOW = "E4"
 CHOICES = 32
@@ -38,18 +35,14 @@ PAUSE_S = 0.01  # between two requests to /health
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--serve", metavar="MODEL", help="for the process that this script starts")
+    options = argument_parser(__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--model", default="80m", choices=("80m", "tiny"), help="tiny: hardly any forward")
     given = options.parse_args()
-    if given.serve:
-        serve(given.serve)
-        return
     with tempfile.TemporaryDirectory() as folder:
         path = write(given.model, Path(folder) / given.model)
-        with served(path) as (url, pid):
-            figures = measure(Client(url), pid, given.rounds)
+        with rootstock_server(path, "--chunk-tokens", str(CHUNK_TOKENS)) as process:
+            figures = measure(Client(process.url), process.pid, given.rounds)
     figures |= {f"score_chunk_ms_{vocab}": score_chunk_ms(vocab) for vocab in (32_000, 152_000)}
     added = {f"{kind}_gap_over_plain_ms": at_most(100.0) for kind in ("whole", "stream")}
     latency = {f"{kind}_health_ms": at_most(200.0) for kind in ("whole", "stream")}
@@ -68,47 +61,13 @@ def write(model: str, directory: Path) -> Path:
     return write_streaming_llama(directory)
 
 
-def serve(model: str) -> None:
-    from rootstock.openmp import wait_briefly
-
-    wait_briefly()
-    from rootstock.config import CacheConfig, EngineConfig, ModelConfig
-    from rootstock.engine.build import build_engine
-    from rootstock.server.app import create_app
-    from rootstock.server.listen import running
-
-    made = build_engine(
-        ModelConfig(model, device="cpu", dtype="bfloat16"),
-        CacheConfig(budget_bytes=2 * 1024**3),
-        EngineConfig(chunk_tokens=CHUNK_TOKENS),
-    )
-    with made.engine, running(create_app(made.engine, made.tokenizer, made.description), made.engine) as url:
-        print(url, flush=True)
-        sys.stdin.read()
-
-
-@contextmanager
-def served(model: Path) -> Iterator[tuple[str, int]]:
-    command = [sys.executable, __file__, "--serve", str(model)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        url = process.stdout.readline().strip()
-        assert url, "the server did not start"
-        try:
-            yield url, process.pid
-        finally:
-            process.stdin.close()
-
-
 class Client:
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._address = (str(parts.hostname), int(parts.port or 80))
+        self._address = url.removeprefix("http://")
         self._rng = np.random.default_rng(0)
 
     def connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(*self._address, timeout=600)
+        return http.client.HTTPConnection(self._address, timeout=600)
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         connection = self.connection()
@@ -137,29 +96,18 @@ class Client:
         return self.post("/v1/completions", body | fields).read()
 
 
-class Beside:
-    """A stream and a poll of /health on threads of their own, until the block ends."""
+class Stream:
+    """Stream of tokens, with the time of each line."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._over = threading.Event()
         self._streaming = threading.Event()
-        self._threads = [threading.Thread(target=each) for each in (self._stream, self._poll)]
         self.token_at: list[float] = []
-        self.health_s: list[float] = []
 
-    def __enter__(self) -> Beside:
-        for thread in self._threads:
-            thread.start()
+    def wait_until_begun(self) -> None:
         assert self._streaming.wait(60), "no stream"
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _stream(self) -> None:
+    def run(self, over: threading.Event) -> None:
         body = {
             "prompt": self._client.prompt(64),
             "stream": True,
@@ -168,30 +116,20 @@ class Beside:
             "temperature": 0,
         }
         response = self._client.post("/v1/completions", body)
-        while not self._over.is_set() and response.readline():
+        while not over.is_set() and response.readline():
             self.token_at.append(time.perf_counter())
             if len(self.token_at) == 20:
                 self._streaming.set()
-        assert self._over.is_set(), "the stream ended first"
+        assert over.is_set(), "the stream ended first"
         response.close()
 
-    def _poll(self) -> None:
-        connection = self._client.connection()
-        while not self._over.wait(PAUSE_S):
-            began = time.perf_counter()
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            self.health_s.append(time.perf_counter() - began)
-
+    @property
     def longest_gap_ms(self) -> float:
         return float(np.diff(self.token_at).max() * 1e3)
 
-    def longest_health_ms(self) -> float:
-        return max(self.health_s) * 1e3
-
 
 def measure(client: Client, pid: int, rounds: int) -> dict[str, Any]:
-    client.many_choices()  # what is made on first use is made
+    client.many_choices()  # first uses allocate
     client.many_choices(logprobs=1)
     figures: dict[str, Any] = {"rss_before_mb": _memory_mb(pid, "VmRSS")}
     asks: dict[str, Callable[[], bytes]] = {
@@ -203,15 +141,17 @@ def measure(client: Client, pid: int, rounds: int) -> dict[str, Any]:
         gaps, healths, took = [], [], []
         for _ in range(rounds):
             before = client.get("/v1/cache/stats")["counters"]
-            with Beside(client) as beside:
+            stream, health = Stream(client), Health(client.connection(), PAUSE_S)
+            with beside(stream.run, health.run):
+                stream.wait_until_begun()
                 began = time.perf_counter()
                 answer = ask()
                 took.append(time.perf_counter() - began)
-                streamed = len(beside.token_at)
+                streamed = len(stream.token_at)
                 time.sleep(0.2)
             after = client.get("/v1/cache/stats")["counters"]
-            gaps.append(beside.longest_gap_ms())
-            healths.append(beside.longest_health_ms())
+            gaps.append(stream.longest_gap_ms)
+            healths.append(health.longest_ms)
         figures |= {
             f"{kind}_s": round(min(took), 2),
             f"{kind}_gap_ms": round(max(gaps), 1),
@@ -221,9 +161,8 @@ def measure(client: Client, pid: int, rounds: int) -> dict[str, Any]:
         if kind == "whole":
             made = client.get("/v1/cache/stats")["counters"]["computed_tokens"] - before["computed_tokens"]
             assert made == after["computed_tokens"] - before["computed_tokens"]
-            own = (
-                made - streamed - CHOICES * (MAX_TOKENS + 32)
-            )  # decodes, and the rest of a block for each choice
+            # Without decodes, and the rest of a block for each choice.
+            own = made - streamed - CHOICES * (MAX_TOKENS + 32)
             figures["prompts_computed"] = 1 + max(0, own - 64) // PROMPT_TOKENS
             figures["choices"] = _complete_choices(answer)
         print(kind, {name: value for name, value in figures.items() if name.startswith(kind)}, flush=True)
@@ -233,7 +172,7 @@ def measure(client: Client, pid: int, rounds: int) -> dict[str, Any]:
 
 
 def _complete_choices(answer: bytes) -> int:
-    """How many choices have every log-probability that was asked for, and the first choice's of the prompt."""
+    """Counts choices with every requested log-probability and, for the prompt, those of the first choice."""
     choices = json.loads(answer)["choices"]
     first = choices[0]["logprobs"]["token_logprobs"][:PROMPT_TOKENS]
     return sum(

@@ -5,7 +5,6 @@ The busy processes compute in Python, two of them walk through memory. They end 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -18,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import at_least, conclude, exactly
+from common import ROOT, argument_parser, at_least, conclude, exactly
 from neighbours import Neighbours
 
-ROOT = Path(__file__).parents[2]
 WALKED_BYTES = 256 * 2**20
 WALKERS = 2
 ENDS_WITHIN_S = 30.0  # a pytest that is interrupted, with the servers that its tests have started
@@ -54,7 +52,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--busy", type=int, default=8, help="busy processes")
     parser.add_argument("--paths", nargs="*", default=[], help="tests to run instead of all")
@@ -98,7 +96,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Ends exactly those that it has started."""
+    """Starts busy processes, and ends them with the block."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(count):
@@ -132,7 +130,7 @@ def run_suite(paths: Sequence[str]) -> Run:
 
 
 def counts_of(report: Path) -> tuple[int, int]:
-    """Tests, and those that failed or could not be set up, with their names printed."""
+    """Counts tests, and those that failed or could not be set up, whose names it prints."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -149,7 +147,7 @@ def told(run: Run) -> str:
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Lets the tests end what they have started."""
+    """Interrupts the tests, so that they end the processes that they have started."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(ENDS_WITHIN_S)

@@ -11,14 +11,13 @@ Counted are, in comments, docstrings, messages and Markdown, without code and qu
 
 from __future__ import annotations
 
-import argparse
 import io
 import subprocess
 import tarfile
 from collections import Counter
 from pathlib import Path
 
-from common import ROOT, at_most, conclude
+from common import ROOT, argument_parser, at_most, conclude
 
 from docs.prose import Finding, findings
 
@@ -33,7 +32,7 @@ BAR = 1.0  # per 1,000 lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--before", default=BEFORE, help="a commit")
     parser.add_argument("--list", action="store_true", help="print each place")
     args = parser.parse_args()

@@ -1,13 +1,12 @@
 """F2: files and functions that one chat request touches, before issue 13 and now, and circles of imports.
 
-A real `rootstock serve` on a small model answers one streamed chat request after a first one of another text. Counted
+`rootstock serve` on a small model answers one streamed chat request after a first one of another text. Counted
 are the files and functions of the package that any thread calls between the request's first byte and the answer's
 last. Compiled loops and calls inside libraries do not count.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, at_most, conclude, exactly
+from common import ROOT, argument_parser, at_most, conclude, exactly
 from f1_prose import BEFORE, extract
 from peers import free_port
 
@@ -93,7 +92,7 @@ main()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--before", default=BEFORE, help="a commit")
     parser.add_argument("--list", action="store_true", help="print the files of the request now")
     args = parser.parse_args()

@@ -6,7 +6,6 @@ bound: the median of the runs now may not be worse than the worst run before by 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, conclude, exactly
+from common import ROOT, argument_parser, conclude, exactly
 from f1_prose import BEFORE, extract
 
 SCRIPTS = {
@@ -31,7 +30,7 @@ TOLERANCE = 0.03
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--before", default=BEFORE, help="a commit")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=",".join(SCRIPTS), help="comma-separated")

@@ -2,9 +2,9 @@
 
     PYTHON llama_gguf.py MODEL_DIRECTORY OUT.gguf [bfloat16|float16]
 
-For an interpreter that has numpy and gguf, and need not have anything else. What is known of the format is from
-llama.cpp's own convert_hf_to_gguf.py: names of tensors and keys; norms in float32; and that the rows of Q and K are
-reordered, because llama.cpp rotates neighbours where transformers rotates halves.
+The interpreter needs numpy and gguf only. The format is that of llama.cpp's own convert_hf_to_gguf.py: the names of
+tensors and keys; norms in float32; and reordered rows of Q and K, because llama.cpp rotates neighbours where
+transformers rotates halves.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], dtype: str) -> No
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
-    """A byte-level BPE that splits text as GPT-2's does."""
+    """Adds the byte-level BPE, which splits text as GPT-2's does."""
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     described = json.loads((directory / "tokenizer_config.json").read_text())
     size = config["vocab_size"]
@@ -92,7 +92,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: dict[str, An
 
 
 def tensors_of(directory: Path) -> list[tuple[str, np.ndarray]]:
-    """Names and bits, [rows, columns] uint16 of bfloat16, of every weight. 8 bytes tell how long the header is."""
+    """Returns the name and the bits, [rows, columns] uint16 of bfloat16, of every weight.
+
+    A file begins with the length of its header in 8 bytes.
+    """
     found = []
     for path in sorted(directory.glob("*.safetensors")):
         raw = np.memmap(path, np.uint8, mode="r")
@@ -115,7 +118,7 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(name: str, bits: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Of each head's rows, the i-th of the first half beside the i-th of the second."""
+    """Puts the i-th row of the first half of each head beside the i-th of the second."""
     if "q_proj" not in name and "k_proj" not in name:
         return bits
     heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]

@@ -1,8 +1,8 @@
 """Llamas of 80 and 600 million random weights, and a hybrid of 80 million, in bfloat16 as hub models lie on disk.
 
-Large enough that computing takes its time, small enough that every state of a restart can be measured often. They
-differ in their tokenizer: none, where prompts are token ids; the tests' small one; one whose every id has a visible
-piece of text, so that each token can be streamed; or the demo's, for chats.
+They are large enough that computing takes time, and small enough that every state of a restart can be measured often.
+Their tokenizers differ: none, where prompts are token ids; the tests' small one; one with a visible piece of text for
+each id, so that each token can be streamed; or the demo's, for chats.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def write_llama(directory: Path, vocab_size: int = VOCAB) -> Path:
-    """The 80M model of A6: 13 layers of full attention."""
+    """Saves the 80M model of A6: 13 layers of full attention."""
     return save_plain(
         directory, "llama", chat_tokenizer(), **_COMMON | MODELS["80m"] | {"vocab_size": vocab_size}
     )
 
 
 def write_hybrid(directory: Path) -> Path:
-    """Its hybrid twin: three layers of linear attention (gated delta nets) to one of full attention."""
+    """Saves a hybrid of 80M: three layers of linear attention (gated delta nets) to one of full attention."""
     fields = {
         "num_hidden_layers": 12,
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3,
@@ -87,7 +87,8 @@ def write_streaming_llama(directory: Path, size: str = "80m") -> Path:
 
 
 def _visible_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, 32,000 pieces of ASCII. Without merges it reads bytes; what it writes is as long as words are."""
+    """Returns a byte-level tokenizer of 32,000 pieces of ASCII. Without merges it encodes bytes, but decodes
+    words."""
     special = ["<pad>", "<s>", "</s>"]
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     letters = "etaoinshrdlucmfwygpbvk"
@@ -100,13 +101,13 @@ def _visible_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_chatting_llama(name: str, directory: Path, **fields: int) -> Path:
-    """Saves a Llama that can be chatted with on any server: it answers in words, and never ends by itself.
+    """Saves a Llama for chats on any server: it answers in words, and never ends by itself.
 
     It has the tokenizer and the chat template of the demo's model. Only tokens that are one word with a blank before
     it can be generated: the rows of all others in the head are zero, and the best of a thousand random scores is far
-    above zero. Hence answers have the length that was asked for on every server, whether it can ignore ends or not;
-    text that is sent back as history gives the very tokens that were generated; and each token is a piece of a
-    stream. `fields` of its configuration override those of MODELS[name].
+    above zero. Hence answers have the requested length on every server, also on one that cannot ignore ends; text
+    that is sent back as history gives the generated tokens; and each token is a chunk of a stream. `fields` of its
+    configuration override those of MODELS[name].
     """
     directory.mkdir()
     write_tiny_model(DEMO_SPEC, directory)  # of which only the files that concern text are kept
@@ -132,7 +133,7 @@ def write_chatting_llama(name: str, directory: Path, **fields: int) -> Path:
 
 
 def word_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that are a whole word, and that its text is made into again."""
+    """Returns the tokens of whole words whose text is encoded as the same token."""
     decoded = {number: tokenizer.decode([number]) for number in range(tokenizer.get_vocab_size())}
     return [
         number
@@ -142,7 +143,7 @@ def word_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def random_prompts(count: int, tokens: int, seed: int = 0) -> np.ndarray:
-    """[count, tokens] int32"""
+    """Draws [count, tokens] int32."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, VOCAB, (count, tokens)).astype(np.int32)
 

@@ -1,7 +1,7 @@
-"""Who else used the processor while a show measured: where others did, times of several threads mean little.
+"""Share of the processors that other processes used during a measurement.
 
-Threads of one step wait for each other. If somebody else has the core of one of them, all wait, and a step of many
-short parts can take fifty times as long.
+Threads of one step wait for each other. If another process has the core of one of them, all wait, and a step of many
+short parts can take fifty times as long: times of several threads then mean little.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Neighbours:
-    """From its making on. What this process has started counts as its own once it has ended."""
+    """Processor time of other processes since this object was made. Child processes count as own once they end."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._busy_s, self._own_s = _busy_s(), _own_s()
 
     def share(self) -> float | None:
-        """What others took of the processor time that there was, the host's other guests included. None: unknown."""
+        """Returns the share of others in all processor time, the host's other guests included. None: unknown."""
         busy_s = _busy_s()
         if busy_s is None or self._busy_s is None:
             return None
@@ -31,7 +31,7 @@ class Neighbours:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all processors were not idle since the machine started."""
+    """Returns the busy seconds of all processors since the machine started."""
     try:
         user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(
             int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]

@@ -1,8 +1,8 @@
 """Rootstock as a side of a comparison: an engine in this process, without a tokenizer or a server.
 
 To time decodes of long contexts, contexts can be *filled* instead of computed: the engine admits, schedules and
-publishes their prompts as always, but a forward of a prompt copies K and V of positions that were computed once. What
-is timed later is the engine's own step over distinct blocks.
+publishes their prompts as always, but a forward of a prompt copies K and V of positions that were computed once.
+Later steps are the engine's own, over distinct blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llamas import VOCAB
 
+from asking import greedy
 from rootstock.bench.play import play
 from rootstock.bench.targets import EngineTarget
 from rootstock.bench.workloads import Workload
@@ -24,15 +25,7 @@ from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.plan import HostBytes, RowPart
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import (
-    Event,
-    Failed,
-    Request,
-    RequestId,
-    ResolvedSampling,
-    StopParams,
-    TokenEvent,
-)
+from rootstock.engine.request import Event, Failed, TokenEvent
 from rootstock.runtime.base import Batch, Logits
 from rootstock.runtime.torch.runner import load_model
 
@@ -50,7 +43,7 @@ class Ours:
         clock: Clock = time.perf_counter,
         **options: str,
     ) -> None:
-        """`options`: further fields of ModelConfig"""
+        """Loads the model. `options` are further fields of ModelConfig."""
         self._clock = clock
         config_of_model = ModelConfig(str(path), device="cpu", dtype=dtype, threads=threads, **options)  # type: ignore[arg-type]
         self.runtime = load_model(config_of_model)
@@ -61,10 +54,9 @@ class Ours:
         self.runtime.allocate(self.cache.pools.rows, config.block_size)
         self._filling = FillingRuntime(self.runtime, config.block_size)
         self.engine = Engine(self._filling, self.cache, engine or EngineConfig())
-        self._requests = 0
 
     def decode_step_s(self, prompts: np.ndarray, steps: int) -> float:
-        """Median seconds of the steps in which every prompt has one token to decode."""
+        """Returns the median seconds of steps in which every prompt has one token to decode."""
         got = self._submit(list(prompts), steps + 2)
         while min(map(len, got)) == 0:
             assert self.engine.step(), "nothing to do, and no first token"
@@ -80,7 +72,7 @@ class Ours:
         return statistics.median(times)
 
     def first_token_s(self, prompt: np.ndarray) -> float:
-        """Seconds of the steps from a prompt's submission to its first token."""
+        """Returns the seconds of the steps from a prompt's submission to its first token."""
         got = self._submit([prompt], 1)
         began = self._clock()
         while not got[0]:
@@ -97,9 +89,8 @@ class Ours:
         return got
 
     def fill(self, prompts: np.ndarray, computed: np.ndarray) -> None:
-        """Nothing but these prompts is cached then, each in blocks of its own that were scattered at random over
-        the pool (in ascending order): no two prompts share one. Their K and V are those of the prompt `computed`,
-        again and again."""
+        """Caches these prompts and no others, each in blocks of its own that are scattered at random over the pool,
+        in ascending order. Their K and V are those of the prompt `computed`, again and again."""
         self.engine.clear_cache()
         self.generate([computed], 1)
         self._filling.keep_last(len(computed))
@@ -115,14 +106,8 @@ class Ours:
         self._filling.fills = False
         pool.unuse(np.sort(withheld))
 
-    def start(self) -> None:
-        self.engine.start()
-
-    def stop(self) -> None:
-        self.engine.stop()
-
     def agents_s(self, workload: Workload) -> tuple[float, int, int]:
-        """(seconds, prompt tokens computed, prompt tokens), with nothing cached at the start."""
+        """Plays a workload with nothing cached at the start. Returns seconds, computed and all prompt tokens."""
         self.engine.clear_cache()
         played = play(workload, EngineTarget(self.engine, VOCAB))
         assert all(sample.error is None for sample in played.flat)
@@ -131,7 +116,7 @@ class Ours:
         return played.wall_s, prompt_tokens - cached_tokens, prompt_tokens
 
     def _submit(self, prompts: list[np.ndarray], tokens: int) -> list[list[int]]:
-        """The lists that the tokens of each prompt's answer will go to."""
+        """Submits the prompts. Returns a list for each, to which the tokens of its answer will be added."""
         got: list[list[int]] = [[] for _ in prompts]
 
         def sink(answer: list[int], event: Event) -> None:
@@ -140,20 +125,13 @@ class Ours:
                 answer.append(event.token)
 
         for prompt, answer in zip(prompts, got, strict=True):
-            self._requests += 1
-            request = Request(
-                RequestId(f"r{self._requests}"),
-                prompt,
-                ResolvedSampling(temperature=0.0),
-                StopParams(max_tokens=tokens, ignore_eos=True),
-            )
-            self.engine.submit(request, lambda event, answer=answer: sink(answer, event))
+            self.engine.submit(greedy(prompt, tokens), lambda event, answer=answer: sink(answer, event))
         return got
 
 
 class FillingRuntime:
-    """A runtime that, while `fills` is set, copies kept rows to where a forward would write. For one family of full
-    attention; the rest of it is the runtime's own."""
+    """Runtime that, while `fills` is set, copies kept rows to the rows that a forward would write. For one family of
+    full attention; all else is the runtime's own."""
 
     def __init__(self, runtime: Any, block_size: int) -> None:
         self._runtime = runtime
@@ -166,7 +144,7 @@ class FillingRuntime:
         return getattr(self._runtime, name)
 
     def keep_last(self, tokens: int) -> None:
-        """A copy of the whole blocks of the last sequence that was computed, to fill others with."""
+        """Copies the whole blocks of the last computed sequence, to fill others with."""
         blocks = self._last_table[: tokens // self._block_size]
         self._kept = [self._runtime.read(RowPart(0, int(block), self._block_size)) for block in blocks]
 

@@ -1,6 +1,6 @@
-"""Other people's servers, each in a process of its own for as long as a block lasts.
+"""Servers to compare or to measure, each in a process of its own for the duration of a `with` block.
 
-None of them is a dependency: which interpreter has them is told by options, and what is not there is reported.
+The peers are no dependencies: options name the interpreters that have them, and a missing one is reported.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -23,13 +24,14 @@ LAST_LINES = 6
 
 
 class PeerUnavailable(Exception):
-    """It could not be started; says how it failed."""
+    """Peer that could not be started, with the reason."""
 
 
 class PeerProcess:
-    """`with PeerProcess(command, port) as peer:` then `peer.url`. Ended by its handle on every way out of the block.
+    """Process of a server: `with PeerProcess(command, port) as peer:` then `peer.url`.
 
-    Raises PeerUnavailable if a GET of `ready_path` does not answer in time.
+    It is ended by its handle on every way out of the block. Raises PeerUnavailable if a GET of `ready_path` does not
+    answer in time.
     """
 
     def __init__(
@@ -48,8 +50,13 @@ class PeerProcess:
         self._process: subprocess.Popen[str] | None = None
         self._output: IO[str] | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> PeerProcess:
-        # A file rather than a pipe: nobody need read it, and a server that writes a lot cannot block.
+        # A file rather than a pipe: without a reader, a server that writes a lot would block on a pipe.
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         try:
             self._process = subprocess.Popen(
@@ -108,12 +115,20 @@ class PeerProcess:
             output.close()
 
 
+def rootstock_server(model: Path, *options: str) -> PeerProcess:
+    """Returns `rootstock serve` on a CPU, in bfloat16, with 2 GiB for its cache unless options say otherwise."""
+    port = free_port()
+    command = [sys.executable, "-m", "rootstock", "serve", str(model), "--port", str(port), "--device", "cpu"]
+    command += ["--dtype", "bfloat16", "--kv-budget", "2GiB", *options]
+    return PeerProcess(command, port, ready_path="/health")
+
+
 def transformers_server(
     python: str, model: Path, threads: int, blocks: int, page_tokens: int, batch_tokens: int
 ) -> PeerProcess:
-    """transformers' own server with continuous batching: paged, bounded, prefixes shared by whole pages.
+    """Returns transformers' own server with continuous batching: paged, bounded, prefixes shared by whole pages.
 
-    It needs the package accelerate, which nothing else here does.
+    It needs the package accelerate.
     """
     port = free_port()
     command = [

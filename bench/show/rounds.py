@@ -1,7 +1,8 @@
-"""Two sides timed in turn, and what counts of it: the ratio of each round, rounds that others disturbed left out."""
+"""Two sides timed in turn, and the ratio of each round. Rounds that other processes disturbed are left out."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
@@ -9,20 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import argument_parser
 from llamas import say
 from neighbours import Neighbours
 
-QUIET = 0.05  # of the processor: what others may take where the wall's clock counts
-ANYHOW = 1.0  # where one thread's processor time counts
+QUIET = 0.05  # largest share of the processors of other processes, where wall time is measured
+ANYHOW = 1.0  # every round counts
 
-Timed = Callable[[], float]  # what it gives is seconds
+Timed = Callable[[], float]  # returns seconds
 
 
 class Rounds:
-    """A ratio is the median of the quiet rounds' ratios; of all rounds, if fewer than `least` were quiet."""
+    """Rounds of two sides. Quiet ones count, or all of them if fewer than `least` were quiet."""
 
     def __init__(self, least: int, quiet: float = QUIET) -> None:
-        """quiet: the share of the processor that others may take in a round that counts"""
+        """`quiet` is the largest share of the processors that others may take in a quiet round."""
         self._least = least
         self._quiet = quiet
         self._all: list[tuple[float, float, float | None]] = []  # our seconds, theirs, others' share
@@ -70,14 +72,14 @@ class Rounds:
 
 
 def comparison_options(description: str | None, model: str) -> ArgumentParser:
-    options = ArgumentParser(description=description)
+    options = argument_parser(description)
     options.add_argument("--model", default=model)
-    options.add_argument("--rounds", type=int, help="exactly so many")
-    options.add_argument("--threads", type=int, help="of both sides; as many as torch takes unless given")
+    options.add_argument("--rounds", type=int, help="number of rounds")
+    options.add_argument("--threads", type=int, help="of both sides (default: torch's own)")
     options.add_argument(
         "--cpu-time",
         action="store_true",
-        help="on a machine that others use, too: processor time of one thread, on both sides",
+        help="measure the processor time of one thread on both sides, for a machine that others use",
     )
     return options
 
@@ -85,7 +87,7 @@ def comparison_options(description: str | None, model: str) -> ArgumentParser:
 def parse_comparison(
     options: ArgumentParser, rounds: tuple[int, int]
 ) -> tuple[Namespace, tuple[int, int], dict[str, Any]]:
-    """Sets torch's threads as asked. → the options, the least and the most rounds, and the first figures"""
+    """Sets torch's threads. Returns the options, the least and the most rounds, and the first figures."""
     given = options.parse_args()
     if given.cpu_time:
         given.threads = 1
@@ -101,12 +103,16 @@ def in_turn(
     ours: Timed,
     dense: Timed,
     rounds: tuple[int, int],
-    seconds: float,
+    seconds: float = math.inf,
     quiet: float = QUIET,
     between: Callable[[], object] = lambda: None,
+    other: str = "dense",
 ) -> Rounds:
-    """`rounds` are the least and the most quiet ones. After so many seconds none begins that need not; after three
-    times as long none begins at all, once there are that many of any kind."""
+    """Times both sides in turn, for the least to the most quiet `rounds`.
+
+    After `seconds` no round begins if the least number of quiet ones is reached; after three times as long none
+    begins if the least number of rounds of any kind is reached.
+    """
     least, most = rounds
     done = Rounds(least, quiet)
     began = time.monotonic()
@@ -118,7 +124,7 @@ def in_turn(
         if number >= least and took_s > 3 * seconds:
             break
         neighbours = Neighbours()
-        # Who goes first changes, so that neither always finds the machine in the other's state.
+        # The sides change places, so that neither always finds the machine in the other's state.
         if number % 2:
             dense_s = dense()
             ours_s = ours()
@@ -129,7 +135,7 @@ def in_turn(
         between()
         number += 1
     say(
-        f"{name}: {done.ours_ms:.1f} ms, dense {done.dense_ms:.1f} ms, ratio {done.ratio:.3f} "
+        f"{name}: {done.ours_ms:.1f} ms, {other} {done.dense_ms:.1f} ms, ratio {done.ratio:.3f} "
         f"({min(done.ratios):.3f} to {max(done.ratios):.3f}; {done.quiet} of {number} rounds were quiet)"
     )
     return done

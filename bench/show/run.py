@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def available_scripts() -> dict[str, Path]:
-    """Show → script, in the order of their letters and numbers."""
+    """Returns the scripts by show, in the order of their letters and numbers."""
     found = [
         (match, path)
         for path in (*HERE.glob("*.py"), *SOAK.glob("*.py"))

@@ -1,6 +1,6 @@
-"""A lean client of streamed completions, in a process of its own: as little of the machine as a client can take.
+"""Lean client of streamed completions, in a process of its own, that uses as little processor time as possible.
 
-Plain sockets, one selector, no parsing while the clock runs. Driven by lines of JSON on stdin, one answer a line:
+It has plain sockets, one selector, and no parsing while the clock runs. Lines of JSON on stdin drive it:
 
     {"prompts": [[1, 2], …], "tokens": 128}  →  {"seconds": …, "first_s": […], "chunks": …, "cpu_s": …, "tokens": …}
 
@@ -30,7 +30,7 @@ END = b"0\r\n\r\n"  # the last chunk of a chunked body
 
 
 class ClientProcess:
-    """`with ClientProcess(url) as client: client.ask(prompts, tokens)`. Its process ends with the block."""
+    """Client process: `with ClientProcess(url) as client: client.ask(prompts, tokens)`. It ends with the block."""
 
     def __init__(self, url: str, *options: str) -> None:
         self._command = [sys.executable, __file__, url, *options]
@@ -51,7 +51,7 @@ class ClientProcess:
         self._process.wait(timeout=30)
 
     def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """All prompts at once, each streamed to its end."""
+        """Sends all prompts at once, and waits until each stream has ended."""
         assert self._process is not None
         _write(self._process.stdin, {"prompts": prompts, "tokens": tokens})
         assert self._process.stdout is not None
@@ -71,7 +71,7 @@ def _write(file: IO[str] | None, value: Any) -> None:
 
 
 class Streams:
-    """A connection for each stream, open before the clock starts."""
+    """Streams, each on a connection that is open before the clock starts."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -123,7 +123,7 @@ def _request(prompt: list[int], tokens: int) -> bytes:
 
 
 def _told(received: bytes) -> tuple[int, dict[str, Any]]:
-    """How many chunks had text, and the usage. What was streamed is looked at here, after the clock was stopped."""
+    """Counts the chunks with text, and returns them with the usage. Called after the clock was stopped."""
     assert received.startswith(b"HTTP/1.1 200"), received[:500]
     lines = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
     assert b"data: [DONE]" in received

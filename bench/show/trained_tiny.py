@@ -1,7 +1,7 @@
 """Three tiny models of different kinds that were trained for a minute on the demo's text, byte by byte.
 
-What rounding does to greedy answers cannot be told from random weights: their best two tokens are near ties, and any
-error changes the answer. These are sure of most of their next bytes, as models are that somebody uses.
+Random weights do not show the effect of rounding on greedy answers: their best two tokens are near ties, and any
+error changes the answer. Trained ones are sure of most of their next bytes, like models in use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _COMMON: dict[str, Any] = {
 
 
 def models() -> dict[str, PreTrainedModel]:
-    """The usual; windows, then full attention, with norms on all sides; biases and attention beside the MLP."""
+    """Makes three kinds: the usual; windows and full attention, with norms on all sides; and one with biases and
+    attention beside the MLP."""
     torch.manual_seed(0)
     sliding, full = "sliding_attention", "full_attention"
     return {
@@ -75,7 +76,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 def text_tokens(seed: int, tokens: int) -> torch.Tensor:
-    """[tokens] bytes of text that nothing else is trained or asked with."""
+    """Returns [tokens] bytes of the seed's own text."""
     rng, text = random.Random(seed), b""
     while len(text) < tokens:
         text += paragraph(rng, 60).encode("ascii", "ignore") + b"\n"
@@ -83,7 +84,7 @@ def text_tokens(seed: int, tokens: int) -> torch.Tensor:
 
 
 def train_and_save(name: str, model: PreTrainedModel, directory: Path) -> Path:
-    """In float32, with AdamW."""
+    """Trains in float32 with AdamW."""
     text = text_tokens(1, 400_000)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)

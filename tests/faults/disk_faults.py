@@ -4,15 +4,15 @@ A case is a directory that an engine has filled by answering prompts, one fault 
 and is asked for prompts that are on the disk. The oracle's engine, whose answers depend on every byte of its blocks,
 over the real disk tier; models with full attention alone, with windows, with recurrent states and with both.
 
-Damage is done to the files and to the index, while nobody has the directory or behind the tier's back: a flipped bit
+Damage is done to the files and to the index, while the directory is closed or under an open tier: a flipped bit
 in a record or in its row, a segment that is cut off or gone, records that changed places, rows that lead to a whole
 record of other weights, another dtype, another position or another tenant (whose bytes would give other answers), a
 row that is missing. The damaged record is one that the next prompt would load. Errors come from the file system's
 seam: a full disk, a read or a write that fails, a read that does not return.
 
-Each answer is compared with the oracle's for the tokens alone. Counted right means: the tier names the miss as it
-must and names no other, the row is struck, the store's refusal and the state `LoadsOnly` are as they must be and end
-when the disk is well again, and the directory is whole afterwards.
+Each answer is compared with the oracle's for the tokens alone. A fault is counted right if the tier counts a miss of
+the expected kind and no other, removes the row, refuses stores and is `LoadsOnly` for as long as the disk fails, and
+leaves a directory without damage.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Do = Callable[[], None]
 
 @dataclass
 class Case:
-    """A directory, the prompts of its lives, and findings about them."""
+    """Directory, the prompts of its engines, and findings about them."""
 
     rng: np.random.Generator
     folder: Path
@@ -95,7 +95,7 @@ class Case:
             for _ in range(3)
         ]
         longest = max(map(len, prompts)) + 3 * (ANSWER + 8)
-        # Rows that a held-up read may still write to are nobody else's until it returns.
+        # Rows that a held-up read may still write to are not given out until the read returns.
         requests = 6.0 if kind == "slow_reads" else float(rng.choice([1.2, 2.0, 6.0]))
         return Case(
             rng,
@@ -126,7 +126,7 @@ class Case:
             )
 
     def fill(self) -> None:
-        """The first life: prompts, and some of them continued. Afterwards the prompts of the second are longer."""
+        """Asks prompts in a first engine, and continues some. Afterwards the prompts of the second are longer."""
         with self.open() as life:
             self.ask(life, *self.prompts)
             continued = [self.continued(prompt) for prompt in self.prompts]
@@ -159,7 +159,7 @@ class Case:
         if not right:
             self.remarks.append(remark)
 
-    # -- looking into the directory while nobody has it ---------------------------------------------------------
+    # -- looking into the directory while it is closed ----------------------------------------------------------
 
     def rows(self) -> dict[RecordKey, tuple[Identity, Place]]:
         with sqlite3.connect(self.folder / INDEX_NAME) as db:
@@ -210,13 +210,13 @@ class Case:
 
 @dataclass
 class Expected:
-    """Counts that the tier must have from its start on: of `kind` at least and at most so many, and nothing else."""
+    """Counts that the tier must have from its start on: `least` to `most` misses of `kind`, and none of another."""
 
     kind: MissKind | None
     least: int = 1
     most: int = 1
     places: dict[RecordKey, Place] = field(default_factory=dict)  # rows that must not lead there any more
-    left: frozenset[RecordKey] = frozenset()  # damage that may go unnoticed, because nobody asks for it
+    left: frozenset[RecordKey] = frozenset()  # damage that may go unnoticed, because no request needs it
     while_open: Callable[[Tiered], None] | None = None  # the fault, if it comes after the start
 
     def at_some_time(self, case: Case, do: Do) -> Expected:
@@ -265,7 +265,7 @@ def truncated_segment(case: Case) -> Expected:
 
 
 def missing_bytes(case: Case) -> Expected:
-    """A segment's file is gone."""
+    """Removes a segment's file."""
     rows, key = case.rows(), case.pick(case.wanted())
     number = rows[key][1].segment
     lost = {k: p for k, (_, p) in rows.items() if p.segment == number}
@@ -273,7 +273,7 @@ def missing_bytes(case: Case) -> Expected:
 
 
 def lost_bytes(case: Case, do: Do, lost: dict[RecordKey, Place]) -> Expected:
-    """Rows whose bytes are gone at start are struck at once; those whose bytes go later, when they are asked for."""
+    """Removes bytes. Rows whose bytes are gone at start are removed at once, others at the first load."""
     if case.rng.random() < 0.5:
         do()
         return Expected(MissKind.MISSING_BYTES, len(lost), len(lost), lost)
@@ -282,7 +282,7 @@ def lost_bytes(case: Case, do: Do, lost: dict[RecordKey, Place]) -> Expected:
 
 
 def swapped_records(case: Case) -> Expected:
-    """Their bytes, or their rows; or only the payloads, under headers that are not their own."""
+    """Swaps the bytes of two records, or their rows, or only the payloads under each other's headers."""
     rows = case.rows()
     content = {number: case.segment(number).read_bytes() for number in {p.segment for _, p in rows.values()}}
 
@@ -322,7 +322,7 @@ def swapped_records(case: Case) -> Expected:
 
 
 def first_difference(asked: Identity, found: Identity) -> MissKind:
-    """By the order in which the documentation lists the kinds. All records are of one namespace and dtype."""
+    """Returns the kind of the first difference, in the order of the documentation, for one namespace and dtype."""
     if (asked.family, asked.kind) != (found.family, found.kind):
         return MissKind.OTHER_LAYERS
     if asked.end != found.end or (asked.kind is Kind.BLOCKS and asked.start != found.start):
@@ -339,7 +339,7 @@ def other_tenant(case: Case) -> Expected:
 
 
 def other_dtype(case: Case) -> Expected:
-    """A record of a server that computes in bfloat16, which is another namespace too; or of another dtype alone."""
+    """Leads to a record of a server that computes in bfloat16, another namespace too; or of another dtype alone."""
     other = "bfloat16:bfloat16"
     if case.rng.random() < 0.5:
         return led_astray(case, MissKind.OTHER_NAMESPACE, replace(NAMESPACE, kv_dtype=other), dtype=other)
@@ -390,7 +390,7 @@ def missing_row(case: Case) -> Expected:
     key = case.pick(case.wanted())
     if case.rng.random() < 0.5:
         case.change("DELETE FROM records WHERE key = ?", key)
-        return Expected(None)  # nobody knows of it
+        return Expected(None)  # the index does not know the record
     # Several requests may be on their way to it before one has come back.
     behind = len(case.prompts)
     return Expected(MissKind.ABSENT, 1, behind, while_open=lambda life: life.disk._index.delete([key]))
@@ -425,7 +425,7 @@ def serve_damaged(case: Case, expected: Expected, files: Files | None = None) ->
 
 
 def serve_again(case: Case, left: frozenset[RecordKey] = frozenset()) -> None:
-    """The next start: records that are there are right and are found again, and nothing is missed."""
+    """Starts again: all records in the directory are right and are found, and no load misses."""
     with case.open() as life:
         wrong = [failure for failure in life.disk.verify().failures if failure.key not in left]
         case.check(not wrong, f"left in the directory: {wrong}")
@@ -440,13 +440,13 @@ def serve_again(case: Case, left: frozenset[RecordKey] = frozenset()) -> None:
 
 
 def full_disk(case: Case) -> None:
-    """Some bytes can still be written, or none; or a file or a name cannot be made durable."""
+    """Raises ENOSPC after some bytes or none, or where a file or a name is made durable."""
     call = str(case.rng.choice(["", "open_new", "sync", "sync_folder", "commit"]))
     refused_stores(case, errno.ENOSPC, call, int(case.rng.integers(0, 150)))  # less than a record
 
 
 def failing_disk(case: Case) -> None:
-    """EIO: for a read, once, or for writes."""
+    """Raises EIO for one read, or for writes."""
     if case.rng.random() < 0.5:
         refused_stores(case, errno.EIO, str(case.rng.choice(["write", "open_new", "sync", "sync_folder"])))
         return
@@ -470,9 +470,10 @@ def failing_disk(case: Case) -> None:
 
 
 def refused_stores(case: Case, number: int, call: str, free_bytes: int = 0) -> None:
-    """Stores are refused, and loads go on; a minute after the disk is well again, stores do.
+    """Checks that stores are refused while loads go on, and that stores resume a minute after the disk has recovered.
 
-    The call fails with this errno; "": no call does, and so many bytes can be written."""
+    `call` fails with the errno `number`. If `call` is empty, no call fails and `free_bytes` can be written.
+    """
     case.wanted()
     files, clock = FaultyFiles(), Clock()
     with case.open(files, clock) as life:
@@ -502,8 +503,8 @@ def refused_stores(case: Case, number: int, call: str, free_bytes: int = 0) -> N
 
 
 def slow_reads(case: Case) -> None:
-    """A read does not return. Another request decodes meanwhile, from its first token to its last; then either the
-    read returns and its prompt is found, or the load is overdue, and its request computes and ends before it does."""
+    """Holds up a read while another request decodes from its first token to its last. Then either the read returns
+    and its prompt is found, or the load is overdue and its request computes and ends before the read does."""
     case.wanted()
     with case.open() as life:
         slow = life.begin_load(case.prompts[0].tolist(), ANSWER)

@@ -1,4 +1,4 @@
-"""A file system that fails where it is told to, and that knows what a power cut would leave of it."""
+"""A file system whose calls fail as a test tells, and copies of it as a power cut would leave it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Boundary = Callable[[str], None]
 class FaultyFiles(Files):
     """`boundary` is called before each call that changes something, and after each commit, with the call's name.
 
-    `fail` says whether a call of that name fails, and with which errno (0: it works). `free_bytes` is what can still
-    be written. `chunk_bytes` is the most that one write or read moves.
+    `fail` returns the errno with which a call of that name fails, 0 if the call works. `free_bytes` can still be
+    written. One write or read moves `chunk_bytes` at most.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class FaultyFiles(Files):
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Connection)
 
     def power_cut(self, folder: Path, image: Path, keep: random.Random | None) -> None:
-        """Copies `folder` as a crash might leave it: of each segment what was synced and, with `keep`, a random part
-        of what was not. SQLite syncs its own files: they are copied as they are."""
+        """Copies `folder` as a crash might leave it: the synced bytes of each segment and, with `keep`, a random part
+        of the others. SQLite syncs its own files: they are copied as they are."""
         shutil.copytree(folder, image)
         for path, synced_bytes in self.synced.items():
             copy = image / path.name

@@ -1,4 +1,4 @@
-"""The tier after a crash: what was acknowledged is there, and nothing wrong is ever returned."""
+"""The tier after a crash: acknowledged records are there, and no wrong bytes are ever returned."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Crashes:
         assert tier.counts.indexes_lost == 0
         assert directory_bytes(self.images) <= self.cap_bytes
         for key, record in self.acknowledged.items():
-            # A record may be gone as soon as its eviction is committed, which is told when the store returns.
+            # A record may be gone as soon as its eviction is committed, which is reported when the store returns.
             result = tier.load(record.identity)
             if result == Miss(MissKind.ABSENT):
                 self.absent.add(key)
@@ -87,14 +87,14 @@ class Crashes:
         shutil.rmtree(self.images)
 
     def check_absent(self) -> None:
-        """Once a store has returned: whatever was absent in an image has been said to be gone."""
+        """Checks, once a store has returned, that each record that an image lacked was reported as gone."""
         assert not self.absent & set(self.acknowledged)
         self.absent.clear()
 
 
 @pytest.mark.behaviour(39, 41)
 @pytest.mark.parametrize(("cap_bytes", "payload_bytes"), [(CAP_BYTES, 6000), (16 * CAP_BYTES, 15_000)])
-def test_a_crash_at_any_boundary_of_a_store_loses_only_what_was_not_acknowledged(
+def test_a_crash_at_any_boundary_of_a_store_loses_no_acknowledged_record(
     tmp_path: Path, cap_bytes: int, payload_bytes: int
 ) -> None:
     # The larger cap allows groups of more than one record, and its groups span two segments.
@@ -114,7 +114,7 @@ def test_a_crash_at_any_boundary_of_a_store_loses_only_what_was_not_acknowledged
 
 
 @pytest.mark.behaviour(41)
-def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_nothing_that_was_kept(
+def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_no_kept_record(
     tmp_path: Path,
 ) -> None:
     crashes = Crashes(tmp_path / "tier", tmp_path / "image")
@@ -149,7 +149,7 @@ def test_a_crash_at_any_boundary_of_an_eviction_or_a_compaction_loses_nothing_th
 @pytest.mark.parametrize(
     "call", ["open_new", "write", "sync", "sync_folder", "commit", "write_back", "remove"]
 )
-def test_a_failure_of_any_call_leaves_nothing_that_is_visible_or_counted(tmp_path: Path, call: str) -> None:
+def test_a_store_that_fails_in_any_call_is_neither_visible_nor_counted(tmp_path: Path, call: str) -> None:
     clock = Clock()
     files = FaultyFiles()
     folder = tmp_path / "tier"
@@ -188,7 +188,7 @@ def test_a_failure_of_any_call_leaves_nothing_that_is_visible_or_counted(tmp_pat
 
 
 @pytest.mark.behaviour(41)
-def test_a_killed_process_leaves_a_directory_that_serves_what_it_acknowledged(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_directory_with_all_acknowledged_records(tmp_path: Path) -> None:
     program = """
 import sys
 sys.path.insert(0, sys.argv[2])

@@ -1,4 +1,4 @@
-"""Damaged directories: whatever is wrong is a miss, counted and quarantined. Nothing wrong is ever loaded."""
+"""Damaged directories: each damaged record is a miss, counted and quarantined. Wrong bytes are never loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tiers.helpers import (
 
 CASES = 200
 
-# Records that differ from `identity_of(0)` in one respect, and how a load must call it.
+# Records that differ from `identity_of(0)` in one respect, and the kind of miss that a load must report.
 OTHERS = {
     "weights": (MissKind.OTHER_NAMESPACE, identity_of(0, namespace=replace(NAMESPACE, weights="others"))),
     "dtype": (MissKind.OTHER_DTYPE, identity_of(0, dtype="float64")),
@@ -54,13 +54,13 @@ OTHERS = {
 
 @pytest.mark.behaviour(40)
 @pytest.mark.parametrize("how", OTHERS)
-def test_a_record_of_something_else_is_a_miss_named_for_the_difference(how: str) -> None:
+def test_another_identity_is_a_miss_of_the_kind_of_the_difference(how: str) -> None:
     kind, other = OTHERS[how]
     assert difference(identity_of(0), other) == difference(other, identity_of(0)) == kind
 
 
 @pytest.mark.behaviour(40)
-def test_a_damaged_index_never_gives_anything_wrong(tmp_path: Path) -> None:
+def test_a_damaged_index_never_returns_wrong_bytes(tmp_path: Path) -> None:
     rng = random.Random(6)
     folder = tmp_path / "tier"
     lost = 0
@@ -119,7 +119,7 @@ def test_short_reads_and_writes_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour(42)
-def test_a_full_disk_stops_stores_with_one_warning_and_they_come_back_when_it_has_room(
+def test_a_full_disk_stops_stores_with_one_warning_until_it_has_room_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(9)

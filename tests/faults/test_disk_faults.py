@@ -13,7 +13,7 @@ SEEDS = 6
 
 @pytest.mark.behaviour(39, 40, 42, 44)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_counted_as_such_and_no_request_fails_or_is_answered_wrong(
+def test_a_fault_is_counted_by_kind_and_no_request_fails_or_gets_wrong_tokens(
     tmp_path: Path, kind: str
 ) -> None:
     for seed in range(SEEDS):

@@ -1,9 +1,9 @@
 """Random schedules of a whole engine on the oracle runtime, from a seed.
 
 The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge,
-repeat, go on from each other's answers, are scored, cancelled and preempted, under a budget that is far too small,
-while forwards fail now and then. Whatever happens: every request ends exactly once, what it was given is what it
-would have been given alone, and at the end every row of every pool is accounted for.
+repeat, continue each other's answers, are scored, cancelled and preempted, under a budget that is far too small,
+while forwards fail now and then. In each schedule every request ends exactly once and gets the tokens that it would
+have got alone, and at the end every row of every pool is accounted for.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ EOS = 4
 
 
 class Injected(Exception):
-    """A forward that fails on purpose."""
+    """Failure of a forward, on purpose."""
 
 
 @dataclass
 class Outcome:
-    """What a schedule exercised, so that a test can tell that it was worth running."""
+    """Counts of a schedule's events. A test checks that each of them occurred."""
 
     requests: int = 0
     finished: int = 0
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass
 class TierOutcome(Outcome):
-    """What a schedule with a tier below exercised besides."""
+    """Further counts of a schedule with a tier."""
 
     loaded_tokens: int = 0
     loads_finished: int = 0
@@ -119,14 +119,10 @@ def run_schedule(
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
 ) -> Outcome:
-    """`families` None: the seed chooses them. With `drafts` decodes verify guesses, right ones and wrong ones."""
+    """Plays the schedule of a seed. Without `families` the seed chooses them. With `drafts`, decodes verify right and
+    wrong drafts."""
     rng = np.random.default_rng(seed)
-    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
-
-    def fault(batch: Batch) -> None:
-        if fail_rate and rng.random() < fail_rate:
-            raise Injected
-
+    fault = _faults(rng)
     families = families or _families(rng)
     outcome: Outcome = Outcome()
     _live(rng, seed, families, fault, outcome, [], check_every_step, drafts=drafts)
@@ -139,15 +135,10 @@ def run_tiered_schedule(
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
 ) -> TierOutcome:
-    """The same with a tier below that refuses, loses and damages things, through restarts and crashes. Requests of a
-    later life go on from those of an earlier one."""
+    """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
+    after a restart continue earlier ones."""
     rng = np.random.default_rng([seed, 1])
-    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
-
-    def fault(batch: Batch) -> None:
-        if fail_rate and rng.random() < fail_rate:
-            raise Injected
-
+    fault = _faults(rng)
     families = families or _families(rng)
     failing = Failing(
         stores=float(rng.choice([0.0, 0.1])),
@@ -184,7 +175,7 @@ def _live(
     block_size: int | None = None,
     drafts: bool = False,
 ) -> list[Client]:
-    """One engine from its start to its end; returns all clients up to now."""
+    """Runs one engine from its start to its end. Returns all clients up to now."""
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
     if block_size is None:
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
@@ -209,7 +200,7 @@ def _live(
         max_batch=int(rng.integers(1, 9)),
         chunk_tokens=int(rng.integers(1, 40)),
         max_queue=int(rng.integers(4, 20)),
-        context_limit=max(2, blocks * block_size),  # also for models that could go on for ever
+        context_limit=max(2, blocks * block_size),  # also for models without a limit of their own
         seed=seed,
         draft_tokens=None if drafts else 0,
     )
@@ -268,23 +259,13 @@ def _live(
         tiering.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not tiering.loading
-    counters = engine.stats().counters
-    outcome.draft_tokens += counters.draft_tokens
-    outcome.accepted_draft_tokens += counters.accepted_draft_tokens
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
     assert stats.hit_tokens + stats.missed_tokens == stats.asked_tokens
-    outcome.preemptions += stats.preemptions
-    outcome.hit_tokens += stats.hit_tokens
-    outcome.copied_blocks += stats.copied_blocks
-    outcome.evicted_blocks += stats.evicted_blocks
-    outcome.duplicate_blocks += stats.duplicate_blocks
-    outcome.checkpoints_taken += stats.checkpoints_taken
-    outcome.checkpoints_hit += stats.checkpoints_hit
-    outcome.checkpoints_evicted += stats.checkpoints_evicted
-    outcome.returned_rows += runtime.returned_rows
-    outcome.checkpoints_skipped += stats.checkpoints_skipped
+    for source in (engine.stats().counters, stats, runtime):
+        for name in Outcome.__dataclass_fields__.keys() & set(dir(source)):
+            setattr(outcome, name, getattr(outcome, name) + getattr(source, name))
     assert stats.checkpoints_refused == 0
     assert all(family.live_rows == 0 for family in stats.families)
     if tiering is not None:
@@ -295,7 +276,7 @@ def _live(
         outcome.loads_cancelled += tiering.counters.loads["cancelled"]
         outcome.declined += tiering.counters.choices["recompute"]
         if rng.random() < 0.5:
-            engine.stop()  # what memory has goes down; else it is a crash
+            engine.stop()  # writes memory's blocks to the tier; otherwise it is a crash
     cache.clear()
     cache.check()
     assert cache.pools.owned_bytes == 0, "rows were lost"
@@ -304,8 +285,8 @@ def _live(
 
 
 class Guesses:
-    """Drafts that are right, wrong, or right up to somewhere, also beyond the end of the answer; the same for the
-    same seed."""
+    """Proposer of right, wrong and partly right drafts, also beyond the end of the answer. A seed gives always the
+    same."""
 
     def __init__(self, seed: int, runtime: FakeRuntime) -> None:
         self.limit = 0  # of a request's tokens: set when the engine is there
@@ -345,8 +326,19 @@ class Guesses:
         pass
 
 
+def _faults(rng: np.random.Generator) -> Callable[[Batch], None]:
+    """Draws how often forwards fail: never in two thirds of the schedules."""
+    fail_rate = float(rng.choice([0.0, 0.0, 0.03]))
+
+    def fault(batch: Batch) -> None:
+        if fail_rate and rng.random() < fail_rate:
+            raise Injected
+
+    return fault
+
+
 def _families(rng: np.random.Generator) -> tuple[Family, ...]:
-    """Full attention alone in a third of the schedules, else anything that models are made of."""
+    """Draws full attention alone for a third of the schedules, otherwise any mixture of families."""
     kind = rng.random()
     if kind < 0.34:
         return (FULL,)
@@ -401,7 +393,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
 
 
 def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[list[int], str]:
-    """What the request is given without a cache, a batch or a pool: tokens, and why it ends."""
+    """Returns the tokens and the reason of the end that a request gets without a cache, a batch or a pool."""
     eos = () if request.stop.ignore_eos else runtime.description.eos_token_ids
     ends = {*eos, *request.stop.stop_tokens}
     assert request.sampling.seed is not None

@@ -1,4 +1,4 @@
-"""A tier that fails at random, and threads that run when a test lets them."""
+"""A tier that fails at random, and its writer and reader without threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rootstock.tiers.writer import Done, PutResult, Queued
 
 @dataclass
 class Failing:
-    """How often things fail, and what happened."""
+    """Rates of failures, and counts of outcomes."""
 
     stores: float = 0.0
     loads: float = 0.0
@@ -56,7 +56,7 @@ class Failing:
 
 
 class SimulatedTier:
-    """Keeps copies of what it is given, as a disk would through restarts."""
+    """Tier that keeps copies of its records through restarts, as a disk does."""
 
     def __init__(self, rng: np.random.Generator, failing: Failing) -> None:
         self._rng = rng
@@ -76,7 +76,7 @@ class SimulatedTier:
             del self._records[key]
             self._failing.gone += 1
             self.gone([key])
-        _believe(record)
+        _check_content(record)
         if self._rng.random() < self._failing.stores:
             self._failing.refused += 1
             return NotStored(Refusal.FAILED)
@@ -91,7 +91,7 @@ class SimulatedTier:
         assert into is not None
         views = [as_bytes(buffer) for buffer in into]
         if self._rng.random() < self._failing.loads:
-            for view in views:  # what a failed load leaves behind must not be believed
+            for view in views:  # a failed load leaves garbage, which must not be used
                 view[:] = bytes(self._rng.integers(0, 256, view.nbytes, np.uint8))
             self._records.pop(identity.key, None)
             self._failing.missed += 1
@@ -101,13 +101,8 @@ class SimulatedTier:
             return Miss(MissKind.ABSENT)
         stored, payload = found
         assert difference(identity, stored) is None, "a record was asked for under another's name"
-        assert sum(view.nbytes for view in views) == len(payload)
-        at = 0
-        for view in views:
-            view[:] = payload[at : at + view.nbytes]
-            at += view.nbytes
         self._failing.loaded += 1
-        return Loaded(tuple(views))
+        return _loaded(views, payload)
 
     def touch(self, keys: Iterable[RecordKey]) -> None:
         list(keys)
@@ -129,8 +124,17 @@ class SimulatedTier:
         pass
 
 
-def _believe(record: Record) -> None:
-    """What the oracle keeps says itself whose it is."""
+def _loaded(views: Sequence[memoryview], payload: bytes) -> Loaded:
+    assert sum(view.nbytes for view in views) == len(payload)
+    at = 0
+    for view in views:
+        view[:] = payload[at : at + view.nbytes]
+        at += view.nbytes
+    return Loaded(tuple(views))
+
+
+def _check_content(record: Record) -> None:
+    """Checks a record against its identity: the oracle's blocks and states hold their tokens and positions."""
     identity = record.identity
     if identity.kind is Kind.STATE:
         position, _ = np.frombuffer(bytes(record.views()[0]), np.uint64)
@@ -147,7 +151,7 @@ def _believe(record: Record) -> None:
 
 @dataclass
 class SimulatedWriter:
-    """A `TierWriter` without a thread: it stores when `run` is called."""
+    """`TierWriter` without a thread: it stores when `run` is called."""
 
     tier: SimulatedTier
     queue_bytes: int
@@ -173,11 +177,9 @@ class SimulatedWriter:
             return self.tier.load(identity, into)
         assert into is not None
         assert difference(identity, waiting[0].identity) is None
-        payload, at = b"".join(bytes(view) for view in waiting[0].views()), 0
-        for target in map(as_bytes, into):
-            target[:] = payload[at : at + target.nbytes]
-            at += target.nbytes
-        return Loaded(tuple(as_bytes(buffer) for buffer in into))
+        return _loaded(
+            [as_bytes(buffer) for buffer in into], b"".join(bytes(view) for view in waiting[0].views())
+        )
 
     def run(self, records: int = 1) -> None:
         for key in list(self._waiting)[:records]:
@@ -206,7 +208,7 @@ class SimulatedJob:
 
 
 class SimulatedReader:
-    """A `TierReader` without a thread: it loads a record when `run` is called."""
+    """`TierReader` without a thread: it loads a record when `run` is called."""
 
     def __init__(self, load: Callable[[Identity, Sequence[Buffer] | None], LoadResult]) -> None:
         self._load = load
@@ -251,7 +253,7 @@ class SimulatedReader:
 
 
 class SimulatedTierConnector(TierConnector):
-    """Chance decides whether loading is worth it, and which loads are overdue, and not this machine's speed."""
+    """Connector in which chance decides, not this machine's speed, whether to load and which loads are overdue."""
 
     def __init__(
         self,
@@ -284,7 +286,7 @@ class SimulatedTierConnector(TierConnector):
         return [sequence for sequence in waiting if self._rng.random() < self._failing.overdue]
 
     def run(self) -> None:
-        """What the threads would do meanwhile."""
+        """Does some of the work that the threads of a real tier would have done meanwhile."""
         if self._rng.random() < 0.5:
             self.writer.run(int(self._rng.integers(1, 5)))
         if self._rng.random() < 0.6:

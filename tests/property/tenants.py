@@ -1,7 +1,7 @@
-"""Two tenants of one server, and a twin server that only one of them ever used.
+"""Two tenants of one server, and a twin server that only the second one uses.
 
-Whatever the first one does, each answer that the second one gets is the answer of the twin: no token, text or count
-of one shows in an answer to the other. Ids and times are left out of the comparison.
+Each answer to the second tenant must equal the twin's, for all requests of the first: no token, text or count of one
+is in an answer to the other. Ids and times are left out of the comparison.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ FAMILIES: Mapping[str, tuple[Family, ...]] = {"full": (FULL,), "hybrid": (FULL, 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server tells its tenants apart, and what each of them sends."""
+    """Way in which a server tells tenants apart, with the headers and salts that each of them sends."""
 
     name: str
     server: ServerConfig
     headers: Mapping[Name, Mapping[str, str]]
     salts: Mapping[Name, str | None] = field(default_factory=lambda: {"A": None, "B": None})
-    totals: frozenset[str] = frozenset()  # routes that tell this client of everybody, and are documented to
+    totals: frozenset[str] = frozenset()  # routes documented to report totals of all tenants to this client
 
     @property
     def admin(self) -> Mapping[str, str]:
-        """What whoever owns the server sends."""
+        """Returns the headers of the server's owner."""
         key = self.server.admin_key or self.server.api_key
         return {} if key is None else _key(key)
 
@@ -81,7 +81,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a tenant."""
+    """Request of a tenant."""
 
     method: str
     route: str  # as the application names it
@@ -125,7 +125,7 @@ def _posted(route: str, bodies: st.SearchStrategy[Json | None]) -> st.SearchStra
     return st.builds(Ask, st.just("POST"), st.just(route), st.just(""), bodies, spoof=st.booleans())
 
 
-# What is asked of each route of the application, streams that stay open beside it.
+# Requests to each route of the application.
 ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/chat/completions"): _posted("/v1/chat/completions", _CHAT),
     ("POST", "/v1/completions"): _posted("/v1/completions", _COMPLETION),
@@ -158,7 +158,7 @@ STEPS: st.SearchStrategy[list[tuple[Name, Ask]]] = st.lists(_STEP, min_size=2, m
 
 
 def routes_of(app: FastAPI) -> set[tuple[str, str]]:
-    """Every method and path; HEAD is a GET without its body."""
+    """Returns every method and path except HEAD, which is a GET without its body."""
     found: set[tuple[str, str]] = set()
     left: list[Any] = list(app.routes)
     while left:
@@ -174,7 +174,7 @@ def routes_of(app: FastAPI) -> set[tuple[str, str]]:
 
 @dataclass
 class World:
-    """A server, and what was left open there."""
+    """Server with its open streams."""
 
     setting: Setting
     app: FastAPI
@@ -215,7 +215,7 @@ class Answer:
 
 
 def _told(text: str) -> str:
-    """An answer without ids and the time at which it was made."""
+    """Removes ids and creation times from an answer."""
     text = re.sub(r'"id": ?"(chatcmpl|cmpl)-[0-9a-f]{32}"', '"id":0', text)
     return re.sub(r'"created": ?\d+', '"created":0', text)
 
@@ -225,7 +225,7 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     codec = ByteTokenizer()
     runtime = FakeRuntime(codec.vocab_size, 4096, families=tuple(families), eos_token_ids=(codec.END,))
     block_bytes = sum(row_bytes(family, 8) for family in families)
-    # DiskSpace for everything: what one tenant's requests evict of another's is documented, and is not compared.
+    # Room for everything: one tenant's requests may evict another's blocks, which is documented and not compared.
     made = assemble(runtime, codec, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
     app = create_app(made.engine, made.tokenizer, made.description, setting.server, block_size=8)
     with (
@@ -240,14 +240,12 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
 
 @dataclass
 class Twins:
-    """A server of both tenants, and one of the second alone."""
+    """Server of both tenants, and server of the second alone."""
 
     both: World
     alone: World
     compared: int = 0
-    cached_tokens: int = (
-        0  # that the second was told of: some, or nothing was compared that could have differed
-    )
+    cached_tokens: int = 0  # in answers to the second; 0 would mean that no difference was possible
     routes: set[tuple[str, str]] = field(default_factory=set)
 
     def play(self, steps: Sequence[tuple[Name, Ask]]) -> None:

@@ -1,8 +1,8 @@
 """The tree and the pools against a naive model: a dictionary of bytes and a set of prefixes.
 
-The model knows nothing of trees: it keeps the content of every block as a list of (position → prefix), and of every
-state as a prefix, executes plans, and demands that whatever a lease's tables and state lead to is exactly the lease's
-tokens, as far back as each family needs them, and that every checkpoint holds exactly its prefix.
+The model has no tree: it keeps the content of every block as a list of (position → prefix), and of every state as a
+prefix, and executes plans. The rows of a lease must hold exactly its tokens, as far back as
+each family needs them, and every checkpoint must hold exactly its prefix.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TreeAndPool(RuleBasedStateMachine):
         self.families = token_families(model)
         budget = blocks * sum(row_bytes(family, block_size) for family in model)
         self.cache = KVCache(model, budget, block_size, clock=lambda: self.time)
-        # What each position of each block holds: the whole prefix that ends there, or None for garbage.
+        # Content of each position of each block: the whole prefix that ends there, or None for garbage.
         self.memory: list[list[list[Prefix | None]]] = [
             [[None] * block_size for _ in range(rows)]
             for rows, family in zip(self.cache.rows, model, strict=True)
@@ -97,7 +97,7 @@ class TreeAndPool(RuleBasedStateMachine):
         back=st.integers(0, 5),
     )
     def go_on_from(self, lease: Lease, more: list[int], back: int):  # type: ignore[no-untyped-def]
-        """A next turn, or a sibling: it begins with what another request has, finished or not."""
+        """Asks for a next turn, or a sibling: a prompt that begins with another request's tokens, finished or not."""
         upto = max(0, lease.num_computed_tokens - back)
         return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto])
 
@@ -128,7 +128,7 @@ class TreeAndPool(RuleBasedStateMachine):
 
     @rule(lease=leases, tokens=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=9))
     def compute(self, lease: Lease, tokens: list[int]) -> None:
-        """Prefill a chunk of what is known, else decode some tokens."""
+        """Prefills a chunk of the known tokens. If all are computed, decodes some tokens."""
         if lease.ended:
             return
         self.tick()
@@ -156,13 +156,13 @@ class TreeAndPool(RuleBasedStateMachine):
 
     @rule(lease=leases, ahead=st.integers(1, 20))
     def wait_for(self, lease: Lease, ahead: int) -> None:
-        """Another request asks for a checkpoint where it will part from this one."""
+        """Requests a checkpoint at the position where another request will part from this one."""
         if not lease.ended:
             self.cache.request_checkpoint(lease, lease.num_computed_tokens + ahead)
 
     @rule(lease=consumes(leases))
     def fail(self, lease: Lease) -> None:
-        """A forward raised: whatever it was about to write is garbage, the working state as well."""
+        """Ends a lease after a forward that raised: the rows of that forward and the working state are garbage."""
         if lease.ended:
             return
         if self.states:
@@ -181,7 +181,7 @@ class TreeAndPool(RuleBasedStateMachine):
         self.cache.release(lease, reason)
         if computed:
             match = self.cache.match(tokens[:computed], lease.namespace)
-            assert match.found == computed, "what a lease computed must be findable when it ends"
+            assert match.found == computed, "the computed tokens of a lease must be found when it has ended"
 
     @rule()
     def clear(self) -> None:
@@ -191,21 +191,16 @@ class TreeAndPool(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(["", "other"]))
     def clear_for_a_tenant(self, tenant: str) -> None:
         namespace = Namespace("weights", "float32", salt=tenant)
-        others = [
-            node
-            for root in self.cache.tree.roots.values()
-            if root.namespace != namespace
-            for node in walk(root)
-        ]
+
+        def others() -> list[Node]:
+            roots = (root for root in self.cache.tree.roots.values() if root.namespace != namespace)
+            return [node for root in roots for node in walk(root)]
+
+        before = others()
         self.cache.clear(namespace)
         root = self.cache.tree.roots.get(namespace)
         assert root is None or all(node.ref_count for node in walk(root))
-        assert others == [
-            node
-            for root in self.cache.tree.roots.values()
-            if root.namespace != namespace
-            for node in walk(root)
-        ]
+        assert others() == before
 
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
@@ -241,7 +236,7 @@ class TreeAndPool(RuleBasedStateMachine):
             assert self.memory[0][block][position % self.size] == prefix[: position + 1]
 
     def assert_checkpoint_readable(self, checkpoint: Checkpoint, node: Node) -> None:
-        """Whatever happened since it was left: it still holds what a resumption at its position needs."""
+        """Checks that a checkpoint holds all rows that a resumption at its position needs."""
         prefix = tokens_of(node)[: checkpoint.position]
         if self.states:
             assert self.states[checkpoint.slot] == prefix
@@ -252,7 +247,7 @@ class TreeAndPool(RuleBasedStateMachine):
                 assert rows[block][position % self.size] == prefix[: position + 1]
 
     def assert_readable(self, lease: Lease) -> None:
-        """Every family has what it needs to go on; what is further back may be gone."""
+        """Checks that every family has the positions that it needs to continue. Earlier ones may be gone."""
         tokens = tuple(lease.tokens.tolist())
         for family, rows, table in zip(self.families, self.memory, lease.tables, strict=True):
             for position in range(family.first_visible(lease.num_computed_tokens), lease.num_computed_tokens):

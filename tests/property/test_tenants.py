@@ -1,4 +1,4 @@
-"""No token, text or count of one tenant is in an answer to another, on any route, with and without keys."""
+"""No token, text or count of one tenant is in an answer to the other, on any route, with and without keys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Twins]:
 @pytest.mark.behaviour(9)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
-def test_a_tenant_is_answered_as_if_the_other_had_never_been(
-    pair: Twins, steps: list[tuple[Name, Ask]]
-) -> None:
+def test_answers_to_a_tenant_do_not_depend_on_the_other(pair: Twins, steps: list[tuple[Name, Ask]]) -> None:
     pair.play(steps)
 
 
 @pytest.mark.behaviour(9)
-def test_every_route_answers_a_tenant_as_if_the_other_had_never_been(pair: Twins) -> None:
-    """What the examples may leave out: each route, after the other tenant has used all of them."""
+def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> None:
+    """Asks each route, which the examples may leave out, after the other tenant has used all of them."""
     prompt = "my password is correct horse"
     said = {"max_tokens": 3, "temperature": 0}
     asks = [
@@ -58,12 +56,12 @@ def test_every_route_answers_a_tenant_as_if_the_other_had_never_been(pair: Twins
 
 
 def test_every_route_of_the_application_is_asked(pair: Twins) -> None:
-    """A new route needs a line in `ROUTES`: what does it tell a tenant of the others?"""
+    """Fails for a new route until `ROUTES` has requests to it."""
     assert routes_of(pair.both.app) == set(ROUTES)
 
 
-def test_the_comparison_sees_what_one_tenant_is_told_of_another() -> None:
-    """Two clients of one namespace: the very answers that must not differ between tenants do."""
+def test_the_comparison_notices_tenants_that_share_a_namespace() -> None:
+    """Gives both clients one salt: answers that must be equal between tenants differ."""
     shared = Setting("one salt for both", SETTINGS[0].server, {"A": {}, "B": {}})
     ask = Ask("POST", "/v1/completions", body={"prompt": "my password is", "max_tokens": 1, "temperature": 0})
     with twins(shared, FAMILIES["full"]) as both:

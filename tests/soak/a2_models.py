@@ -1,8 +1,8 @@
 """A2: twelve architectures from disk, packed, chunked and cached, against the model's own dense run.
 
 float32: the largest difference of any logit, in standard deviations of the logits, over packed mixtures of chunks
-and decodes, and over prompts that resume in the real cache at the end of an edge, inside an edge and inside a block;
-and 64 greedy tokens of eight requests that share prefixes, through the real engine, against `generate`.
+and decodes, and over prompts that resume in the cache at the end of an edge, inside an edge and inside a block;
+and 64 greedy tokens of eight requests that share prefixes, through the engine, against `generate`.
 
 bfloat16: the relative root mean square of the logits' error against the float32 dense run, over that of the model's
 own bfloat16 dense run; and each layer's attention output against float64 attention over the same inputs.
@@ -12,116 +12,97 @@ The checkpoints hold bfloat16 numbers, so that all runs have the same weights an
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import at_most, conclude, exactly
+from common import argument_parser, at_most, conclude, exactly
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from asking import greedy
 from checkpoints import SERVED, VOCAB, tiny_model
-from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily
+from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Request, RequestId, ResolvedSampling, StopParams, TokenEvent
+from rootstock.engine.request import Event, TokenEvent
 from rootstock.kernels import reference
 from rootstock.kernels.api import Attention, Scores, StepAttention
 from rootstock.kernels.spans import Span
 from rootstock.kernels.torch.sliced_attention import SlicedAttention, Tuning
 from rootstock.runtime.torch.runner import TorchRuntime
-from twins.driving import BLOCK_SIZE, BLOCKS, Cached, Dense, load, mixed_steps, packed_logits, random_tokens
+from twins.driving import (
+    BLOCK_SIZE,
+    BLOCKS,
+    Dense,
+    allocate,
+    load,
+    mixed_steps,
+    packed_logits,
+    random_tokens,
+    small_cache,
+)
+from twins.reference import largest_difference
+from twins.ways import Ran, resumed_anywhere
 
 GREEDY_TOKENS = 64
 # Draws of the weights for the comparison in bfloat16. In a mixture of experts a rounding sends a row to another
-# expert, in ours and in the model's own run alike: of one draw their errors' ratio was anything from 0.80 to 1.24.
+# expert, here and in the model's own run alike: of one draw the ratio of their errors was anything from 0.80 to 1.24.
 COARSE_DRAWS = 6
-PREFIX = 6 * BLOCK_SIZE + 3  # of all cached prompts; its last block is not full
-Rows = list[
-    tuple[np.ndarray, np.ndarray]
-]  # (tokens of a sequence, logits [rows, vocab] of its last positions)
+LENGTHS = (300, 133, 41, 9)  # of packed sequences
 
 
-def packed(runtime: TorchRuntime, longest_chunk: int) -> Rows:
-    sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((300, 133, 41, 9))]
-    steps = mixed_steps([len(s) for s in sequences], seed=11, longest_chunk=longest_chunk)
-    return list(zip(sequences, packed_logits(runtime, sequences, steps), strict=True))
+def packed(runtime: TorchRuntime, longest_chunk: int) -> list[Ran]:
+    sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate(LENGTHS)]
+    steps = mixed_steps(LENGTHS, seed=11, longest_chunk=longest_chunk)
+    logits = packed_logits(runtime, sequences, steps)
+    return [Ran(tokens, rows, ()) for tokens, rows in zip(sequences, logits, strict=True)]
 
 
-def cached(runtime: TorchRuntime) -> Rows:
-    cache, rows = Cached(runtime), []
-    for prompt, hit in cached_prompts():
-        ran = cache.run(prompt)
-        assert ran.tokens == hit, f"{ran.tokens} tokens hit, {hit} were cached"
-        rows.append((prompt, ran.logits))
-    cache.cache.check()
-    return rows
+def greedy_mismatches(runtime: TorchRuntime, dense: Dense, prompts: Sequence[Tokens]) -> int:
+    """Counts requests, of eight at once with common prefixes, whose tokens differ from those of `generate`."""
+    prompts = [*prompts, *(random_tokens(VOCAB, n, n) for n in (5, 33, 70))]
+    cache = small_cache(runtime, BLOCKS * BLOCK_SIZE)
+    answers: list[list[int]] = [[] for _ in prompts]
 
-
-def cached_prompts() -> list[tuple[np.ndarray, int]]:
-    """(prompt, how much of it is found): the first is cold, the others resume in what it left."""
-    first = random_tokens(VOCAB, PREFIX, seed=20)
-    prompts = [(first, 0)]
-    ends = {"whole": PREFIX, "inside an edge": 4 * BLOCK_SIZE, "inside a block": 2 * BLOCK_SIZE + 5}
-    for seed, end in enumerate(ends.values()):
-        following = random_tokens(VOCAB, 60, seed=30 + seed)
-        if end < PREFIX:
-            following[0] = 3 + (first[end] - 2) % (VOCAB - 3)  # another token than the first prompt's
-        prompts.append((np.concatenate([first[:end], following]).astype(np.int32), end))
-    prompts.append((first, PREFIX - 1))  # all of it: one token is always computed
-    return prompts
-
-
-def greedy_mismatches(runtime: TorchRuntime, dense: Dense) -> int:
-    """Requests, of eight at once with prefixes in common, whose tokens differ from `generate`'s."""
-    described = runtime.description
-    cache = KVCache(
-        described.families,
-        BLOCKS * BLOCK_SIZE * sum(family.bytes_per_token for family in described.families),
-        BLOCK_SIZE,
-    )
-    prompts = [prompt for prompt, _ in cached_prompts()] + [random_tokens(VOCAB, n, n) for n in (5, 33, 70)]
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-
-    def listen(event: Event) -> None:
+    def listen(event: Event, answer: list[int]) -> None:
         if isinstance(event, TokenEvent):
-            answers[event.id].append(event.token)
+            answer.append(event.token)
 
     engine = Engine(runtime, cache, EngineConfig(max_batch=5, chunk_tokens=48))
-    for i, prompt in enumerate(prompts):
-        stop = StopParams(max_tokens=GREEDY_TOKENS, ignore_eos=True)
-        engine.submit(Request(RequestId(str(i)), prompt, ResolvedSampling(temperature=0.0), stop), listen)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        engine.submit(greedy(prompt, GREEDY_TOKENS), lambda event, answer=answer: listen(event, answer))
     while engine.step():
         pass
-    assert engine.stats().cache.hit_tokens > 0
+    assert cache.stats().hit_tokens > 0
     expected = [dense.greedy(prompt, GREEDY_TOKENS) for prompt in prompts]
-    return sum(answers[str(i)] != tokens for i, tokens in enumerate(expected))
+    return sum(answer != tokens for answer, tokens in zip(answers, expected, strict=True))
 
 
-def worst_difference(rows: Rows, dense: Dense) -> float:
-    """Of any logit, in standard deviations of the dense logits."""
+def worst_difference(runs: Sequence[Ran], dense: Dense) -> float:
+    """Returns the largest difference of any logit, in standard deviations of the dense logits."""
     worst = 0.0
-    for tokens, logits in rows:
-        expected = dense.logits(tokens)
-        worst = max(worst, float(np.abs(logits - expected[-len(logits) :]).max() / expected.std()))
+    for run in runs:
+        expected = dense.logits(run.tokens)
+        worst = max(worst, largest_difference(run.logits, expected[run.first :]) / float(expected.std()))
     return worst
 
 
-def relative_rms(rows: Rows, exact: Dense) -> float:
+def relative_rms(runs: Sequence[Ran], exact: Dense) -> float:
     error, size = 0.0, 0.0
-    for tokens, logits in rows:
-        expected = exact.logits(tokens)[-len(logits) :]
-        error += float(np.square(logits - expected, dtype=np.float64).sum())
+    for run in runs:
+        expected = exact.logits(run.tokens)[run.first :]
+        error += float(np.square(run.logits - expected, dtype=np.float64).sum())
         size += float(np.square(expected, dtype=np.float64).sum())
     return (error / size) ** 0.5
 
 
 class Compared:
-    """An attention kernel whose every result is also computed by the reference, from the same inputs."""
+    """Attention kernel whose every result is also computed by the reference, from the same inputs."""
 
     def __init__(self, kernel: Attention, block_size: int) -> None:
         self.kernel = kernel
@@ -146,20 +127,20 @@ class Compared:
 
 
 def attention_error(runtime: TorchRuntime) -> float:
-    """The worst layer's, over a packed mixture and cached prompts; as tuned, and in slices of a few positions."""
+    """Returns the worst error of a layer, over packed mixtures and cached prompts, as tuned and in tiny slices."""
     pool = runtime._pool
     assert pool is not None
     size, errors = pool.block_size, []
     sequences = [random_tokens(VOCAB, length, seed) for seed, length in enumerate((60, 33, 9, 5))]
     steps = mixed_steps([len(s) for s in sequences], seed=3)
     sliced = Tuning(slice_bytes=1 << 10, chunk_slice_bytes=2 << 10, share_from=1)
-    given: dict[str, Attention | None] = {"paged": pool.kernels.paged, "gather": pool.kernels.gather}
-    for kernels in (given, given | {"paged": SlicedAttention(size, 64, sliced)}):
+    given: dict[str, Attention | None] = {"sliced": pool.kernels.sliced, "gather": pool.kernels.gather}
+    for kernels in (given, given | {"sliced": SlicedAttention(size, 64, sliced)}):
         compared = {name: Compared(kernel, size) for name, kernel in kernels.items() if kernel is not None}
         for name, kernel in compared.items():
             setattr(pool.kernels, name, kernel)
         packed_logits(runtime, sequences, steps)
-        cached(runtime)
+        list(resumed_anywhere(runtime))
         errors += [error for kernel in compared.values() for error in kernel.errors]
     for name, kernel in given.items():
         setattr(pool.kernels, name, kernel)
@@ -169,23 +150,25 @@ def attention_error(runtime: TorchRuntime) -> float:
 def measure(model_type: str, directory: Path) -> dict[str, float]:
     tiny_model(model_type).to(torch.bfloat16).save_pretrained(directory)
     runtime, dense = load(directory), Dense(directory)
-    runtime.allocate((BLOCKS,), BLOCK_SIZE)
+    allocate(runtime)
+    cached = list(resumed_anywhere(runtime))
     figures = {
         "packed": worst_difference(packed(runtime, longest_chunk=300), dense),
         "chunked": worst_difference(packed(runtime, longest_chunk=13), dense),
-        "cached": worst_difference(cached(runtime), dense),
-        "greedy_mismatches": greedy_mismatches(runtime, dense),
+        "cached": worst_difference(cached, dense),
+        "greedy_mismatches": greedy_mismatches(runtime, dense, [run.tokens for run in cached]),
     }
     ours, theirs, attention = [], [], 0.0
     for seed in range(COARSE_DRAWS):
         tiny_model(model_type, seed).to(torch.bfloat16).save_pretrained(directory)
         coarse, own = load(directory, "bfloat16"), Dense(directory, torch.bfloat16)
         exact = Dense(directory)
-        coarse.allocate((BLOCKS,), BLOCK_SIZE)
-        rows = [*packed(coarse, longest_chunk=13), *cached(coarse)]
-        ours.append(relative_rms(rows, exact))
-        of_own = [(tokens, own.logits(tokens)[-len(logits) :]) for tokens, logits in rows]
-        theirs.append(relative_rms(of_own, exact))
+        allocate(coarse)
+        runs = [*packed(coarse, longest_chunk=13), *resumed_anywhere(coarse)]
+        ours.append(relative_rms(runs, exact))
+        theirs.append(
+            relative_rms([replace(run, logits=own.logits(run.tokens)[run.first :]) for run in runs], exact)
+        )
         attention = max(attention, attention_error(coarse))
     return figures | {
         "bf16_rms": _rms(ours),
@@ -200,9 +183,9 @@ def _rms(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=SERVED)
-    models = parser.parse_args().models
+    parser = argument_parser(__doc__)
+    parser.add_argument("--models", default=",".join(SERVED), help="model types, separated by commas")
+    models = parser.parse_args().models.split(",")
     transformers_logging.disable_progress_bar()
     measured: dict[str, dict[str, float]] = {}
     for model_type in models:
@@ -227,7 +210,7 @@ def main() -> None:
             },
         },
         {
-            "models": exactly(len(models)) if models != SERVED else exactly(12),
+            "models": exactly(12 if models == list(SERVED) else len(models)),
             "logits_in_std": at_most(1e-3),
             "greedy_mismatches": exactly(0),
             "bf16_ratio": at_most(1.1),

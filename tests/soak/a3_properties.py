@@ -1,6 +1,6 @@
 """A3: at least 2,000 random schedules on the oracle runtime, the state machine, and every behaviour in force.
 
-Runs the very tests of the repository, with more schedules than `make test`, and counts what they exercised.
+Runs the repository's own tests, with more schedules than `make test`, and counts the events of the schedules.
 """
 
 from own_tests import STATE_MACHINE, show_schedules

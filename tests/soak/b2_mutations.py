@@ -1,9 +1,9 @@
-"""B2: mistakes made on purpose in the product's code, each of which must be noticed.
+"""B2: mutations of the package's code, each of which must be caught.
 
 Every mutation changes one thing at run time: drops the sinks, widens a window by one position, forgets to restore a
-state, … For each of them a tiny model that needs the thing is loaded with the mutation, which the self-check must
-refuse or avoid by falling back to an execution mode that does not use it; and the tests of tests/twins are run on a
-model that was loaded without it. A mutation is caught if either notices; both are reported.
+state, … A tiny model that needs the changed code is loaded with the mutation: the self-check should refuse the model
+or fall back to an execution mode that does not use the code. The tests of tests/twins also run, with the mutation, on a model
+that was loaded without it. A mutation is caught if either of the two notices it. Both results are reported.
 
 The same models without a mutation must load as expected, and pass the same tests before and after.
 """
@@ -22,10 +22,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from common import conclude, exactly
-from transformers.utils import logging as transformers_logging
+from ties import run_quietly
 
 from checkpoints import save
-from rootstock.cache import KVCache
+from rootstock.cache.admission import Admission
+from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.families import ChunkedAttention, SlidingWindow, TokenFamily
 from rootstock.cache.lease import BlockTable
 from rootstock.cache.plan import Plan, StateCopy
@@ -47,44 +48,43 @@ from twins.test_twins import Twin, twin_in
 TESTS: tuple[Callable[[Twin], None], ...] = (
     test_twins.test_any_mixture_of_four_sequences_gives_the_models_own_logits,
     test_twins.test_a_prefill_cut_anywhere_gives_the_models_own_logits,
-    test_twins.test_every_checkpoint_can_be_resumed_from_again_and_again,
+    test_twins.test_every_checkpoint_can_be_resumed_repeatedly,
     test_twins.test_the_cache_resumes_at_every_checkpoint_that_it_left,
-    test_twins.test_what_was_evicted_is_computed_again_and_right,
-    test_twins.test_the_engine_serves_several_that_share_prefixes_as_each_alone,
+    test_twins.test_evicted_prefixes_are_computed_again_and_right,
+    test_twins.test_requests_that_share_prefixes_are_served_as_if_alone,
 )
 
 
 @dataclass(frozen=True)
 class Mutation:
-    what: str
-    model_type: str  # a model that needs what is changed
-    changed: tuple[tuple[Any, str], ...]  # the objects and their attributes
+    mistake: str
+    model_type: str  # of a model that needs the changed attributes
+    changed: tuple[tuple[Any, str], ...]  # objects and their attributes
     change: Callable[[Any], Any]  # from the right attribute to the wrong one
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        # The mistakes are made in the code itself, so no double can stand in for it.
         with ExitStack() as patches:
             for owner, name in self.changed:
                 patches.enter_context(patch.object(owner, name, self.change(getattr(owner, name))))
             yield
 
 
-# ------------------------------------------------------------------------------------------------ how to be wrong
+# ------------------------------------------------------------------------------------------------ the changes
 
 
 def scores(change: Callable[[Scores], Scores]) -> Callable[[Any], Any]:
-    """What attention does to products of queries and keys."""
+    """Changes the scale, soft cap or sinks of attention."""
     return lambda right: lambda *args, **kwargs: right(*_changed(args, Scores, change), **kwargs)
 
 
 def family(change: Callable[[TokenFamily], TokenFamily]) -> Callable[[Any], Any]:
-    """What a kernel believes that the rows of a layer may see."""
+    """Changes the family from which a kernel derives the visible positions."""
 
     def wrong(right: Any) -> Any:
         def prepare(*args: Any) -> Any:
-            # Blocks that a window has given back are read as others: compiled loops do not look for them, and would
-            # read outside of the pool, which ends the process.
+            # Released blocks are replaced by block 0: compiled loops do not check for them, and would read outside of
+            # the pool, which ends the process.
             whole = _changed(args, list, lambda spans: [_with_all_blocks(span) for span in spans])
             return right(*_changed(whole, TokenFamily, change))
 
@@ -139,7 +139,7 @@ def stores_only(kind: str) -> Callable[[Any], Any]:
 
 
 def states(change: Callable[[Any, bool], tuple[Any, bool]]) -> Callable[[Any], Any]:
-    """Which slots a call's states come from, and whether they hold anything."""
+    """Changes the slots of a call's states, and whether the call continues from them."""
 
     def wrong(right: Any) -> Any:
         def init(self: StateCache, pool: Any, slots: Any, *, continues: bool) -> None:
@@ -159,7 +159,7 @@ def several_at_a_time(right: Any) -> Any:
 
 
 def without(*names: str) -> Callable[[Any], Any]:
-    """Of what else a model passes to attention that runs alone."""
+    """Drops arguments of attention that runs alone."""
 
     def wrong(right: Any) -> Any:
         def attend(call: hooks.AttentionCall) -> Any:
@@ -172,7 +172,7 @@ def without(*names: str) -> Callable[[Any], Any]:
 
 
 def yes_or_no(right: Any) -> Any:
-    """A mask that is added to scores only hides."""
+    """Makes a boolean mask of a bias that is added to the scores."""
 
     def attend(call: hooks.AttentionCall) -> Any:
         mask: Any = call.mask
@@ -208,14 +208,14 @@ def values_lost(right: Any) -> Any:
 
 
 def without_states(right: Any) -> Any:
-    """A plan that copies blocks and forgets the states."""
+    """Drops the states of a plan and keeps its copies of blocks."""
     return lambda *args: Plan(copies=right(*args).copies)
 
 
 def another_checkpoint(right: Any) -> Any:
-    def first_plan(self: KVCache, *args: Any) -> Plan:
+    def first_plan(self: Admission, *args: Any) -> Plan:
         plan = right(self, *args)
-        slots = self.pools.states.pool.total_blocks
+        slots = self._pools.states.pool.total_blocks
         return replace(plan, states=tuple(StateCopy((c.source + 1) % slots, c.target) for c in plan.states))
 
     return first_plan
@@ -229,7 +229,7 @@ def one_block_early(right: Any) -> Any:
 
 
 def only_full_blocks(right: Any) -> Any:
-    """Copies of blocks are made in the first family only."""
+    """Copies blocks in the first family only."""
 
     def copy(self: TorchPool, copies: Sequence[Any]) -> None:
         right(self, [c for c in copies if c.family == 0])
@@ -247,7 +247,7 @@ def counted_in_the_step(right: Any) -> Any:
 # Of chunks, and of decodes: their loops lay a step out by themselves.
 KERNELS = ((SlicedAttention, "prepare"), (GatherAttention, "prepare"), (attention, "_lay_out"))
 # Of modules that are fused, and of those that run as they are.
-SCORES = ((PackedCache, "attend"), (step_cache._PagedLayer, "attend"))
+SCORES = ((PackedCache, "attend"), (step_cache._PooledLayer, "attend"))
 SLOTS = ((StateCache, "__init__"),)
 STORE = ((StatePool, "write"),)
 
@@ -262,16 +262,16 @@ MUTATIONS = (
         SCORES,
         scores(lambda s: replace(s, scale=32**-0.5)),
     ),
-    # what is seen
+    # visible positions
     Mutation("a window is treated as full attention", "mistral", KERNELS, family(lambda f: EVERYTHING)),
-    Mutation("so is one beside soft caps", "gemma2", KERNELS, family(lambda f: EVERYTHING)),
+    Mutation("a window with soft caps is treated as full", "gemma2", KERNELS, family(lambda f: EVERYTHING)),
     Mutation("a window is one position too long", "mistral", KERNELS, family(wider(1))),
     Mutation("a window is one position too short", "gpt_oss", KERNELS, family(wider(-1))),
     Mutation("a window of latents is one position too long", "dots3_note_text", KERNELS, family(wider(1))),
     Mutation("a chunk is treated as full attention", "llama4_text", KERNELS, family(lambda f: EVERYTHING)),
     Mutation("a chunk is treated as a window", "llama4_text", KERNELS, family(chunk_as_window)),
     Mutation(
-        "attention that runs alone sees what follows", "diffllama", ((MaskPattern, "between"),), sees_all
+        "attention that runs alone sees later positions", "diffllama", ((MaskPattern, "between"),), sees_all
     ),
     # positions
     Mutation(
@@ -283,14 +283,14 @@ MUTATIONS = (
     Mutation("positions are counted in the step", "llama", ((TorchRuntime, "_call"),), counted_in_the_step),
     # blocks
     Mutation("a shared part of a block is not copied", "llama", ((TorchPool, "_copy"),), nothing),
-    Mutation("nor in windows", "gemma3n_text", ((TorchPool, "_copy"),), only_full_blocks),
+    Mutation("a block of a window is not copied", "gemma3n_text", ((TorchPool, "_copy"),), only_full_blocks),
     Mutation("rotary keys of latents are not stored", "deepseek_v3", ((LayerMemory, "write"),), values_lost),
     # attention of its own kind
     Mutation(
         "an indexer's keys are not stored", "deepseek_v32", ((SequenceCache, "update_indexer"),), not_stored
     ),
     Mutation(
-        "what an indexer chose is ignored",
+        "an indexer's choice is ignored",
         "deepseek_v32",
         ((hooks, "_attend_alone"),),
         without("indices"),
@@ -303,11 +303,11 @@ MUTATIONS = (
         "states are restored from the next slot", "qwen3_next", ((StatePool, "copy"),), from_the_next_slot
     ),
     Mutation("states of convolutions stay as they were", "mamba2", STORE, stores_only("recurrent_states")),
-    Mutation("where there are no others", "lfm2", STORE, stores_only("recurrent_states")),
+    Mutation("the only states stay as they were", "lfm2", STORE, stores_only("recurrent_states")),
     Mutation("recurrent states stay as they were", "qwen3_next", STORE, stores_only("conv_states")),
     Mutation("stored states are ignored", "falcon_h1", SLOTS, states(lambda slots, _: (slots, False))),
     Mutation(
-        "a sequence begins with what was in its slot", "mamba2", SLOTS, states(lambda slots, _: (slots, True))
+        "a sequence begins with its slot's old state", "mamba2", SLOTS, states(lambda slots, _: (slots, True))
     ),
     Mutation(
         "sequences get one another's states",
@@ -316,29 +316,39 @@ MUTATIONS = (
         states(lambda slots, c: (slots.flip(0), c)),
     ),
     Mutation(
-        "mixers that ignore what they stored get several tokens",
+        "mixers that ignore stored states get several tokens",
         "mamba",
         ((PackedCache, "__init__"),),
         several_at_a_time,
     ),
-    Mutation("so beside attention", "jamba", ((PackedCache, "__init__"),), several_at_a_time),
-    # what only the cache knows, so that no self-check can notice
-    Mutation("the cache plans no restored state", "mamba2", ((KVCache, "_first_plan"),), without_states),
     Mutation(
-        "the cache restores another checkpoint", "falcon_h1", ((KVCache, "_first_plan"),), another_checkpoint
+        "such mixers beside attention get several tokens",
+        "jamba",
+        ((PackedCache, "__init__"),),
+        several_at_a_time,
     ),
-    Mutation("a checkpoint is left without its state", "lfm2", ((KVCache, "_leave_copy"),), without_states),
+    # in the cache, which the self-check does not use
+    Mutation("the cache plans no restored state", "mamba2", ((Admission, "_first_plan"),), without_states),
+    Mutation(
+        "the cache restores another checkpoint",
+        "falcon_h1",
+        ((Admission, "_first_plan"),),
+        another_checkpoint,
+    ),
+    Mutation(
+        "a checkpoint is left without its state", "lfm2", ((CheckpointWriter, "leave"),), without_states
+    ),
     Mutation(
         "blocks of a window go too early", "gemma3n_text", ((BlockTable, "release_before"),), one_block_early
     ),
 )
 
 
-# ------------------------------------------------------------------------------------------------- who notices
+# ------------------------------------------------------------------------------------------------- the checks
 
 
 def self_check_says(mutation: Mutation, directory: Path, mode: str) -> str:
-    """What a load does about the mutation; nothing if it does not notice."""
+    """Loads the model with the mutation. Returns the reaction of the self-check, "" for none."""
     with mutation.made():
         try:
             described = load(directory).description
@@ -348,7 +358,7 @@ def self_check_says(mutation: Mutation, directory: Path, mode: str) -> str:
 
 
 def failing_test(mutation: Mutation, twin: Twin) -> str:
-    """The first of the tests that fails on a model that was loaded without the mutation."""
+    """Returns the first test that fails with the mutation, on a model that was loaded without it."""
     with mutation.made():
         return first_failure(twin, TESTS)
 
@@ -363,17 +373,15 @@ def first_failure(twin: Twin, tests: Sequence[Callable[[Twin], None]]) -> str:
 
 
 def control(twin: Twin, broken: dict[str, str]) -> None:
-    """Without a mutation everything passes."""
-    failure = first_failure(twin, (test_twins.test_the_loader_finds_what_each_layer_keeps, *TESTS))
+    """Checks that all tests pass without a mutation."""
+    failure = first_failure(twin, (test_twins.test_the_loader_finds_the_families_of_a_model, *TESTS))
     if failure:
         broken[twin.model_type] = failure
         print(f"{twin.model_type:16} CONTROL FAILS: {failure}", flush=True)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    run_quietly()
     began = time.monotonic()
     by_self_check, by_tests, missed = 0, 0, []
     broken: dict[str, str] = {}
@@ -387,13 +395,13 @@ def main() -> None:
                 failed = failing_test(mutation, twin)
                 by_self_check, by_tests = by_self_check + bool(said), by_tests + bool(failed)
                 if not (said or failed):
-                    missed.append(mutation.what)
+                    missed.append(mutation.mistake)
                 print(
-                    f"{model_type:16} {mutation.what:56} self-check: {said or 'nothing'}; "
+                    f"{model_type:16} {mutation.mistake:56} self-check: {said or 'nothing'}; "
                     f"tests: {failed or 'nothing'}",
                     flush=True,
                 )
-            control(twin, broken)  # whatever was left behind in the pools changes nothing
+            control(twin, broken)  # rows that mutations left in the pools change nothing
     conclude(
         "B2",
         {

@@ -1,22 +1,21 @@
-"""B5: after B4's conversation of one agent, what its checkpoints take, over what the useful ones would.
+"""B5: bytes of the checkpoints after B4's conversation of one agent, over the bytes of the useful ones.
 
-Useful is a position at which one of its requests did leave what was known, and, by the template's rules, where its
-next question will and where another conversation under the same system prompt can. Each counts once, and two within
-four tokens are one. A checkpoint's bytes are a copy of the recurrent state on the hybrid; on sliding windows, where
-neighbours share blocks, they are the distinct blocks that checkpoints hold, and the useful bytes are the distinct
-blocks that the useful positions need.
+A position is useful if one of the agent's requests parted there from earlier tokens, or if, by the template's rules,
+its next question will, or if another conversation under the same system prompt can. Each counts once, and two within
+four tokens count as one. A checkpoint's bytes are a copy of the recurrent state on the hybrid. On sliding windows,
+where neighbours share blocks, they are the distinct blocks that checkpoints hold, and the useful bytes are the
+distinct blocks that the useful positions need.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from agent_world import BLOCK_SIZE, TOOLS, Agent, Asked, World, served
 from b4_agents import AMPLE_BYTES, RULES, SEED
-from common import at_most, conclude
+from common import argument_parser, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
@@ -27,11 +26,11 @@ from rootstock.engine.prompts.text_alignment import shared
 
 NEAR_TOKENS = 4
 
-Place = tuple[int, int]  # which request's tokens, and a position in them
+Place = tuple[int, int]  # index of a request, position in its tokens
 
 
 def useful_places(world: World, agent: Agent) -> list[Place]:
-    """Each with the first request that has these tokens."""
+    """Returns the useful positions, each with the first request that has these tokens."""
     asked, codec = world.asked, world.made.tokenizer
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
@@ -95,7 +94,7 @@ def of_model(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="tool calls of a turn")
     options = parser.parse_args()

@@ -1,19 +1,18 @@
-"""B6: three agents at one instant on a hybrid, with one system prompt of two thousand tokens: computed once.
+"""B6: three agents ask at one instant with one system prompt of two thousand tokens, which is computed once.
 
-Each has a question of its own after the same rules and tools. What is computed of their prompts is compared with the
-least that can be: the common prefix once, and each one's own rest. Without sharing it would be computed three times.
+Each has a question of its own after the same rules and tools. The computed prompt tokens are compared with the
+least possible: the common prefix once, and the rest of each prompt. Without sharing the prefix counts three times.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import threading
 from pathlib import Path
 
 from agent_world import Agent, prose, served
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 
 from checkpoints import save_chat
 from rootstock.engine.prompts.text_alignment import shared
@@ -62,7 +61,7 @@ def of_model(model: Path, chunk_tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     options = parser.parse_args()
     figures: dict[str, object] = {}

@@ -1,21 +1,19 @@
-"""C1: `kill -9` at random instants under load, each followed by a restart: nothing wrong, nothing promised is lost.
+"""C1: `kill -9` at random instants under load, each followed by a restart: no wrong token, no lost record.
 
 A child process runs an engine on a tiny float32 model with little memory, so that it evicts all the time, over a disk
-tier that is soon full as well; six conversations that share their beginnings grow at once. It tells through a pipe
-which records were acknowledged as stored, what is about to be evicted from the disk, and each answer. At a random
-instant it is killed. Then this process looks into the directory: it opens, all acknowledged records are there and
-verified; and an engine that starts there goes on with the conversations. Its answers, and those that the child gave,
-are compared with those of the same model without any cache.
+tier that is soon full as well; six conversations that share their beginnings grow at once. The child reports through
+a pipe the records that were acknowledged as stored, those about to be evicted from the disk, and each answer. It is
+killed at a random instant. Then this process opens the directory and verifies that all acknowledged records are
+there, and an engine that starts there continues the conversations. Its answers, and those of the child, are compared
+with those of the same model without any cache.
 
 Half of the rounds are of full attention, the others of recurrent states or sliding windows beside it; half store when
-memory evicts, the others as things are published. Each of these has a directory of its own, which it keeps from kill
-to kill. A kill leaves what the system has in its cache; what a power cut would leave is tested call by call in
-tests/faults/test_crashes.py.
+memory evicts, the others as blocks are published. Each of these has a directory of its own, which it keeps from kill
+to kill. The system's cache of files survives a kill. tests/faults/test_crashes.py tests power cuts call by call.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -27,13 +25,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from asking import Answer, Asker, engine_on, some_tokens
-from common import at_least, conclude, exactly
+from common import argument_parser, at_least, conclude, exactly
 
+from asking import Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
 from rootstock.cache.keys import RecordKey
 from rootstock.cache.types import Tokens
@@ -65,15 +63,15 @@ CONTINUED = 8
 
 @dataclass
 class Book:
-    """What a directory has promised to hold."""
+    """Records that a directory must hold."""
 
     promised: set[RecordKey] = field(default_factory=set)
     stored: int = 0
     evicted: int = 0
     within_a_store: bool = False
 
-    def note(self, what: str, keys: Sequence[RecordKey]) -> None:
-        match what:
+    def note(self, event: str, keys: Sequence[RecordKey]) -> None:
+        match event:
             case "begin":
                 self.within_a_store = True
             case "end":
@@ -93,7 +91,7 @@ Note = Callable[[str, Sequence[RecordKey]], None]
 
 @contextlib.contextmanager
 def watched(note: Note) -> Iterator[None]:
-    """Tells of every tier of this process: before records go, and as soon as their store has returned."""
+    """Notes the stores of every tier of this process when they return, and evictions before they happen."""
     store, replace = DiskTier.store, Index.replace
     going: set[RecordKey] = set()  # during the store that is under way
 
@@ -143,17 +141,17 @@ def continued(rng: random.Random, answer: Answer) -> Tokens:
 
 
 def child(model: Path, folder: Path, write: str, seed: int) -> None:
-    """Works until it is killed."""
+    """Serves conversations until the process is killed."""
     telling = threading.Lock()
 
-    def tell(**what: object) -> None:
-        line = (json.dumps(what) + "\n").encode()
+    def tell(**fields: object) -> None:
+        line = (json.dumps(fields) + "\n").encode()
         with telling:
             while line:
                 line = line[os.write(1, line) :]
 
-    def note(what: str, keys: Sequence[RecordKey]) -> None:
-        tell(note=what, keys=[key.hex() for key in keys])
+    def note(event: str, keys: Sequence[RecordKey]) -> None:
+        tell(note=event, keys=[key.hex() for key in keys])
 
     import rootstock.runtime.torch.step_cache  # noqa: F401  nothing is left to import once the load begins
 
@@ -174,7 +172,7 @@ def child(model: Path, folder: Path, write: str, seed: int) -> None:
 
 
 class Child:
-    """Started ahead of its round: what takes longest is to import, and needs nothing."""
+    """Child process, started ahead of its round, because its imports take longest."""
 
     def __init__(self, model: Path, folder: Path, write: str, seed: int) -> None:
         command = [sys.executable, __file__, "--child", str(model), str(folder), write, str(seed)]
@@ -196,7 +194,7 @@ class Child:
                 self._begun.set()
 
     def run_and_kill(self, after_s: float) -> list[dict[str, object]]:
-        """Lets it begin, kills it so long after, and returns all that it told."""
+        """Lets the child begin, kills it after so many seconds, and returns its lines."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
@@ -220,22 +218,22 @@ class Child:
 class Totals:
     kills: int = 0
     unreadable: int = 0
-    acknowledged: int = 0
-    evicted: int = 0
-    lost: int = 0
-    damaged: int = 0  # of all records that are there
+    acknowledged_records: int = 0
+    evicted_from_disk: int = 0
+    acknowledged_lost: int = 0
+    damaged_records: int = 0  # of all records that are there
     compared: int = 0
     wrong: int = 0
-    failed: int = 0
+    failed_requests: int = 0
     loaded_tokens: int = 0
-    answers: int = 0
-    within_a_store: int = 0
-    torn: int = 0
-    silent: int = 0  # kills before anything was acknowledged
+    answers_before_kills: int = 0
+    kills_within_a_store: int = 0
+    kills_with_torn_bytes: int = 0
+    kills_before_any_store: int = 0
 
 
 class World:
-    """The models, their answers without a cache, and the directories."""
+    """Models, their answers without a cache, and directories."""
 
     def __init__(self, folder: Path) -> None:
         self.models = {kind: save_chat(folder / kind, kind) for kind in BUDGET_BYTES}
@@ -254,7 +252,7 @@ class World:
         return self._folder / f"{model}-{write}"
 
     def references(self, model: str, prompts: Sequence[Tokens]) -> list[list[int]]:
-        """What the model answers without any cache."""
+        """Returns the model's answers without any cache."""
         if model not in self._references:
             made = engine_on(self.models[model], 0, None, max_batch=8)
             made.engine.start()
@@ -271,7 +269,7 @@ class World:
         right = self.references(model, [answer.prompt for answer in answers])
         for answer, tokens in zip(answers, right, strict=True):
             totals.compared += 1
-            totals.failed += not answer.finished
+            totals.failed_requests += not answer.finished
             if answer.finished and answer.tokens != tokens:
                 totals.wrong += 1
                 print(f"{model}: {len(answer.prompt)} tokens, {answer.tokens} instead of {tokens}")
@@ -290,19 +288,19 @@ class World:
                 prompt = np.array(line["prompt"], np.int32)
                 answers.append(Answer(prompt, line["answer"], bool(line["finished"])))  # type: ignore[arg-type]
         totals.kills += 1
-        totals.acknowledged += book.stored - stored
-        totals.silent += book.stored == stored
-        totals.within_a_store += book.within_a_store
-        totals.answers += len(answers)
+        totals.acknowledged_records += book.stored - stored
+        totals.kills_before_any_store += book.stored == stored
+        totals.kills_within_a_store += book.within_a_store
+        totals.answers_before_kills += len(answers)
         book.within_a_store = False
         with watched(book.note):
             if self._look(folder, CAP_BYTES[write], book):
                 self._go_on(model, folder, write, answers, rng)
-        totals.evicted += book.evicted - evicted
+        totals.evicted_from_disk += book.evicted - evicted
         self.judge(model, rng.sample(answers, min(COMPARED, len(answers))))
 
     def _look(self, folder: Path, cap_bytes: int, book: Book) -> bool:
-        """Opens it as a server does, and reads every record. False: that can't be."""
+        """Opens the directory as a server does, and reads every record. Returns False if it cannot be opened."""
         totals = self.totals
         lengths = {path: path.stat().st_size for path in folder.glob("*.segment")}
         tier = DiskTier.open(folder, cap_bytes)
@@ -313,12 +311,14 @@ class World:
         newest = max(lengths, default=None)
         if newest is not None:
             length = newest.stat().st_size if newest.exists() else 0
-            totals.torn += length < lengths[newest]  # bytes behind the last committed record
+            totals.kills_with_torn_bytes += length < lengths[newest]  # bytes behind the last committed record
         there = {entry.identity.key for entry in tier.entries()}
         lost = book.promised - there
         failures = tier.verify().failures
-        totals.lost += len(lost | {failure.key for failure in failures if failure.key in book.promised})
-        totals.damaged += len(failures) + tier.counts.quarantined_records
+        totals.acknowledged_lost += len(
+            lost | {failure.key for failure in failures if failure.key in book.promised}
+        )
+        totals.damaged_records += len(failures) + tier.counts.quarantined_records
         if lost or failures or tier.counts.quarantined_records:
             print(f"{folder.name}: {len(lost)} of {len(book.promised)} lost, damaged: {failures}")
         book.promised &= there  # each is lost once
@@ -326,7 +326,7 @@ class World:
         return True
 
     def _go_on(self, model: str, folder: Path, write: str, answers: list[Answer], rng: random.Random) -> None:
-        """A server starts there: conversations go on, and prompts are asked again."""
+        """Starts an engine on the directory, continues conversations and repeats prompts."""
         chosen = rng.sample(answers, min(CONTINUED, len(answers)))
         prompts = [continued(rng, answer) for answer in chosen] + [a.prompt for a in chosen[:2]]
         prompts += [beginning(rng)]
@@ -342,7 +342,7 @@ def main() -> None:
         model, folder, write, seed = sys.argv[2:]
         child(Path(model), Path(folder), write, int(seed))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -365,22 +365,8 @@ def main() -> None:
         finally:
             waiting.end()
     totals = world.totals
-    figures = {
-        "kills": totals.kills,
-        "unreadable": totals.unreadable,
-        "acknowledged_records": totals.acknowledged,
-        "acknowledged_per_kill": round(totals.acknowledged / max(1, totals.kills), 1),
-        "acknowledged_lost": totals.lost,
-        "damaged_records": totals.damaged,
-        "evicted_from_disk": totals.evicted,
-        "answers_before_kills": totals.answers,
-        "compared": totals.compared,
-        "wrong": totals.wrong,
-        "failed_requests": totals.failed,
-        "loaded_tokens": totals.loaded_tokens,
-        "kills_within_a_store": totals.within_a_store,
-        "kills_with_torn_bytes": totals.torn,
-        "kills_before_any_store": totals.silent,
+    figures = asdict(totals) | {
+        "acknowledged_per_kill": round(totals.acknowledged_records / max(1, totals.kills), 1),
         "seconds": round(time.monotonic() - began, 1),
     }
     bars = {

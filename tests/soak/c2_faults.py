@@ -5,14 +5,13 @@ The cases of tests/faults/disk_faults.py, of which `make test` runs a few of eac
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from common import at_least, conclude, exactly
+from common import argument_parser, at_least, conclude, exactly
 
 from faults.disk_faults import KINDS, run
 
@@ -20,7 +19,7 @@ MEMORY = Path("/dev/shm")  # where there is one: no power is cut here, and waiti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--cases", type=int, default=200, help="of each kind")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", help="one kind")

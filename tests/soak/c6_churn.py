@@ -1,26 +1,25 @@
-"""C6: ten minutes of churn in a directory with a cap: it is never exceeded; what that costs is reported.
+"""C6: ten minutes of churn in a directory with a cap that is never exceeded, and the cost of the cap.
 
-An engine on a tiny model with little memory writes many times the cap to a real disk tier: conversations of a
-thousand tokens and more go on in random order, more of them than memory and disk can hold, now and then the engine
-is closed and another one opened, storing on eviction and storing as things are published. Meanwhile another process
-sums up the lengths of all files under the directory as fast as it can.
+An engine on a tiny model with little memory writes many times the cap to a disk tier. Conversations of a thousand
+tokens and more continue in random order, more of them than memory and disk can hold. Several times the engine is
+closed and another one opened, which stores on eviction or on publication. Meanwhile another process sums up the
+lengths of all files under the directory as fast as it can.
 
-Strangers' files and segments of an older format appear there, too, all at once and whole. They count, and they are
-collected as soon as room is short. Of the cap so much is kept free that such a file mostly fits; some are larger than
-that on purpose, and what these do nobody can prevent: samples over the cap since a stranger came are counted apart,
-with how long that lasted, as long as the tier's own files are within it.
+Foreign files and segments of an older format ("strangers") appear there too, each whole at one instant. They count
+for the cap, and are removed as soon as room is short. The tier keeps so much of the cap free that most of them fit.
+Some are larger on purpose, and must exceed the cap: samples over the cap since a stranger appeared are counted apart,
+with their duration, if the tier's own files are within the cap.
 
 Some of the answers are compared with those of the same model without a cache.
 
-Small budgets come last, without strangers: engines at the least budget, at 3 and 16 MiB, and a stream of stores and
-loads of small records straight to the tier at these and 256 MiB. Reported are bytes written for a byte stored once
-the budget is used up, as the tier counts them and as the system does, and records that were missed because they had
-been evicted while their load was planned.
+Small budgets come last, without strangers: engines at 1, 3 and 16 MiB, and a stream of stores and loads of small
+records to the tier itself at these and 256 MiB. Figures are the bytes written for a byte stored once the budget is
+used up, as the tier and as the system count them, and misses of records that were evicted while their load was
+planned.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -33,14 +32,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
-from common import at_least, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 
+from asking import BLOCK_SIZE, Answer, Asker, engine_on, some_tokens
 from checkpoints import save_chat
 from rootstock.cache.keys import Identity, Kind, Namespace
 from rootstock.config import TierConfig
@@ -69,11 +68,11 @@ STEADY_RECORD_BYTES = 2800
 
 
 def measure(folder: Path, cap_bytes: int) -> None:
-    """Samples until its standard input ends, then tells."""
+    """Samples the directory until standard input ends, then prints the figures."""
     samples = over = over_by_strangers = 0
     most = most_allocated = most_own = 0
     over_by_strangers_s = longest_gap_s = 0.0
-    strangers: dict[str, float] = {}  # since when they are there
+    strangers: dict[str, float] = {}  # name → when it was first seen
     stays_s: list[float] = []
     before, is_excused = time.monotonic(), False
     while not select.select([sys.stdin], [], [], 0.001)[0]:
@@ -108,8 +107,8 @@ def measure(folder: Path, cap_bytes: int) -> None:
 
 
 def sizes(folder: Path) -> tuple[int, int, int, list[str]]:
-    """Bytes of the tier's own files and of strangers', as long as they are; of both, as the disk has them; and the
-    strangers' names."""
+    """Returns the bytes of the tier's own files and of strangers, by length, of both by allocation, and the names of
+    strangers."""
     own = foreign = allocated = 0
     there = []
     for entry in os.scandir(folder):
@@ -141,7 +140,7 @@ def measured(folder: Path, cap_bytes: int, figures: dict[str, Any]) -> Iterator[
 
 @contextlib.contextmanager
 def strangers(folder: Path, outside: Path, figures: dict[str, Any]) -> Iterator[threading.Event]:
-    """Files appear until the event is set."""
+    """Lets files appear until the event is set."""
     enough, rng = threading.Event(), random.Random(0)
     figures["strangers_dropped"] = 0
 
@@ -174,7 +173,7 @@ class Conversation:
 
 
 class Conversations:
-    """More than memory and disk hold. Some are spoken of more often than others, and all of them grow."""
+    """More conversations than memory and disk hold. Some continue more often than others, and all grow."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -195,7 +194,7 @@ class Conversations:
         more = some_tokens(self._rng, 10, 200)
         is_long = len(answer.whole) + len(more) > LONGEST
         conversation.prompt = self._new() if is_long else np.concatenate((answer.whole, more))
-        if self._rng.random() < 0.02:  # others are spoken of now
+        if self._rng.random() < 0.02:  # from now on others continue more often
             self._rng.shuffle(self._all)
 
     def _new(self) -> np.ndarray:
@@ -204,7 +203,7 @@ class Conversations:
 
 @dataclass
 class Churned:
-    """Summed up over the lives of the directory."""
+    """Counts of the disk tier, summed up over its lives."""
 
     stored_bytes: int = 0
     written_bytes: int = 0
@@ -212,17 +211,17 @@ class Churned:
     compactions: int = 0
     removed_segments: int = 0
     removed_strangers: int = 0
-    refused: int = 0
-    absent: int = 0  # misses of what had been evicted just before
-    damaged: int = 0  # misses of any other kind
-    not_ready: int = 0
+    refused_stores: int = 0
+    misses_absent: int = 0  # misses of records that were evicted just before
+    misses_damaged: int = 0  # misses of any other kind
+    lives_not_ready_at_end: int = 0
     asked_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
     loaded_records: int = 0
 
     def add(self, made: Assembly, disk: DiskTier) -> None:
-        """Of an engine that has stopped."""
+        """Adds the counts of an engine that has stopped."""
         cache, room, counts = made.engine._cache.stats(), disk.room_counts, disk.counts
         self.stored_bytes += counts.stored_bytes
         self.written_bytes += disk.written_bytes
@@ -230,10 +229,10 @@ class Churned:
         self.compactions += room.compacted_segments
         self.removed_segments += room.removed_segments
         self.removed_strangers += room.removed_foreign_files
-        self.refused += counts.refused.total()
+        self.refused_stores += counts.refused.total()
         absent = counts.misses[MissKind.ABSENT]
-        self.absent += absent
-        self.damaged += counts.misses.total() - absent
+        self.misses_absent += absent
+        self.misses_damaged += counts.misses.total() - absent
         self.asked_tokens += cache.asked_tokens
         self.hit_tokens += cache.hit_tokens
         self.loaded_tokens += cache.loaded_tokens
@@ -251,7 +250,7 @@ class Churn:
         self._rng = random.Random(7)
 
     def live(self, write: str, until_s: float) -> None:
-        """One engine, from its start to its stop."""
+        """Runs one engine from its start to its stop."""
         tier = TierConfig(
             disk_dir=self._folder,
             disk_budget_bytes=self._cap_bytes,
@@ -271,7 +270,7 @@ class Churn:
                 while left == AT_ONCE and time.monotonic() < until_s:
                     asker.ask(self._conversations.next())
                     self._hear(asker.next())
-            self.totals.not_ready += disk.state != Ready()
+            self.totals.lives_not_ready_at_end += disk.state != Ready()
         self.totals.add(made, disk)
 
     def _hear(self, answer: Answer) -> None:
@@ -299,7 +298,7 @@ class Churn:
 
 
 def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]:
-    """Engines; of all of them the worst is judged."""
+    """Runs engines at small budgets."""
     figures: dict[str, float] = {}
     for mib in SMALL_MIB:
         (here := folder / f"small-{mib}").mkdir()
@@ -311,14 +310,14 @@ def small_budgets(model: Path, folder: Path, seconds: float) -> dict[str, float]
             totals.written_bytes / max(1, totals.stored_bytes), 3
         )
         figures[f"engine_{mib}_mib_churned_over_cap"] = round(totals.stored_bytes / (mib * 2**20), 1)
-        figures[f"engine_{mib}_mib_misses_absent"] = totals.absent
+        figures[f"engine_{mib}_mib_misses_absent"] = totals.misses_absent
         figures[f"engine_{mib}_mib_loaded_records"] = totals.loaded_records
         figures[f"engine_{mib}_mib_failed"] = churn.failed
     return figures
 
 
 def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
-    """Small records straight to a tier; of those stored lately as many are loaded."""
+    """Stores small records in a tier, and loads as many of the latest ones."""
     rng = random.Random(0)
     payload = np.frombuffer(rng.randbytes(STEADY_RECORD_BYTES), np.uint8)
     tokens = np.arange(BLOCK_SIZE, dtype=np.int32)
@@ -360,7 +359,7 @@ def steady_churn(folder: Path, cap_bytes: int, group: int) -> dict[str, float]:
 
 
 def system_written_bytes() -> int:
-    """By this process, to files of any kind; 0 where the system does not count."""
+    """Returns the bytes that this process has written to files, and 0 where the system does not count them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("wchar"):
@@ -372,7 +371,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         measure(Path(sys.argv[2]), int(sys.argv[3]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--cap-mib", type=int, default=64)
     parser.add_argument("--small-seconds", type=float, default=30.0, help="of an engine at each small budget")
@@ -414,26 +413,15 @@ def main() -> None:
         loads = sum(figures[f"engine_{mib}_mib_loaded_records"] for mib in SMALL_MIB)
         figures["small_misses_absent_of_loaded"] = round(misses / max(1, loads), 5)
     totals = churn.totals
-    figures |= {
+    figures |= asdict(totals) | {
         "max_of_cap": round(figures["max_bytes_without_strangers"] / cap_bytes, 4),
         "max_of_cap_with_strangers": round(figures["max_bytes"] / cap_bytes, 4),
         "churned_over_cap": round(totals.stored_bytes / cap_bytes, 2),
-        "stored_bytes": totals.stored_bytes,
-        "written_bytes": totals.written_bytes,
         "write_amplification": round(totals.written_bytes / max(1, totals.stored_bytes), 3),
-        "compactions": totals.compactions,
-        "removed_segments": totals.removed_segments,
-        "evicted_records": totals.evicted_records,
-        "removed_strangers": totals.removed_strangers,
-        "refused_stores": totals.refused,
-        "misses_absent": totals.absent,
-        "misses_damaged": totals.damaged,
         "lives": LIVES + 1,
-        "lives_not_ready_at_end": totals.not_ready,
         "answers": churn.answers,
         "answers_per_s": round(churn.answers / took_s, 1),
         "stored_mb_per_s": round(totals.stored_bytes / took_s / 1e6, 2),
-        "asked_tokens": totals.asked_tokens,
         "found_of_asked": round(totals.hit_tokens / max(1, totals.asked_tokens), 3),
         "found_on_disk_of_asked": round(totals.loaded_tokens / max(1, totals.asked_tokens), 3),
         "failed_requests": churn.failed,

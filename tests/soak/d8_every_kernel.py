@@ -1,22 +1,21 @@
-"""D8: what steps A to C promise holds with every kernel: their exactness tests, once for each way to compute.
+"""D8: the promises of steps A to C hold with every kernel: their exactness tests, once for each way of computing.
 
-A way is which kernel attends decodes (Numba's, or torch's alone) and whether the common parts of layers are fused.
-The plainest of them is what steps A to C were shown with. The tests are the repository's own: tiny checkpoints of
-every kind through the real loader against the model's own logits, kernels against float64, restarts bit for bit,
-drafts that change nothing. Triton's kernel is tested by its interpreter where Triton is installed, and on a device
-where there is one; the figure says so if neither is.
+A way is the kernel for decodes (Numba's, or torch's alone), with or without fusion of the common parts of layers.
+Steps A to C were shown with the last of them. The tests are the repository's own: tiny checkpoints of every kind
+through the real loader against the model's own logits, kernels against float64, restarts bit for bit, and drafts that
+change no token. Triton's kernel is tested by its interpreter where Triton is installed, and on a device where there
+is one; the figure `triton` says if it is not installed.
 
-What no kernel can change (the tree, the scheduler, tiers on the oracle runtime) is in `make test`, A3, B3 and C7.
+The tree, the scheduler and tiers on the oracle runtime use no kernel: they are in `make test`, A3, B3 and C7.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import time
 from typing import Any
 
-from common import conclude, exactly
+from common import argument_parser, conclude, exactly
 from own_tests import run_tests
 
 WAYS = {
@@ -38,7 +37,7 @@ WITH_EVERY_WAY = (
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argument_parser(__doc__)
     options.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
     given = options.parse_args()
 
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def passed(way: dict[str, str], *tests: str) -> tuple[bool, float]:
-    """(whether all these tests pass, seconds)"""
+    """Runs tests. Returns whether all pass, and the seconds."""
     began = time.perf_counter()
     return run_tests(*tests, environment=way) == 0, round(time.perf_counter() - began, 1)
 

@@ -23,27 +23,26 @@ chunk sizes, `compositions` 3 of each of them, `cache` the positions 1, the midd
 No logit of any computed row may differ from the one pass of transformers over the same tokens by more than four times
 the model's own noise, which is measured as in B1, over the two sequences that prompts are made of. Tokens can lie
 within rounding between two experts, or between two positions that an indexer chooses. A run beyond the bar is
-therefore judged by what the model's own cache does to the tokens of all such runs (`runs_over_ties`). As in B1,
-a model that is still beyond it is run over two other draws of tokens and counts by the worse of them (`tied`).
+therefore judged by the noise of the model's own cache on the tokens of all such runs (`runs_over_ties`). A model that
+is still beyond the bar is judged by other tokens, like in B1 (ties.py).
 
 `--models nemotron_h,zamba2` runs a few; `--jobs` is the number of processes, with one thread each.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from common import at_least, at_most, conclude, exactly
-from transformers.utils import logging as transformers_logging
+from common import argument_parser, at_least, at_most, conclude, exactly
+from ties import ALLOWED, Measured, figures_of, judged, run_quietly
 
 from checkpoints import save
 from rootstock.runtime.torch.runner import TorchRuntime
@@ -54,8 +53,6 @@ from twins.driving import allocate, load
 from twins.reference import Reference, largest_difference
 from twins.ways import Ran
 
-ALLOWED = 4.0  # times the model's own noise
-DRAWS_AFTER_A_TIE = (100, 200)
 LEAST_OF_NOISE = 8  # tokens of a sequence over which noise is measured: it is decoded from an eighth on
 
 
@@ -77,52 +74,28 @@ SPREAD = Coverage(
 
 
 @dataclass
-class Measured:
-    model_type: str
-    noise: float = float("nan")
-    factors: dict[str, float] = field(default_factory=dict)  # way → largest difference, in noises
+class Chunked(Measured):
     ties: int = 0  # runs that were judged by the model's own noise on their tokens
     runs: int = 0
     rows: int = 0
     preemptions: int = 0
     several_answers: int = 0  # prompts that were answered in more than one way
-    failed: str = ""
-    tied: float | None = None  # the factor of a draw that was replaced
-    seconds: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        return max(self.factors.values(), default=float("nan"))
 
     def __str__(self) -> str:
-        if self.failed:
-            return f"{self.model_type:18} FAILED: {self.failed}"
-        ways = " ".join(f"{way} {factor:.2f}" for way, factor in self.factors.items())
         return (
-            f"{self.model_type:18} factor {self.factor:5.2f}  own {self.noise:.1e}  {ways}  {self.runs} runs, "
-            f"{self.rows} rows, {self.ties} over ties, {self.preemptions} preemptions, "
-            f"{self.several_answers} prompts with several answers, "
-            f"{self.seconds:.1f} s"
+            f"{super().__str__()}, {self.runs} runs, {self.rows} rows, {self.ties} over ties, "
+            f"{self.preemptions} preemptions, {self.several_answers} prompts with several answers"
         )
 
 
-def measured_of(model_type: str) -> Measured:
-    """Runs in a process of its own."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    first = measure(model_type, 0)
-    if first.failed or first.factor <= ALLOWED:
-        return first
-    others = [measure(model_type, draw) for draw in DRAWS_AFTER_A_TIE]
-    broken = [other for other in others if other.failed]
-    worse = broken[0] if broken else max(others, key=lambda other: other.factor)
-    worse.tied = round(first.factor, 2)
-    return worse
+def measured_of(model_type: str) -> Chunked:
+    """Measures one model in this process, which is its own."""
+    run_quietly()
+    return judged(partial(measure, model_type))
 
 
-def measure(model_type: str, draw: int) -> Measured:
-    measured, began = Measured(model_type), time.monotonic()
+def measure(model_type: str, draw: int) -> Chunked:
+    measured, began = Chunked(model_type), time.monotonic()
     coverage = EVERYTHING if model_type in OWN_DECODES_ARE_WRONG else SPREAD
     prompts = Prompts.drawn(draw)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +118,7 @@ def measure(model_type: str, draw: int) -> Measured:
 
 
 def ways(
-    measured: Measured, runtime: TorchRuntime, prompts: Prompts, coverage: Coverage
+    measured: Chunked, runtime: TorchRuntime, prompts: Prompts, coverage: Coverage
 ) -> Iterator[tuple[str, Iterable[Ran]]]:
     lengths = coverage.lengths
     yield "chunks", chunkings.every_chunk(runtime, prompts, lengths)
@@ -170,7 +143,7 @@ def spread(positions: Iterable[int], length: int) -> list[int]:
     return sorted(position for position in found if 0 < position < length)
 
 
-def compare(measured: Measured, reference: Reference, way: str, ran: Iterable[Ran]) -> None:
+def compare(measured: Chunked, reference: Reference, way: str, ran: Iterable[Ran]) -> None:
     beyond: list[tuple[float, Ran]] = []
     worst = 0.0
     for run in ran:
@@ -189,9 +162,7 @@ def compare(measured: Measured, reference: Reference, way: str, ran: Iterable[Ra
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--models", help="model types, separated by commas")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     options = parser.parse_args()
@@ -199,7 +170,7 @@ def main() -> None:
     unknown = [name for name in models if name not in ARCHITECTURES]
     if unknown:
         parser.error(f"there is no tiny model of {', '.join(unknown)}")
-    # Those that take longest come first.
+    # The slowest come first.
     models.sort(key=lambda name: name not in OWN_DECODES_ARE_WRONG)
     began, all_measured = time.monotonic(), []
     with concurrent.futures.ProcessPoolExecutor(
@@ -209,7 +180,6 @@ def main() -> None:
             all_measured.append(done.result())
             print(all_measured[-1], flush=True)
     right = [m for m in all_measured if not m.failed]
-    factors = {m.model_type: round(m.factor, 2) for m in right}
     conclude(
         "E3",
         {
@@ -217,10 +187,7 @@ def main() -> None:
             "runs": sum(m.runs for m in right),
             "rows": sum(m.rows for m in right),
             "runs_over_ties": sum(m.ties for m in right),
-            "worst_factor": max(factors.values(), default=None),
-            "worst_model": max(factors, key=factors.__getitem__, default=None),
-            "over": {name: factor for name, factor in factors.items() if not factor <= ALLOWED},
-            "tied": {m.model_type: m.tied for m in all_measured if m.tied is not None},
+            **figures_of(right, all_measured),
             "failed": {m.model_type: m.failed for m in all_measured if m.failed},
             "preemptions": sum(m.preemptions for m in right),
             "prompts_with_several_answers": sum(m.several_answers for m in right),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import Bar, at_least, conclude, exactly
+from common import Bar, argument_parser, at_least, conclude, exactly
 
 from docs.test_behaviours import numbers_held
 from property.schedules import Outcome
@@ -45,7 +44,7 @@ def show_schedules(
 
     `exercised` names the counts of an outcome that must not be zero. `more` are further figures.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = argument_parser(description)
     parser.add_argument("--schedules", type=int, default=default)
     parser.add_argument("--first", type=int, default=first, help="the first seed")
     args = parser.parse_args()

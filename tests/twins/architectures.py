@@ -1,7 +1,7 @@
-"""What the tiny checkpoints are made of: for each architecture, what its configuration needs beyond the common sizes.
+"""Configurations of the tiny checkpoints: for each architecture, its fields beyond the common sizes.
 
-Data only. Windows are 7 and chunks 8 positions long, so that they slide within a few dozen tokens; where an
-architecture mixes kinds of layers, its few layers do so too.
+Windows are 7 and chunks 8 positions long, so that they slide within a few dozen tokens. Where an architecture mixes
+kinds of layers, its few layers do so too.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ WINDOWS: dict[str, Fields] = {
     },
 }
 
-# What attention sees is made from what is cached: latents that expand, and K and V that are changed on the way.
+# K and V of attention are computed from the cached rows: latents that expand, or K and V that are changed afterwards.
 LATENT_AND_DERIVED: dict[str, Fields] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -233,7 +233,7 @@ STATES: dict[str, Fields] = {
         "mamba_head_dim": 16,
         "moe_shared_expert_intermediate_size": 48,
         "moe_latent_size": None,
-        # What transformers' file does whatever the configuration says, so that its one pass is the reference.
+        # transformers' modelling file uses these limits for any configuration, and its one pass is the reference.
         "time_step_limit": [0.001, float("inf")],
     },
     "zamba": {
@@ -298,8 +298,8 @@ REFUSED: dict[str, Fields] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
-    # Its stacks run eight times over. With random weights they amplify any rounding until the model's own cached
-    # run has nothing to do with its own one pass, which no check can tell from a mistake.
+    # Its stacks run eight times over. With random weights they amplify rounding until the model's own cached run is
+    # unrelated to its one pass. No check can distinguish that from a mistake.
     "hrm_text": {"num_hidden_layers": 8},
 }
 

@@ -1,17 +1,17 @@
 """Ways of cutting prompts, each of which must give the logits of the model's one pass.
 
 A `Prompts` is one random sequence, whose prefixes are the prompts, and another that differs in every token, with
-which prompts go on after they part. Few distinct contexts occur that way, and few tokens lie between two experts.
+which prompts continue after they part. Thus few distinct contexts occur, and few tokens lie between two experts.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from asking import greedy
 from rootstock.cache import KVCache
 from rootstock.cache.families import RecurrentState, row_bytes
 from rootstock.cache.types import Tokens
@@ -20,10 +20,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.request import (
     Event,
     Finished,
-    Request,
-    RequestId,
     ResolvedSampling,
-    StopParams,
     TokenEvent,
 )
 from rootstock.runtime.torch.runner import TorchRuntime
@@ -35,7 +32,7 @@ LONGEST = 70  # tokens of a prompt
 ANSWER_TOKENS = 4
 _SHORT, _LONG_ANSWER = 9, 32  # tokens of a prompt and its answer, where requests are preempted
 # No token twice in an answer: equal tokens make equal scores, and their order is a matter of rounding.
-_GREEDY = ResolvedSampling(temperature=0.0, presence_penalty=1000.0)
+_NO_REPEATS = ResolvedSampling(temperature=0.0, presence_penalty=1000.0)
 _BATCH = 16  # sequences of one forward: as many as the pools of `allocate` hold
 
 
@@ -50,12 +47,12 @@ class Prompts:
         return cls(base, (3 + (base - 3 + shift % (VOCAB - 4) + 1) % (VOCAB - 3)).astype(np.int32))
 
     def parting(self, position: int, length: int) -> Tokens:
-        """Like the prompt of this length up to `position`, and different from there on."""
+        """Returns a prompt that equals the base up to `position` and differs from there on."""
         return np.concatenate([self.base[:position], self.other[position:length]])
 
 
 def every_chunk(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int]) -> Iterator[Ran]:
-    """Each length in chunks of each size from 1 to itself, with other sizes in the same forwards."""
+    """Cuts each length into chunks of each size from 1 to itself, with other sizes in the same forwards."""
     for length in lengths:
         sizes = range(1, length + 1)
         yield from _together(
@@ -66,7 +63,7 @@ def every_chunk(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int])
 def compositions(
     runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], of_each: int, seed: int
 ) -> Iterator[Ran]:
-    """Each length in pieces of random sizes; the share of positions at which it is cut is random as well."""
+    """Cuts each length at a random share of its positions."""
     random = np.random.default_rng(seed)
     for length in lengths:
         cuts = [
@@ -78,8 +75,8 @@ def compositions(
 def through_the_cache(
     runtime: TorchRuntime, prompts: Prompts, length: int, positions: Sequence[int]
 ) -> Iterator[Ran]:
-    """Cold with a checkpoint at each position, by a prompt that parts there, and repeated twice: first from the
-    deepest checkpoint, then from the token before the end. Each position in a cache of its own."""
+    """Runs a prompt cold with a checkpoint at a position, then one that parts there, then the first prompt twice:
+    from the deepest checkpoint, and from the token before the end. Each position has a cache of its own."""
     tokens = prompts.base[:length]
     for position in positions:
         cache = Cached(runtime)
@@ -102,7 +99,7 @@ class Served:
 
 
 class _Engine:
-    """The real engine, four requests at a time, on a cache that is its own."""
+    """Engine that serves four requests at a time on a cache of its own."""
 
     def __init__(self, runtime: TorchRuntime, cache: KVCache, chunk_tokens: int) -> None:
         self._cache = cache
@@ -112,12 +109,12 @@ class _Engine:
         self.answers: dict[bytes, set[tuple[int, ...]]] = {}
 
     def run(self, submitted: Sequence[tuple[Tokens, str]], answer_tokens: int = ANSWER_TOKENS) -> None:
-        """Prompts and their salts, all at once."""
-        stop = StopParams(max_tokens=answer_tokens, ignore_eos=True)
+        """Submits prompts with their salts, all at once, and waits for their ends."""
         events: list[tuple[Tokens, list[Event]]] = []
         for tokens, salt in submitted:
-            id, its_events = RequestId(str(uuid.uuid4())), list[Event]()
-            self._engine.submit(Request(id, tokens, _GREEDY, stop, salt=salt), its_events.append)
+            its_events = list[Event]()
+            request = greedy(tokens, answer_tokens, sampling=_NO_REPEATS, salt=salt)
+            self._engine.submit(request, its_events.append)
             events.append((tokens, its_events))
         while self._engine.step():
             pass
@@ -133,8 +130,8 @@ class _Engine:
 
 
 def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chunk_tokens: int) -> Served:
-    """Each prompt cold (in a namespace of its own), again, after shorter ones that it begins with, parting from
-    them, and with its own answer and more: where that was decoded, and where it was never seen."""
+    """Serves each prompt cold (in a namespace of its own), again, after its own prefixes, parting from them, and
+    followed by its answer and more tokens: where the answer was decoded, and in a namespace without it."""
     cache = small_cache(runtime, 2 * (max(lengths) + 2 * ANSWER_TOKENS))
     engine = _Engine(runtime, cache, chunk_tokens)
     prefixes = [prompts.base[:length] for length in lengths]
@@ -152,8 +149,8 @@ def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chun
 
 
 def preempted(runtime: TorchRuntime, prompts: Prompts, chunk_tokens: int) -> Served:
-    """Four answers for which there is no room at once, and then one after the other: what was decoded before a
-    preemption is prefilled after it."""
+    """Serves four requests in too little room, and then each alone. After a preemption, decoded tokens are
+    prefilled."""
     families = runtime.description.families
     blocks = -(-(_SHORT + _LONG_ANSWER) // BLOCK_SIZE) + 1
     budget = sum(
@@ -169,7 +166,7 @@ def preempted(runtime: TorchRuntime, prompts: Prompts, chunk_tokens: int) -> Ser
 
 
 def _together(runtime: TorchRuntime, tokens: Tokens, cuts: Sequence[Sequence[int]]) -> Iterator[Ran]:
-    """The same tokens, once with each cuts, as many sequences in one forward as the pools hold."""
+    """Runs the same tokens once for each list of cuts, as many sequences in one forward as the pools hold."""
     for first in range(0, len(cuts), _BATCH):
         hand = ByHand(runtime)
         left = {hand.start(tokens): pieces(own, len(tokens)) for own in cuts[first : first + _BATCH]}

@@ -1,5 +1,5 @@
-"""A loaded model driven by hand: packed schedules, checkpoints, and prompts through the real cache, with every
-row's logits."""
+"""Loaded model driven by hand: packed schedules, checkpoints, and prompts through the real cache, with the logits of
+every row."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SLOTS = 40  # of recurrent states
 
 
 def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntime:
-    """By the real loader, on one thread: these models are too small to share.
+    """Loads a model by the real loader, on one thread.
 
-    With the kernels that the environment asks for: `tests/soak/d8_every_kernel.py` runs the same tests with each.
+    The environment chooses the kernels: `tests/soak/d8_every_kernel.py` runs the same tests with each of them.
     """
     config = ModelConfig(
         str(directory),
@@ -54,9 +54,9 @@ def load(directory: Path, dtype: str = "float32", **options: Any) -> TorchRuntim
 
 
 class Dense:
-    """The model as anybody would run it, read from the same files: the reference.
+    """Reference: the model as transformers runs it, read from the same files.
 
-    `attention` is transformers' name of an implementation: "eager" is what the modelling file itself says.
+    `attention` is transformers' name of an implementation: "eager" is the modelling file's own.
     """
 
     def __init__(
@@ -70,15 +70,17 @@ class Dense:
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
 
     def logits(self, tokens: Tokens) -> NDArray[np.float32]:
-        """[tokens, vocab] in one pass."""
+        """Computes [tokens, vocab] in one pass."""
         with torch.inference_mode():
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             logits: NDArray[np.float32] = self.model(ids, use_cache=False).logits[0].float().numpy()
         return logits
 
     def cached_logits(self, sequences: NDArray[np.int32], cuts: Sequence[int]) -> NDArray[np.float32]:
-        """[sequences, tokens] → [sequences, tokens, vocab] piece by piece, with the cache that the model makes for
-        itself; 0 < cuts < tokens."""
+        """Runs [sequences, tokens] in pieces with the model's own cache. Returns [sequences, tokens, vocab].
+
+        0 < cuts < tokens.
+        """
         ids = torch.from_numpy(sequences.astype(np.int64))
         rows, cache = [], {}
         with torch.inference_mode():
@@ -90,7 +92,7 @@ class Dense:
         return np.concatenate(rows, axis=1)
 
     def greedy(self, prompt: Tokens, tokens: int) -> list[int]:
-        """What follows, by `generate` with its own cache; end-of-sequence ends nothing."""
+        """Returns the tokens of `generate` with its own cache. End-of-sequence is ignored."""
         with torch.inference_mode():
             ids = torch.from_numpy(prompt.astype(np.int64))[None]
             out = self.model.generate(
@@ -110,14 +112,14 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> Tokens:
 
 
 def allocate(runtime: TorchRuntime, block_size: int = BLOCK_SIZE) -> None:
-    """Pools for a budget that pays for BLOCKS or SLOTS rows of every family."""
+    """Allocates pools for a budget that pays for BLOCKS or SLOTS rows of every family."""
     families = runtime.description.families
     budget = pool_bytes(families, block_size)
     runtime.allocate([budget // row_bytes(family, block_size) for family in families], block_size)
 
 
 def pool_bytes(families: Sequence[Family], block_size: int) -> int:
-    """What BLOCKS or SLOTS rows of every family cost."""
+    """Returns the bytes of BLOCKS or SLOTS rows of every family."""
     return sum(
         row_bytes(family, block_size) * (SLOTS if isinstance(family, RecurrentState) else BLOCKS)
         for family in families
@@ -125,20 +127,20 @@ def pool_bytes(families: Sequence[Family], block_size: int) -> int:
 
 
 class Running:
-    """A sequence that is computed by hand, with rows of its own in every family's pool."""
+    """Sequence that is computed by hand, with rows of its own in every family's pool."""
 
     def __init__(self, tokens: Tokens, tables: Sequence[BlockIds], state: SlotId, past: int = 0) -> None:
         self.tokens = tokens
         self.tables = tuple(tables)  # for each token family
         self.state = state
         self.past = past
-        self.logits: list[Logits] = []  # of each forward since `past` was what it began with
+        self.logits: list[Logits] = []  # of each forward since the start
         self.cuts: list[int] = []  # positions between two forwards
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What lets a sequence resume at `past`, kept by hand: tables into blocks that stay, and a copy of the state."""
+    """Checkpoint at `past`, kept by hand: tables into blocks that stay, and a copy of the state."""
 
     past: int
     tables: tuple[BlockIds, ...]
@@ -147,9 +149,10 @@ class Kept:
 
 
 class ByHand:
-    """Rows given out in random order and never twice, so that a runtime shows what it reads beyond its tables.
+    """Driver of sequences whose rows are given out in random order and never twice: a runtime that reads beyond its
+    tables reads garbage.
 
-    What a family need not see any more is released in the table at once, as the cache does while a sequence runs.
+    Blocks that a family does not need any more are released in the table at once, as the cache does.
     """
 
     def __init__(self, runtime: TorchRuntime, seed: int = 7, block_size: int = BLOCK_SIZE) -> None:
@@ -170,7 +173,7 @@ class ByHand:
         return Running(tokens, tables, self._take_slot())
 
     def step(self, work: Mapping[Running, int]) -> None:
-        """One forward that computes so many tokens of each sequence; each gets its rows' logits."""
+        """Computes so many tokens of each sequence in one forward, and gives each its rows' logits."""
         segments = [
             Segment(r.tokens[r.past : r.past + new], r.past, r.tables, new, r.state)
             for r, new in work.items()
@@ -184,7 +187,7 @@ class ByHand:
             self._release_behind(running.tables, running.past)
 
     def keep(self, running: Running) -> Kept:
-        """A checkpoint where the sequence stands now."""
+        """Makes a checkpoint at the sequence's current position."""
         state = self._take_slot()
         if state != NO_SLOT:
             self.runtime.apply(Plan(states=(StateCopy(running.state, state),)))
@@ -192,7 +195,7 @@ class ByHand:
         return Kept(running.past, tuple(table.copy() for table in running.tables), state, cuts)
 
     def resume(self, kept: Kept, tokens: Tokens) -> Running:
-        """Another sequence that agrees up to there. It shares whole blocks and gets a copy of what a block holds."""
+        """Starts another sequence with the same prefix. It shares whole blocks and copies the last, partial one."""
         whole, partly = divmod(kept.past, self.block_size)
         tables, copies = [], []
         for family, source in enumerate(kept.tables):
@@ -228,7 +231,7 @@ class ByHand:
 def packed_logits(
     runtime: TorchRuntime, sequences: Sequence[Tokens], steps: Sequence[Mapping[int, int]]
 ) -> list[Logits]:
-    """Each step: sequence → how many of its tokens to compute now. [tokens, vocab] of each, in the end."""
+    """Runs steps, each a mapping of sequences to numbers of tokens. Returns [tokens, vocab] of each sequence."""
     hand = ByHand(runtime)
     running = [hand.start(tokens) for tokens in sequences]
     for step in steps:
@@ -237,7 +240,7 @@ def packed_logits(
 
 
 def mixed_steps(lengths: Sequence[int], seed: int, longest_chunk: int = 13) -> list[dict[int, int]]:
-    """Random steps that mix chunks and decodes of several sequences until all are computed."""
+    """Draws steps that mix chunks and decodes of several sequences until all are computed."""
     rng, left, steps = np.random.default_rng(seed), list(lengths), []
     while any(left):
         step = {}
@@ -262,8 +265,8 @@ class Hit:
 
 
 def small_cache(runtime: TorchRuntime, tokens: int | None, block_size: int = BLOCK_SIZE) -> KVCache:
-    """Its budget pays for so many tokens in every family, and for as many states as blocks; for all that
-    `allocate` made, if nothing is said."""
+    """Makes a cache whose budget pays for so many tokens in every family, and for as many states as blocks.
+    Without `tokens` it pays for all rows of `allocate`."""
     families = runtime.description.families
     budget = pool_bytes(families, block_size)
     if tokens is not None:
@@ -272,23 +275,21 @@ def small_cache(runtime: TorchRuntime, tokens: int | None, block_size: int = BLO
 
 
 class OfLease:
-    """What was computed for one lease, which need not be all of a request: one that is preempted gets another."""
+    """Computed tokens of one lease. A request that is preempted gets another lease."""
 
     def __init__(self, cuts: Sequence[int]) -> None:
-        self.tokens: Tokens = np.empty(0, np.int32)  # from position 0 to the end of what was computed
+        self.tokens: Tokens = np.empty(0, np.int32)  # from position 0 to the last computed one
         self.logits: list[Logits] = []  # of the forwards
         self.cuts = list(cuts)
 
 
 class Scored:
-    """A runtime whose every row is scored and kept by lease, whatever the engine asks for."""
+    """Runtime that scores every row and keeps the logits by lease, also of rows that the engine does not ask for."""
 
     def __init__(self, runtime: TorchRuntime, cache: KVCache) -> None:
         self._runtime = runtime
         self._cache = cache
-        self._cuts: dict[
-            bytes, list[int]
-        ] = {}  # tokens of a prefix → into what it was cut when it was computed
+        self._cuts: dict[bytes, list[int]] = {}  # tokens of a prefix → where its computation was cut
         self.leases: dict[LeaseId, OfLease] = {}
 
     @property
@@ -323,7 +324,7 @@ class Scored:
         self._cuts.setdefault(computed.tobytes(), list(one.cuts))
 
     def _lease(self, segment: Segment) -> Lease:
-        """Two live leases never write to the same block or state."""
+        """Finds the lease of a segment by its tables and state, which no two live leases share."""
         (lease,) = (
             lease
             for lease in self._cache._leases.values()
@@ -335,7 +336,7 @@ class Scored:
 
 
 class Cached:
-    """One prompt after the other through the real cache: match, admit, extend, forward, commit, finish."""
+    """Runner of one prompt after the other through the real cache: match, admit, extend, forward, commit, release."""
 
     def __init__(
         self, runtime: TorchRuntime, block_size: int = BLOCK_SIZE, *, tokens: int | None = None
@@ -346,7 +347,7 @@ class Cached:
         self._namespace = Namespace(described.weights_fingerprint, described.kv_dtype, described.rope_regime)
 
     def run(self, prompt: Tokens, boundaries: Sequence[int] = ()) -> Hit:
-        """Checkpoints are to be left at the boundaries; the prefill is cut where the cache says so."""
+        """Prefills a prompt in pieces that end where the cache wants a checkpoint, as at the boundaries."""
         marks = [Boundary(position, CheckpointKind.MARK) for position in boundaries]
         admitted = self.cache.admit(self.cache.match(prompt, self._namespace), boundaries=marks)
         assert isinstance(admitted, Admitted)

@@ -1,7 +1,5 @@
-"""Tiny checkpoints through the real loader: however a sequence is run here, its logits are the model's own.
-
-Some architectures of every kind; `tests/soak/b1_models.py` runs them all, and measures more closely.
-"""
+"""Tiny checkpoints of some architectures through the real loader: in every way of running it, a sequence's logits are
+the model's own. `tests/soak/b1_models.py` runs all architectures, and measures more closely."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ from rootstock.runtime.base import ExecutionMode
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins import chunkings, ways
 from twins.architectures import VOCAB
-from twins.driving import BLOCK_SIZE, Cached, allocate, load, random_tokens
+from twins.driving import allocate, load, random_tokens
 from twins.reference import Reference, largest_difference
 
 PROMPTS = chunkings.Prompts.drawn(0)
@@ -105,7 +102,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.set_num_threads(threads)
 
 
-def test_the_loader_finds_what_each_layer_keeps(twin: Twin) -> None:
+def test_the_loader_finds_the_families_of_a_model(twin: Twin) -> None:
     expected, described = EXPECTED[twin.model_type], twin.runtime.description
     assert ", ".join(family.name for family in described.families) == expected.families
     assert described.execution_mode == expected.execution_mode
@@ -123,7 +120,7 @@ def test_any_mixture_of_four_sequences_gives_the_models_own_logits(twin: Twin) -
 
 
 @pytest.mark.behaviour(23)
-def test_every_checkpoint_can_be_resumed_from_again_and_again(twin: Twin) -> None:
+def test_every_checkpoint_can_be_resumed_repeatedly(twin: Twin) -> None:
     twin.assert_agrees(ways.resumed)
 
 
@@ -133,24 +130,24 @@ def test_the_cache_resumes_at_every_checkpoint_that_it_left(twin: Twin) -> None:
 
 
 @pytest.mark.behaviour(15)
-def test_what_was_evicted_is_computed_again_and_right(twin: Twin) -> None:
+def test_evicted_prefixes_are_computed_again_and_right(twin: Twin) -> None:
     twin.assert_agrees(ways.readmitted)
 
 
 @pytest.mark.behaviour(23, 48)
-def test_the_engine_serves_several_that_share_prefixes_as_each_alone(twin: Twin) -> None:
+def test_requests_that_share_prefixes_are_served_as_if_alone(twin: Twin) -> None:
     twin.assert_agrees(ways.served)
 
 
 @pytest.mark.behaviour(23)
 def test_chunks_of_every_size_give_the_models_own_logits(twin: Twin) -> None:
-    """A remainder of every size occurs, and above all of one token."""
+    """Cuts lengths so that a remainder of every size occurs, above all of one token."""
     for ran in chunkings.every_chunk(twin.runtime, PROMPTS, (1, 2, 7, 10)):
         twin.assert_right(ran)
 
 
 @pytest.mark.behaviour(23)
-def test_a_prompt_that_parts_and_one_that_is_repeated_give_the_models_own_logits(twin: Twin) -> None:
+def test_parting_and_repeated_prompts_give_the_models_own_logits(twin: Twin) -> None:
     for ran in chunkings.through_the_cache(twin.runtime, PROMPTS, 19, (1, 12, 18)):
         twin.assert_right(ran)
 
@@ -175,27 +172,8 @@ def test_answers_do_not_depend_on_preemption(twin: Twin) -> None:
 @pytest.mark.behaviour(23)
 @pytest.mark.parametrize("twin", FULL, indirect=True)
 def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
-    """At the end of an edge, inside an edge, and inside a block, each continued by tokens of its own."""
-    cached = Cached(twin.runtime)
-    first = random_tokens(VOCAB, 6 * BLOCK_SIZE + 3, seed=20)
-    hit = cached.run(first)
-    assert hit.tokens == 0
-    twin.assert_right(ways.Ran(first, hit.logits, ()))
-    for end, copies in (
-        (len(first), 1),  # the whole edge, which ends inside a block
-        (4 * BLOCK_SIZE, 0),  # inside the edge, at the end of a block
-        (2 * BLOCK_SIZE + 5, 1),  # inside the edge and inside a block
-    ):
-        other = (first[end : end + 1] + 1) % VOCAB if end < len(first) else random_tokens(VOCAB, 1, seed=21)
-        rest = random_tokens(VOCAB, 17, seed=22 + end)
-        prompt = np.concatenate([first[:end], other, rest]).astype(np.int32)
-        hit = cached.run(prompt)
-        assert (hit.tokens, hit.copies) == (end, copies)
-        twin.assert_right(ways.Ran(prompt, hit.logits, ()))
-    again = cached.run(first)  # nothing that was written since has touched it
-    assert again.tokens == len(first) - 1
-    twin.assert_right(ways.Ran(first, again.logits, ()))
-    cached.cache.check()
+    for ran in ways.resumed_anywhere(twin.runtime):
+        twin.assert_right(ran)
 
 
 @pytest.mark.behaviour(22)
@@ -208,7 +186,7 @@ def test_full_attention_resumes_wherever_a_prefix_ends(twin: Twin) -> None:
         ("deepseek_v4", r"DeepseekV4DecoderLayer.* 'heavily_compressed_attention'"),
     ],
 )
-def test_a_memory_that_the_cache_cannot_hold_is_refused_with_the_layers_class(
+def test_a_state_that_the_cache_cannot_hold_is_refused_with_the_layers_class(
     tmp_path: Path, model_type: str, says: str
 ) -> None:
     with pytest.raises(ModelUnsupported, match=says):
@@ -216,6 +194,6 @@ def test_a_memory_that_the_cache_cannot_hold_is_refused_with_the_layers_class(
 
 
 @pytest.mark.behaviour(22)
-def test_a_model_that_disagrees_with_itself_is_refused_with_the_figures(tmp_path: Path) -> None:
+def test_a_model_whose_own_runs_disagree_is_refused_with_the_figures(tmp_path: Path) -> None:
     with pytest.raises(SelfCheckFailed, match=r"at most 0\.001 is allowed"):
         load(save(tmp_path, "hrm_text"))

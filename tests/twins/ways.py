@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asking import greedy
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.request import Event, Failed, Request, RequestId, ResolvedSampling, StopParams
+from rootstock.engine.request import Event, Failed
 from rootstock.runtime.torch.runner import TorchRuntime
 from twins.architectures import VOCAB
-from twins.driving import ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
+from twins.driving import BLOCK_SIZE, ByHand, Cached, Scored, mixed_steps, random_tokens, small_cache
 
 LONGEST_PIECE = 13
 ANSWER_TOKENS = 6
@@ -39,13 +39,13 @@ Way = Callable[[TorchRuntime, Sequence[Tokens]], Iterator[Ran]]
 
 
 def whole(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """Each in one forward."""
+    """Runs each in one forward."""
     for tokens in sequences:
         yield _alone(ByHand(runtime), tokens, ())
 
 
 def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """Each in random pieces, and prefilled and then decoded."""
+    """Runs each in random pieces, and prefilled and then decoded."""
     hand = ByHand(runtime)
     for seed, tokens in enumerate(sequences):
         yield _alone(hand, tokens, random_cuts(len(tokens), seed))
@@ -53,7 +53,7 @@ def chunked(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]
 
 
 def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """All in packed mixtures of pieces and decodes."""
+    """Runs all in packed mixtures of pieces and decodes."""
     for seed in range(3):
         hand = ByHand(runtime)
         running = [hand.start(tokens) for tokens in sequences]
@@ -64,7 +64,7 @@ def batch(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
 
 
 def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """From a checkpoint after every piece, kept by hand: by another sequence first, and then by the same one."""
+    """Resumes from a checkpoint after every piece, kept by hand: another sequence first, and then the same one."""
     for seed, tokens in enumerate(sequences):
         hand = ByHand(runtime)
         running, kept = hand.start(tokens), []
@@ -81,7 +81,7 @@ def resumed(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]
 
 
 def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """Through the real cache, which leaves checkpoints where it is told that prompts may part, and is hit there."""
+    """Runs each through the real cache, which leaves checkpoints at the boundaries and is hit at each of them."""
     cache = Cached(runtime)
     for seed, tokens in enumerate(sequences):
         boundaries = random_cuts(len(tokens), 80 + seed)
@@ -98,7 +98,7 @@ def cached(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
 
 
 def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """Through a cache that holds little more than the longest of them, so that each turns the others out."""
+    """Runs each through a cache that holds little more than the longest of them, so that each evicts the others."""
     cache = Cached(runtime, tokens=max(map(len, sequences)) + 2 * LONGEST_PIECE)
     random = np.random.default_rng(0)
     for _ in range(3):
@@ -111,7 +111,7 @@ def readmitted(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[R
 
 
 def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
-    """By the real engine, four requests at a time that share prefixes, with room for hardly more than two; twice."""
+    """Serves four requests at a time that share prefixes, with room for hardly more than two; all of them twice."""
     cache = small_cache(runtime, tokens=2 * max(map(len, sequences)) + 2 * LONGEST_PIECE)
     scored = Scored(runtime, cache)
     engine = Engine(scored, cache, EngineConfig(max_batch=4, chunk_tokens=64))
@@ -119,8 +119,9 @@ def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     for _ in range(2):
         for seed, tokens in enumerate(sequences):
             cuts = random_cuts(len(tokens), 80 + seed)
+            boundaries = tuple(Boundary(position, CheckpointKind.USER) for position in cuts)
             for prompt in (tokens, *(_other_after(tokens, position, seed) for position in cuts[::2])):
-                engine.submit(_greedy(prompt, cuts), events.append)
+                engine.submit(greedy(prompt, ANSWER_TOKENS, boundaries=boundaries), events.append)
         while engine.step():
             pass
         cache.check()
@@ -130,27 +131,39 @@ def served(runtime: TorchRuntime, sequences: Sequence[Tokens]) -> Iterator[Ran]:
     assert cache.stats().hit_tokens
 
 
-def _greedy(prompt: Tokens, boundaries: Sequence[int]) -> Request:
-    stop = StopParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    marks = tuple(Boundary(position, CheckpointKind.USER) for position in boundaries)
-    return Request(
-        RequestId(str(uuid.uuid4())), prompt, ResolvedSampling(temperature=0.0), stop, boundaries=marks
-    )
+def resumed_anywhere(runtime: TorchRuntime) -> Iterator[Ran]:
+    """Resumes a prompt, through the real cache of a model with full attention, at the end of an edge, inside an edge
+    and inside a block, each time with other tokens after it, and then runs the prompt once more."""
+    cache = Cached(runtime)
+    first = random_tokens(VOCAB, 6 * BLOCK_SIZE + 3, seed=20)
+    hit = cache.run(first)
+    assert hit.tokens == 0
+    yield Ran(first, hit.logits, ())
+    for end, copies in (
+        (len(first), 1),  # the whole edge, which ends inside a block
+        (4 * BLOCK_SIZE, 0),  # inside the edge, at the end of a block
+        (2 * BLOCK_SIZE + 5, 1),  # inside the edge and inside a block
+    ):
+        rest = random_tokens(VOCAB, 60, seed=22 + end)
+        if end < len(first):
+            rest[0] = _another(first[end])
+        prompt = np.concatenate([first[:end], rest])
+        hit = cache.run(prompt)
+        assert (hit.tokens, hit.copies) == (end, copies)
+        yield Ran(prompt, hit.logits, ())
+    again = cache.run(first)  # later prompts have not changed its rows; one token is always computed
+    assert again.tokens == len(first) - 1
+    yield Ran(first, again.logits, ())
+    cache.cache.check()
 
 
 WAYS: dict[str, Way] = {
-    "whole": whole,
-    "chunked": chunked,
-    "batch": batch,
-    "resumed": resumed,
-    "cached": cached,
-    "readmitted": readmitted,
-    "served": served,
+    way.__name__: way for way in (whole, chunked, batch, resumed, cached, readmitted, served)
 }
 
 
 def random_cuts(length: int, seed: int, shortest: int = 1) -> list[int]:
-    """Pieces of `shortest` to LONGEST_PIECE positions."""
+    """Draws cuts between pieces of `shortest` to LONGEST_PIECE positions."""
     random, cuts, at = np.random.default_rng(seed), [], 0
     while True:
         at += int(random.integers(shortest, LONGEST_PIECE + 1))
@@ -171,8 +184,12 @@ def _alone(hand: ByHand, tokens: Tokens, cuts: Sequence[int]) -> Ran:
 
 
 def _other_after(tokens: Tokens, position: int, seed: int) -> Tokens:
-    """As long, the same up to there, and another token at once."""
+    """Returns a sequence of the same length that differs from `position` on."""
     other = random_tokens(VOCAB, len(tokens), seed=1000 + seed)
     other[:position] = tokens[:position]
-    other[position] = 3 + (tokens[position] - 2) % (VOCAB - 3)
+    other[position] = _another(tokens[position])
     return other
+
+
+def _another(token: int) -> int:
+    return 3 + (token - 2) % (VOCAB - 3)

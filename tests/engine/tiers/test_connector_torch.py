@@ -12,7 +12,7 @@ import pytest
 from checkpoints import VOCAB, save
 from engine.helpers import Client
 from engine.tiered import MIB, Tiered
-from rootstock.cache.plan import Tokens
+from rootstock.cache.types import Tokens
 from rootstock.engine.request import ResolvedSampling, TokenEvent
 from rootstock.tiers.base import Record, Stored
 from rootstock.tiers.disk.tier import DiskTier
