@@ -104,14 +104,14 @@ HEAD = """# Models
 Every architecture that was tried, as a tiny model with random weights; `make show ID=B1` runs them and writes this
 page. Windows are 7 and chunks 8 positions long, so that they do slide. {counts}
 
-*Families* are the kinds of state that the cache keeps for a model. *Attention* is the way in which K and V are attended:
-plain; latent (MLA: latents are attended without expanding them); or alone, where the attention of a module has no
-packed form and runs one sequence at a time. *Execution mode* is how a step is run.
+*Families* are the kinds of state that the cache keeps for a model. *Attention* is the way in which K and V are
+attended: plain; latent (MLA: latents are attended without expanding them); or alone, where the attention of a
+module has no packed form and runs one sequence at a time. *Execution mode* is how a step is run.
 
 *Own noise* is the largest difference between a logit of the model's one forward over a whole sequence and of
-transformers' own cached run (a prefill and decodes, and a prefill in pieces), over all sequences, in float32. The columns
-behind it have, for each way of running the model here, the largest difference from that one forward in multiples of the
-noise. At most {allowed:g} is allowed.
+transformers' own cached run (a prefill and decodes, and a prefill in pieces), over all sequences, in float32. The
+columns behind it have, for each way of running the model here, the largest difference from that one forward in
+multiples of the noise. At most {allowed:g} is allowed.
 
 - *whole*: each sequence in one forward; *chunked*: in random pieces, and prefilled and then decoded
 - *batch*: four sequences in packed mixtures of pieces and decodes

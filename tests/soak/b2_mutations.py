@@ -2,8 +2,8 @@
 
 Every mutation changes one thing at run time: drops the sinks, widens a window by one position, forgets to restore a
 state, … A tiny model that needs the changed code is loaded with the mutation: the self-check should refuse the model
-or fall back to an execution mode that does not use the code. The tests of tests/twins also run, with the mutation, on a model
-that was loaded without it. A mutation is caught if either of the two notices it. Both results are reported.
+or fall back to an execution mode that does not use the code. The tests of tests/twins also run, with the mutation, on
+a model that was loaded without it. A mutation is caught if either of the two notices it. Both results are reported.
 
 The same models without a mutation must load as expected, and pass the same tests before and after.
 """
