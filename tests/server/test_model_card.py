@@ -47,7 +47,7 @@ def test_the_summary_has_the_execution_mode_its_reason_and_every_family() -> Non
     )  # fmt: skip
     numbers = numbers_of(description, 16)
     assert numbers["execution_mode"] == "one sequence per forward"
-    assert (numbers["speculation"], numbers["speculation_reason"]) == ("prompt lookup", "")
+    assert (numbers["speculation"], numbers["speculation_reason"]) == ("ngram", "")
     assert numbers_of(description, 16, "not asked for")["speculation_reason"] == "not asked for"
     assert numbers["families"] == [
         {"name": "full", "layers": 1, "bytes_per_token": 100},

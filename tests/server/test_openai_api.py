@@ -59,7 +59,7 @@ def test_drafts_show_in_usage_and_metrics_and_change_no_answer(serve: Any) -> No
         assert served.metric("rootstock_draft_tokens_total") == drafted
         accepted = sum(of_one["accepted_prediction_tokens"] for of_one in details)
         assert served.metric("rootstock_accepted_draft_tokens_total") == accepted
-        assert served.client.get("/v1/models").json()["data"][0]["speculation"] == "prompt lookup"
+        assert served.client.get("/v1/models").json()["data"][0]["speculation"] == "ngram"
 
 
 def test_a_stream_begins_with_the_role_ends_with_a_reason_and_adds_up_to_the_whole_answer(

@@ -39,7 +39,7 @@ def numbers_of(
         "kv_dtype": description.kv_dtype,
         "execution_mode": description.execution_mode,
         "mode_reason": description.mode_reason,
-        "speculation": "off" if why_no_drafts is not None else "prompt lookup",
+        "speculation": "off" if why_no_drafts is not None else "ngram",
         "speculation_reason": why_no_drafts or "",
         "families": [_numbers_of_family(family) for family in description.families],
         "bytes_per_token": bytes_per_token(description.families),
