@@ -20,7 +20,7 @@ from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 
 class WriteBackQueue:
-    """With `through`, published rows are stored at once, so that evictions cost nothing and a crash loses less."""
+    """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less."""
 
     def __init__(self, pools: Pools, stored: StoredIndex, *, through: bool = False) -> None:
         self.stored = stored
