@@ -164,7 +164,7 @@ class Guard:
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD, and so
+        if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
 

@@ -46,7 +46,7 @@ Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the 
 
 
 class Answerer:
-    """Answers calls: prepares a call, submits its requests to the engine, and makes the response."""
+    """Answerer of calls: prepares a call, submits its requests to the engine, and makes the response."""
 
     def __init__(self, engine: Engine, metrics: Metrics, queue: PreparationQueue) -> None:
         self._engine = engine

@@ -21,7 +21,7 @@ from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
 
 CAP_BYTES = 64 * MIB
-# A text with more characters per token of the limit is first tokenized in slices, to count. About four are usual.
+# A text with more characters per token of the limit is tokenized in slices first. About four are usual.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536
 _ENTRY_BYTES = 520  # overhead of an entry besides its piece and tokens; the salt takes 113 of it
