@@ -44,7 +44,7 @@ class _Hit(NamedTuple):
 
 
 class Admission:
-    """Makes leases. `reuse` tells whether computed tokens are published for other requests."""
+    """Maker of leases. `reuse` tells whether computed tokens are published for other requests."""
 
     def __init__(
         self,
@@ -239,12 +239,12 @@ class Admission:
             self._tree.attach(lease, self._tree.ensure_root(lease.namespace))
 
     def _make_room(self, lease: Lease, new_blocks: int, loaded: tuple[int, ...]) -> None:
-        """Evicts for the rows that are allocated now."""
+        """Evicts until the rows that are allocated now are free."""
         windows = [n + (source is not None) for n, source in zip(loaded, lease.copy_sources, strict=True)]
         self._tree.make_room(Rows(new_blocks, tuple(windows), self._working_states))
 
     def _first_plan(self, lease: Lease, hit: _Hit, new_blocks: int) -> Plan:
-        """Gives the lease its prompt's blocks and its working state; copies the shared part of a block."""
+        """Allocates the prompt's blocks and working state. Plans to copy the shared part of a block and the state."""
         pools, filled = self._pools, hit.length % self._size
         new = pools.full.pool.allocate(new_blocks, lease.full.last)
         lease.full.grow(new)

@@ -39,8 +39,8 @@ _HOLDERS = _USER - 1
 
 
 class BlockPool:
-    """`weakly_referenced` pools give out weak references; `returnable` ones know which rows have memory. Both cost a
-    little."""
+    """Blocks of one family and their owners. A `weakly_referenced` pool gives out weak references, a `returnable` one
+    knows which rows have memory. Both cost a little time."""
 
     def __init__(self, blocks: int, *, weakly_referenced: bool = False, returnable: bool = False) -> None:
         assert blocks > 0
@@ -84,7 +84,7 @@ class BlockPool:
         return int(np.count_nonzero(self._owners[ids] // _USER == 1))
 
     def allocate(self, blocks: int, after: int | None = None) -> BlockIds:
-        """Takes free blocks, used once: one run if a free one is long enough, else few long runs.
+        """Takes free blocks, each with one user: a single run if one is long enough, else few long runs.
 
         With `after`, tries the run that follows that block first, so that a growing sequence stays contiguous.
         The caller has checked that there are enough.
@@ -100,7 +100,7 @@ class BlockPool:
         return ids
 
     def return_blocks(self, blocks: int) -> BlockIds:
-        """Marks up to so many free blocks as without memory; the caller takes it from them. O(blocks)."""
+        """Marks up to so many free blocks as without memory; the caller returns their memory. O(blocks)."""
         idle = np.flatnonzero(self._backed & (self._owners == 0))
         # The last ones first: allocation prefers low addresses.
         ids = idle[max(0, len(idle) - blocks) :].astype(np.int32)

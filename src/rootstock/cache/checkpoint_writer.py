@@ -16,7 +16,7 @@ from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, SlotId
 from rootstock.cache.write_back import WriteBackQueue
 
-# If the checkpoint at a prompt's end saves at most so many tokens, it is dropped once the answer has left its own.
+# A checkpoint at a prompt's end that saves fewer tokens is dropped once the answer has left its own.
 CLOSE_TOKENS = 32
 
 
@@ -80,7 +80,7 @@ class CheckpointWriter:
             return NOTHING
         checkpoint = self._checkpoint(lease, kind, NO_SLOT)
         row = Rows(0, (0,) * len(self._pools.windows), 1)
-        # No queued request protects a new checkpoint yet, but one that waits for it must not wait in vain.
+        # A new checkpoint has no hit protection yet. If a request waits for it, it is ranked as if it had.
         rank = (lease.num_computed_tokens in lease.awaited_positions, self._tree.rank(checkpoint))
         if not self._pools.can_allocate(row) or not self._tree.make_room_below(row, rank):
             self._counters.checkpoints_skipped += 1

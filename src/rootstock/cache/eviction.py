@@ -43,7 +43,7 @@ class EvictionPolicy(Protocol):
 
 
 class MostValuableLast:
-    """Ranks by expected saving per byte, if the chance of reuse falls by 1/e with every `patience_s` of idleness.
+    """Ranks by expected saving per byte, if the chance of reuse falls e-fold with every `patience_s` of idleness.
 
     value = worth · exp(-(now - last_used) / patience_s). Its logarithm orders alike at every instant, so `now` drops
     out and a rank, once computed, stays right. For plain blocks, all worth 1, this is least recently used.

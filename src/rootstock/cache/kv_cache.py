@@ -42,7 +42,7 @@ from rootstock.cache.write_back import WriteBackQueue
 
 
 class KVCache:
-    """Framework-free and single-threaded: the engine's thread owns it.
+    """Cache of one model's prefixes. Framework-free and single-threaded: the engine's thread owns it.
 
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
@@ -96,8 +96,8 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in every family that has blocks: memory of the newest block_size positions of a
-        request."""
+        """Bytes of one block of each family that has blocks. The newest `block_size` positions of a request take as
+        much."""
         return self.pools.full.row_bytes + sum(window.row_bytes for window in self.pools.windows)
 
     @property
@@ -213,8 +213,8 @@ class KVCache:
         counters.missed_tokens += prompt_tokens - hit_tokens
 
     def _verified(self, match: Match) -> Match:
-        """Drops a checkpoint whose digest is not of exactly this prefix and matches again. That is a bug of ours, and
-        a miss is better than a wrong answer."""
+        """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
+        a bug of ours: a miss is better than a wrong answer."""
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
@@ -300,7 +300,7 @@ class KVCache:
         if reason is ReleaseReason.PREEMPTED:
             self.counters.preemptions += 1
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
-            # It was detached to get blocks; its table still holds every position from 0 on.
+            # The lease was detached to get blocks; its table still holds every position from 0 on.
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
         if lease.node is not None:
@@ -323,7 +323,7 @@ class KVCache:
         assert not lease.ended, "a lease was ended twice"
         node = lease.node
         if node is None and self.reuse:
-            # It was detached from its path, but the tokens that it had published by then are still there.
+            # The lease was detached, but the tokens that it had published by then are still in the tree.
             reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.namespace)
             node = None if reached is None else reached[0]
         self._release_rows(lease)

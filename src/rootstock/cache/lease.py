@@ -217,8 +217,8 @@ class Match:
 
 
 class Admitted(NamedTuple):
-    """With `loads`, the lease's blocks up to the position of the tier hit are void until all loads are executed and
-    `KVCache.loaded` is called."""
+    """A lease and its first plan. With `loads`, its blocks up to the position of the tier hit are void until all
+    loads are executed and `KVCache.loaded` is called."""
 
     lease: Lease
     plan: Plan
@@ -227,7 +227,7 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Not enough memory; nothing was changed. Try again after blocks were released."""
+    """Refusal for lack of memory. Nothing was changed; try again after blocks were released."""
 
     needed_bytes: int
     available_bytes: int  # free, or evictable without touching the request's own hit

@@ -16,7 +16,7 @@ HostBytes = NDArray[np.uint8]  # [bytes] contiguous
 
 
 class BlockCopy(NamedTuple):
-    """Copies the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
+    """Copy of the first `tokens` positions of row `source` to row `target`, in every layer (copy-on-write)."""
 
     source: BlockId
     target: BlockId
@@ -26,7 +26,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """Copies a recurrent state: a checkpoint into a working slot, or a working state into a checkpoint."""
+    """Copy of a recurrent state: from a checkpoint into a working slot, or from a working slot into a checkpoint."""
 
     source: SlotId
     target: SlotId
@@ -34,8 +34,8 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class RowsReturned:
-    """Returns the memory of free rows to the operating system, since another family needs it. The rows' content is
-    void; they take memory again at the next write."""
+    """Return of free rows' memory to the operating system, since another family needs it. The rows' content is void;
+    they take memory again at the next write."""
 
     family: int  # an index into the model's families
     rows: BlockIds
@@ -52,7 +52,7 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """Copies a row for the tier below, before another request writes to the row."""
+    """Copy of a row for the tier below, made before another request writes to the row."""
 
     identity: Identity
     part: RowPart
@@ -60,7 +60,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Fills a row with the record that the tier below keeps under this identity. The row's owner does not read it
+    """Load of a row from the record that the tier below keeps under this identity. The row's owner does not read it
     before."""
 
     identity: Identity

@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 
 class Pools:
-    """`full` is always there: without a full family its blocks cost nothing.
+    """The pools of a model. `full` is always there: without a full family its blocks cost nothing.
 
     `every` lists the full pool, the pools of window families, then the states' pool. Raises BudgetTooSmall if the
     budget cannot pay for one short request.

@@ -36,7 +36,7 @@ MAX_EMPTY_ROOTS = 64
 
 
 class PrefixTree:
-    """`write_back` receives evicted blocks and checkpoints before their rows are free."""
+    """Radix tree of prefixes. `write_back` receives evicted blocks and checkpoints before their rows are free."""
 
     def __init__(
         self,
@@ -53,8 +53,7 @@ class PrefixTree:
         self.counters = counters
         self.version = 0  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
-        # Every root that has neither children nor references is here, the last emptied at the end; others may be,
-        # too.
+        # Namespaces whose root became empty, the last one at the end. Some of the roots may be in use again.
         self._emptied: dict[Namespace, None] = {}
         self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; never an empty inner one
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
@@ -69,7 +68,7 @@ class PrefixTree:
             yield from walk(root)
 
     def leases_at(self, node: Node) -> Collection[Lease]:
-        """The leases whose published prefix ends exactly at the node's end."""
+        """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
     def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
@@ -246,7 +245,7 @@ class PrefixTree:
     def _adopt(self, lease: Lease, node: Node) -> None:
         """Replaces the lease's blocks by those of a node with the same tokens; returns the duplicates to the pool.
 
-        A block that the lease will still write into remains its own; it then uses the node's counterpart as well.
+        A block that the lease will still write into remains its own; the lease then uses the node's block as well.
         """
         size = self.block_size
         first = node.start // size
@@ -285,7 +284,7 @@ class PrefixTree:
         self.queue.drop(node)
 
     def _weak_references(self, lease: Lease, start: int, end: int) -> list[WeakReferences]:
-        """Weak references to the lease's window blocks of the positions start … end-1."""
+        """Returns weak references to the lease's window blocks of the positions start … end-1."""
         if not lease.windows:
             return []
         size = self.block_size
@@ -397,7 +396,7 @@ class PrefixTree:
     # --------------------------------------------------------------------------------- queued requests
 
     def protect(self, match: Match) -> HitProtection:
-        """Until `unprotect`, the hit is evicted after all that no queued request waits for."""
+        """Protects the hit until `unprotect`: it is evicted after all unprotected entries."""
         protection = HitProtection(self.version)
         if match.node is not None and match.length:
             for node in match.node.path():
@@ -496,8 +495,8 @@ class PrefixTree:
         return True
 
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
-        """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, the lower rank
-        first."""
+        """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks
+        lower."""
         full = self.pools.full
         missing_bytes = self.pools.missing_bytes(rows)
         missing_blocks = rows.full - full.pool.free_blocks

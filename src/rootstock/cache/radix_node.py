@@ -163,10 +163,10 @@ class Root(Node):
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """Lets every family resume at exactly one position of exactly one prefix. Hangs on the node that holds it.
+    """Memory with which every family can resume at exactly one position of one prefix. Belongs to the node there.
 
     It holds the blocks of windows and chunks that a resumption there reads, and a copy of the recurrent state. No
-    request writes to it: one that resumes gets a copy of the state and of a partly filled block. It carries its
+    request writes to it: a request that resumes gets a copy of the state and of a partly filled block. It carries its
     position and its prefix's digest, and is refused where they differ.
     """
 
@@ -226,9 +226,9 @@ class Checkpoint:
 
     @property
     def worth(self) -> float:
-        """Prefill saved, times the chance of that relative to other kinds, per byte: in tokens per token's bytes.
+        """Saved prefill × chance of a resumption relative to other kinds ÷ bytes, both amounts in tokens.
 
-        Evicting the last one of a leaf also evicts the blocks since the previous one, which serve nothing else.
+        Evicting a leaf's last checkpoint also evicts the blocks since the previous one, which serve nothing else.
         """
         assert self.node is not None
         chance = CHANCE[self.kind]
@@ -271,7 +271,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def kept_part(tokens: Tokens) -> Tokens:
-    """Returns a part of a node's tokens to keep: the view itself if it keeps at most as much again alive, else a
+    """Returns a part of a node's tokens to keep: the view itself if its array is at most twice as long, else a
     copy.
 
     Shortening a long edge then costs nothing, and all edges together take at most twice their tokens.

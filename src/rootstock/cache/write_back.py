@@ -20,7 +20,7 @@ from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
 
 class WriteBackQueue:
-    """With `through`, published rows are stored at once, so that evictions cost nothing and a crash loses less."""
+    """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less."""
 
     def __init__(self, pools: Pools, stored: StoredIndex, *, through: bool = False) -> None:
         self.stored = stored
@@ -94,7 +94,7 @@ class WriteBackQueue:
 
     def add_published(self, lease: Lease, first: int, *, at_end: bool = False) -> None:
         """Adds the full blocks of newly published positions from `first` on; at the lease's end also a partly filled
-        one. Writes through only."""
+        one. Only with `through`."""
         full = self._pools.full
         if not (self.through and self.is_open) or full.family is None:
             return
@@ -107,7 +107,7 @@ class WriteBackQueue:
 
     def add_new_checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> None:
         """Adds the rows of a checkpoint at the lease's current position. Reads the state from the lease's working
-        slot, since the copy may not have been executed yet. Writes through only."""
+        slot, since the copy may not have been executed yet. Only with `through`."""
         if self.through and self.is_open:
             tokens = lease.tokens[: checkpoint.position]
             self._add_checkpoint(lease.namespace, tokens, checkpoint, lease.slot)
@@ -117,7 +117,7 @@ class WriteBackQueue:
     ) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued from it with tokens that are not at hand, so records beyond it all go.
+            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go.
             keys = self.stored.keys_beyond(namespace, first)
         else:
             keys = self.stored.keys_along(tokens, namespace, first)

@@ -52,7 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={
-        "auto_envvar_prefix": options.ENV_PREFIX,  # of options that one command has: ROOTSTOCK_BENCH_SEED
+        "auto_envvar_prefix": options.ENV_PREFIX,  # of options that only one command has: ROOTSTOCK_BENCH_SEED
         "token_normalize_func": options.our_name,
     },
 )
@@ -231,7 +231,7 @@ def run_server(
     web = create_app(
         made.engine, made.tokenizer, made.description, server, defaults, block_size=cache.block_size
     )
-    # The loaded model stays until the end: keeps the garbage collector from visiting it between two tokens.
+    # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
     with made.engine:

@@ -39,7 +39,7 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """Return our name of an option, which may have vLLM's name. Both are without leading dashes."""
+    """Returns our name of an option, given by our name or by vLLM's. Both are without leading dashes."""
     return VLLM_NAMES.get(name, name)
 
 
@@ -57,7 +57,7 @@ class Command(TyperCommand):
 
 
 def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
-    """Return the environment variable, or the file and line, that set the value. None: neither did."""
+    """Returns the environment variable, or the file and line, that set the value. None: neither did."""
     source = ctx.get_parameter_source(parameter.name)
     if source is None or source.name not in ("ENVIRONMENT", "DEFAULT_MAP"):
         return None
@@ -67,7 +67,7 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
 
 
 def option(panel: str, name: str, help: str, **more: Any) -> Any:
-    """Make a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
+    """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
     ours = name.split("/")[0].removeprefix("--")
     theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
     variable = f"{ENV_PREFIX}_{ours.upper().replace('-', '_')}"

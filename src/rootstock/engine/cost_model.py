@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 _REMEMBERED = 128  # observations
 _FORGETTING = 0.97  # an observation multiplies the weight of the earlier ones by this
-_TOLERANCE = 0.2  # a larger relative error pulls no harder than this one (Huber)
+_TOLERANCE = 0.2  # a larger relative error counts no more than this one (Huber)
 _ROUNDS = 4  # of weighting by the errors and fitting again, per observation
 _INERTIA = 1e-3  # keeps prices near their last values if the observations do not determine them
 _SURPRISE = 1.5  # an observation this many times slower or faster than predicted …

@@ -16,7 +16,7 @@ _WINDOW_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     text: str
-    stopped_by: str | None  # the stop string that ended the text before itself
+    stopped_by: str | None  # the stop string before which the text ended
 
 
 class Detokenizer:

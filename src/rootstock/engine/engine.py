@@ -87,7 +87,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds and _after_events
-        self._clearing = threading.Lock()  # of one tenant's records in the tiers
+        self._clearing = threading.Lock()  # held while one tenant's records in the tiers are cleared
         self._after_events: tuple[Callable[[], None], ...] = ()
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
@@ -211,7 +211,7 @@ class Engine:
     def call_after_events(self, function: Callable[[], None]) -> None:
         """Registers a function that the engine's thread calls after each group of events, at least once a step.
 
-        Sinks that collect events pass them on in it, all at once.
+        A sink that collects events uses it to pass them on all at once.
         """
         with self._lock:
             self._after_events += (function,)
@@ -348,7 +348,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        is_sound = False  # False after an exception: memory may be half written
+        is_sound = False  # stays False after an exception: memory may be half written
         verifier = self.hit_verifier
         try:
             while not self._requests.closed:

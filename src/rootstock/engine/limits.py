@@ -58,7 +58,7 @@ def refuse_deep(value: Any, path: str) -> None:
 
 
 def refuse_large(value: Any, path: str, most_chars: int) -> None:
-    """Counts characters of keys and strings, and one for every other value. Stops at the limit."""
+    """Refuses large values. Counts the characters of keys and strings, and one for every other value."""
     chars, waiting = 0, [value]
     while waiting:
         each = waiting.pop()

@@ -52,7 +52,7 @@ class StopParams:
     """
 
     max_tokens: int | None = None  # None: as many as the context limit leaves
-    min_tokens: int = 0  # end-of-sequence is not sampled before
+    min_tokens: int = 0  # no token that ends the answer is sampled before so many
     stop_strings: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -69,7 +69,7 @@ class Request:
     tokens: Tokens  # [prompt] int32, owned by the request
     sampling: ResolvedSampling = ResolvedSampling()
     stop: StopParams = StopParams()
-    salt: str = ""  # tenant: requests share cached prefixes only within one salt
+    salt: str = ""  # of tenant and `cache_salt`: requests share cached prefixes only within one salt
     prompt_logprobs: int | None = None  # as top_logprobs, for every prompt token; computes the whole prompt
     boundaries: tuple[
         Boundary, ...
@@ -115,7 +115,7 @@ def requests_for(
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms, of the model's distribution before temperature and filters."""
+    """Natural log-probability of a token in the model's distribution, before temperature and filters."""
 
     token: int
     logprob: float

@@ -11,7 +11,7 @@ from rootstock.errors import EngineStopped, InvalidParameter, QueueFull, Rootsto
 
 
 class RequestTable:
-    """Table of the live requests. Any thread adds and looks up, the engine's thread ends."""
+    """Table of the live requests. Any thread adds and looks up requests; the engine's thread ends them."""
 
     def __init__(self, max_batch: int, max_queue: int) -> None:
         self._max_batch = max_batch

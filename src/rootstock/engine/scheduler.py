@@ -185,7 +185,7 @@ class Scheduler:
         return StepPlan(step.scheduled, step.to_load, step.given_up)
 
     def _protect_hits_of_queued(self) -> None:
-        """Protects the entries that the first queued requests would hit. Renews the claim when the cache changed."""
+        """Protects the entries that the first queued requests would hit. Renewed when the cache changes."""
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)

@@ -43,10 +43,10 @@ class PlanExecutor:
 
 
 class StepRunner:
-    """The inner engine: runs steps, and ends requests. Owned by the engine's thread.
+    """Runner of the engine's steps, which also ends requests. Owned by the engine's thread.
 
-    A forward that raises fails the requests of its step only. An exception of our own between forwards fails every
-    request and empties the cache, whose state is unknown then.
+    A forward that raises fails the requests of its step only. An exception between forwards is a bug of ours: it
+    fails every request and empties the cache, whose state is unknown then.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StepRunner:
             self._apply(self._cache.take_pending_plan())
             return
         self.is_stalled = False
-        self._tell()  # of requests that ended before this forward
+        self._tell()  # passes on earlier events before the forward takes its time
         size = None if self._pacing is None else plan.size()
         try:
             self._apply(
@@ -194,7 +194,7 @@ class StepRunner:
     def _take(self, item: ScheduledSequence, logits: Logits) -> None:
         """Takes the result of one sequence: scores, samples, publishes, and emits events.
 
-        Logits that are not finite come of K/V that are not finite: no computed token of such a request is published.
+        Logits that are not finite come from such K/V: no computed token of the request is published.
         """
         sequence, completes = item.sequence, item.completes_prompt
         try:
@@ -208,7 +208,7 @@ class StepRunner:
             log.exception("request %s failed after its forward", sequence.request.id)
             self._discard(sequence, item.lease, StepFailed(error))
             return
-        # At once: the commit of another sequence may take the rows of a snapshot.
+        # At once: the commit of another sequence may evict the checkpoint that this plan fills, and reuse its row.
         self._apply(self._cache.commit(item.lease, item.tokens))
         if not completes:
             return
@@ -270,7 +270,7 @@ class StepRunner:
         usage = sequence.usage(self._clock())
         self._requests.end(sequence, Finished(sequence.request.id, reason, usage, text, stopped_by))
 
-    # ------------------------------------------------------------------------------------- other turns
+    # ----------------------------------------------------------------------------------- between steps
 
     def verify_hits(self) -> None:
         """Verifies a piece of a sampled hit. Call it when there is nothing else to do."""

@@ -130,7 +130,7 @@ class LLM:
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
         made.engine.start()
-        # The disk tier is written when the interpreter ends. An LLM without references ends its thread.
+        # At exit the engine writes the disk tier. The finalizer ends the thread of an LLM without references.
         atexit.register(made.engine.stop)
         self._finalizer = weakref.finalize(self, _stop_unreferenced, made.engine)
         self._finalizer.atexit = False

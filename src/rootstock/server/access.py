@@ -48,13 +48,13 @@ _CHARSET = re.compile(rb";\s*charset\s*=\s*\"?([^\s\";]*)", re.IGNORECASE)
 class Caller:
     """The sender of a request, identified by its key."""
 
-    tenant: str = ""  # of the key; "": the key is bound to none, and X-Cache-Salt may name one
+    tenant: str = ""  # that the key is bound to; "": none, and X-Cache-Salt may name one
     has_admin_key: bool = False
     is_operator: bool = False  # may see information about all tenants, unless a header names one
 
 
 class Keys:
-    """The keys of a server. A lookup takes as long for a right key as for a wrong one."""
+    """The API keys of a server. A lookup takes as long for a right key as for a wrong one."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._secret = secrets.token_bytes(32)
@@ -77,12 +77,12 @@ class Keys:
         return found or self._anonymous
 
     def _digest(self, key: bytes) -> bytes:
-        # Under a secret of this process: the time of a lookup tells nothing about the keys.
+        # Keyed with a secret of this process: the time of a lookup tells nothing about the API keys.
         return hmac.digest(self._secret, key, "sha256")
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns the sender that the guard has identified; without a key, on an open path, an anonymous one."""
+    """Returns the sender that the guard has identified, or an anonymous one on an open path without a key."""
     caller = getattr(request.state, _STATE, None)
     return caller if isinstance(caller, Caller) else Caller()
 
@@ -118,7 +118,7 @@ Tenant = Annotated[str, Depends(tenant_of)]
 def is_operator(request: Request) -> bool:
     """Returns whether the sender may see information about all tenants.
 
-    It has the admin key, or the server has no admin key and neither a key nor a header names a tenant.
+    The sender has the admin key, or the server has no admin key and neither a key nor a header names a tenant.
     """
     caller = caller_of(request)
     return caller.has_admin_key or (caller.is_operator and not any(request.headers.getlist(SALT_HEADER)))
@@ -137,8 +137,8 @@ def refuse_unless(allowed: bool, config: ServerConfig) -> None:
 class Guard:
     """ASGI middleware that refuses a request by its head, and a body by its size.
 
-    `config.allowed_origins` and `config.allowed_hosts` keep web pages from using a server that is meant for its user
-    alone: by requests across origins, and by an attacker's host name that resolves to it (DNS rebinding).
+    `config.allowed_origins` and `config.allowed_hosts` keep web pages away from a server that is meant for its user
+    alone: they stop cross-origin requests and DNS rebinding (an attacker's host name that resolves to this server).
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: Headers = dict(reversed(scope["headers"]))  # of repeated ones the first, as in the routes
+        headers: Headers = dict(reversed(scope["headers"]))  # the first of repeated headers, as in the routes
         caller = self._keys.caller(headers.get(b"authorization", b""))
         if caller is not None:
             scope.setdefault("state", {})[_STATE] = caller
@@ -164,7 +164,7 @@ class Guard:
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # in a copy of the scope: the connection still knows to send no body
+        if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
 

@@ -38,7 +38,7 @@ def create_app(
     defaults: SamplingDefaults | None = None,
     block_size: int = CacheConfig().block_size,
 ) -> FastAPI:
-    """Makes the application of an engine, which the caller starts and stops. `block_size` is its cache's."""
+    """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's."""
     config = config or ServerConfig()
     model = ServedModel(
         description.name,
@@ -83,7 +83,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
         try:
             return await answerer.answer(lambda: model.chat_call(body, tenant), request)
         except RequestError as error:
-            if error.param == "prompt":  # the engine's name of it
+            if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
             raise
 

@@ -46,7 +46,7 @@ Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the 
 
 
 class Answerer:
-    """The way of a call through preparation and the engine to its response."""
+    """Answerer of calls: prepares a call, submits its requests to the engine, and makes the response."""
 
     def __init__(self, engine: Engine, metrics: Metrics, queue: PreparationQueue) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ class Answerer:
 
         try:
             try:
-                call = await self._queue.run(request, begin)  # one way to another thread and back, not two
+                call = await self._queue.run(request, begin)  # one switch to another thread, not two
                 if call.stream:
                     stream = partial(self._stream, call, generation, route)
                     return EventStream(generation, stream, call.headers)
@@ -119,7 +119,7 @@ class Answerer:
         began = loop.time()
         while (chunk := await loop.run_in_executor(self._encoder, next, chunks, None)) is not None:
             if self._engine.health().running:
-                # A forward needs the interpreter between any two of its kernels: half of the time is the engine's.
+                # Leaves half of the time to the engine: a forward needs the interpreter between its kernels.
                 await asyncio.sleep(min(loop.time() - began, _LONGEST_PAUSE_S))
             yield chunk
             began = loop.time()
@@ -215,7 +215,7 @@ class EventStream(Response):
 class Bridge:
     """A carrier of events from the engine's thread to one event loop, which it wakes once for all events of a step.
 
-    A loop that is woken by the first event would take the interpreter from the engine while it makes the others.
+    A loop that is woken by the first event would take the interpreter from the engine before the others are emitted.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
@@ -297,7 +297,7 @@ class Mailbox:
 
 
 class Generation:
-    """The engine's requests of one HTTP request. Leaving the block aborts those that have not ended.
+    """The engine's requests of one HTTP request. Leaving the `with` block aborts those that have not ended.
 
     async with Generation(engine, bridge, metrics) as generation:
         await run_in_threadpool(generation.submit, requests)
@@ -370,7 +370,7 @@ class Generation:
     def offer_to(self, shortcut: Shortcut) -> None:
         """Offers the events that arrive while `next` is awaited to `shortcut`, on the loop's thread.
 
-        It takes tokens only. `next` returns the events that it does not take, or at which it raises.
+        The shortcut takes tokens only. `next` returns the events that it refuses or fails at.
         """
         timing = self._timing
 

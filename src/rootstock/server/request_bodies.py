@@ -1,7 +1,7 @@
 """Request bodies: the shape of their JSON is bounded before parsing, and prompts are prepared a few at a time.
 
-`json.loads` holds the interpreter's lock: for 60 ms where 16 MiB are one text, for seconds where they are five
-million empty lists, which also take a gigabyte. NumPy counts separators in slices and lets other threads run.
+`json.loads` holds the interpreter's lock: 16 MiB take 60 ms as one string, but seconds and a gigabyte as five million
+empty lists. The check counts separators with NumPy, in slices, so that other threads can run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ON_A_THREAD_FROM_BYTES = 262_144
 _SLICE_BYTES = MIB
 _CORES_PER_LONG_BODY = 4
 _SHORT_BODIES_AT_ONCE = 8
-_LARGE_BODY_BYTES = MIB  # from this size on, unused memory is returned afterwards
+_LARGE_BODY_BYTES = MIB  # from this size on, unused memory is returned to the system afterwards
 
 
 class BoundedJsonRoute(APIRoute):
@@ -92,8 +92,8 @@ def check_shape(body: bytes) -> None:
 def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -> tuple[Bits, bool, bool]:
     """Returns the characters outside of strings, and the state after the last character.
 
-    `in_string` and `escaped` are the state before the first character, which is `escaped` if a backslash that is not
-    itself escaped precedes it.
+    `in_string` and `escaped` are the state before the first character. It is escaped if an unescaped backslash
+    precedes it.
     """
     quotes = chars == ord('"')
     backslashes = np.flatnonzero(chars == ord("\\"))
@@ -119,7 +119,7 @@ def _outside_strings(chars: NDArray[np.uint8], in_string: bool, escaped: bool) -
 
 
 class PreparationQueue:
-    """A bound on the number of requests that are rendered and tokenized at once. Used on event loops' threads.
+    """Queue that bounds how many requests are rendered and tokenized at once. Used on event loops' threads.
 
     Tokenizing keeps a core busy: many long prompts at once would take the cores from the forward pass. Long prompts
     therefore wait for each other, in the order of their arrival, and short prompts overtake them.
@@ -158,7 +158,7 @@ class PreparationQueue:
 def return_free_memory() -> None:
     """Asks glibc to return unused memory to the system. Does nothing with other C libraries.
 
-    Tokenizing a megabyte allocates a few hundred, in small pieces, and glibc keeps most of them when they are freed.
+    Tokenizing one megabyte allocates a few hundred in small pieces, and glibc keeps most of that when it is freed.
     """
     trim = _malloc_trim()
     if trim is not None:

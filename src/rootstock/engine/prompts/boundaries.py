@@ -26,8 +26,8 @@ from rootstock.errors import ChatTemplateFailed
 
 _WHOLE_UP_TO = 10  # messages: shorter conversations are rendered as they are
 _CONTEXT_CHARS = 64  # around a place: equal context identifies it in another text
-_NEAR_TOKENS = 4  # of two places as near as this only the first gets a checkpoint, which serves both
-_SENTINEL = "\ue000"  # private use: no text has it
+_NEAR_TOKENS = 4  # of two places nearer than this only the first gets a checkpoint, which serves both
+_SENTINEL = "\ue000"  # private use: hardly any text has it
 
 _CALL_ID = "call00000"  # the strictest templates want nine characters
 
@@ -35,7 +35,7 @@ _CALL_ID = "call00000"  # the strictest templates want nine characters
 def boundaries_of(
     tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
 ) -> tuple[Boundary, ...]:
-    """Returns the boundaries by ascending position, one for each. `placed` is the conversation's prompt."""
+    """Returns the boundaries in ascending order, one for each position. `placed` is the conversation's prompt."""
     finder = _Finder(tokenizer, conversation, placed)
     found: dict[int, CheckpointKind] = {}
     system = finder.system()
@@ -92,7 +92,7 @@ class _Finder:
     def turns(self) -> Iterator[tuple[int, CheckpointKind]]:
         """Yields the positions at which the next turn and the next tool step diverge from the prompt.
 
-        If they continue it, the position is the prompt's end.
+        A turn or step that continues the whole prompt diverges at its end.
         """
         after_answers, after_calls = self._continuations()
         next_turn = self._positions_of(after_answers)

@@ -58,7 +58,7 @@ class Conversation:
     marks: tuple[Mark, ...] = ()
 
     def render(self, model_tokenizer: ModelTokenizer) -> str:
-        """Raises ChatTemplateMissing and ChatTemplateFailed."""
+        """Renders the prompt. Raises ChatTemplateMissing and ChatTemplateFailed."""
         return model_tokenizer.render_chat(self.messages, self.tools, **self.options)
 
 

@@ -1,4 +1,4 @@
-"""Prompts to tokens: escapes of special tokens in clients' text, a limit of length, and reuse of repeated text.
+"""Tokenization of prompts: escapes special tokens in clients' text, limits the length, keeps tokens of repeated text.
 
 A conversation is cut where its tokenizer would cut it (`cut_for` in `engine/special_tokens.py`), about once a
 message. The tokens of each piece are kept. The result always equals the tokens of the whole text. Tenants have pieces
@@ -21,12 +21,12 @@ from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
 
 CAP_BYTES = 64 * MIB
-# A text of more characters per token of the limit is first counted by slices: texts have about four.
+# A text with more characters per token of the limit is tokenized in slices first. About four are usual.
 _LIKELY_CHARS_PER_TOKEN = 8
 _SLICE_CHARS = 65_536
-_ENTRY_BYTES = 520  # overhead of an entry, besides its piece and tokens; 113 of them are a salt
+_ENTRY_BYTES = 520  # overhead of an entry besides its piece and tokens; the salt takes 113 of it
 
-_Key = tuple[str, bool, str]  # the salt, whether it begins the text, the piece
+_Key = tuple[str, bool, str]  # the salt, whether the piece begins the text, the piece
 
 
 def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
@@ -128,7 +128,7 @@ class PromptTokenizer:
         self._pieces = TokenizedPieces(tokenizer)
 
     def refuse_more_chars(self, chars: int) -> None:
-        """Refuses a number of characters that no tokens within the limit can have. Raises PromptTextTooLong."""
+        """Refuses more characters than the limit's tokens can have. Raises PromptTextTooLong."""
         if chars > self._limit_tokens * self.model_tokenizer.longest_token_chars:
             raise PromptTextTooLong(chars, self._limit_tokens)
 

@@ -15,7 +15,7 @@ from rootstock.engine.tokenizer import ModelTokenizer, PlacedTokens
 
 _WINDOW_TOKENS = 64  # before the place
 _WINDOW_CHARS = 64  # after it
-_CERTAIN_TOKENS = 16  # before the place, that must be equal in window and text
+_CERTAIN_TOKENS = 16  # before the place: these must be equal in window and text
 _STEP_CHARS = 4096
 
 

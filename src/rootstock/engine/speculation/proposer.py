@@ -49,10 +49,10 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Drafts from three sources: the tree behind the same prefix, else a repetition of the last tokens.
+    """Proposer of drafts from three sources: the branch of the tree that follows the sequence, else an earlier
+    occurrence of its last n-gram, in the sequence itself or in the last requests of its namespace.
 
-    A repetition is looked up in the sequence itself and in the last requests of its namespace. The length of a draft
-    depends on the sequence's rate of acceptance and on the cost of verifying.
+    The length of a draft depends on the sequence's rate of acceptance and on the cost of verifying.
     """
 
     def __init__(self, cache: KVCache, most: int | None = None) -> None:

@@ -86,7 +86,7 @@ class Events:
 
 @dataclass(slots=True)
 class TierCounters:
-    choices: Counter[str] = field(default_factory=Counter)  # of requests that a tier had a deeper prefix for
+    choices: Counter[str] = field(default_factory=Counter)  # for requests with a deeper prefix in a tier
     loads: Counter[str] = field(default_factory=Counter)  # by outcome
     stores_refused: Counter[str] = field(default_factory=Counter)  # before they were queued
     stored_rows: int = 0  # copied for the tier
@@ -413,9 +413,9 @@ class TierConnector:
     # -- the whole ---------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Removes every record. With loads in flight returns False, and removes them when these have ended.
+        """Removes every record. With loads in flight returns False, and removes them when the loads have ended.
 
-        No load begins before that.
+        No new load begins before that.
         """
         self._stored.clear()
         if self._under_way:

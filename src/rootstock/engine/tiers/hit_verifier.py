@@ -1,6 +1,6 @@
 """Verification of hits: a sample is recomputed in idle time and compared with the cached rows.
 
-Right answers do not depend on it. It reports a faulty disk, faulty memory or a bug to the operator.
+Answers do not depend on it: it reports a faulty disk, faulty memory or a bug to the operator.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from rootstock.server.openai.schema import (
     TemplateFields,
 )
 
-# The length that an answer may have, if `max_tokens` was lowered. Usage would not reach every client of a stream.
+# Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 

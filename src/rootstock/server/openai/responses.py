@@ -1,4 +1,4 @@
-"""OpenAI's wire format, outwards: the engine's events as a whole response, or as chunks of a stream."""
+"""OpenAI's wire format of responses: the engine's events as a whole response, or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENTRIES_PER_PIECE = 512  # log-probabilities: less than a millisecond of encodi
 
 
 class ChoiceHistory:
-    """The parts of a choice's events that a whole answer needs: 12 bytes a log-probability instead of 100."""
+    """The parts of a choice's events that a whole answer needs, in 12 bytes a log-probability instead of 100."""
 
     def __init__(self) -> None:
         self.prompt_logprobs: Logprobs | None = None
@@ -76,7 +76,7 @@ class ChoiceHistory:
 class WireFormat(Protocol):
     """The format of one HTTP request's response. It keeps the state that later events of the response need.
 
-    Choices may hold LazyLists: `json_pieces` is their text.
+    Choices may hold LazyLists, which `json_pieces` encodes.
     """
 
     head: Json  # id, object, created, model
@@ -357,7 +357,7 @@ def usage_body(usage: Usage) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        # OpenAI's names for a client's prediction; here the server drafts. Rejected drafts cost no token.
+        # OpenAI means a client's prediction, here it is the server's drafts. Rejected ones are no completion tokens.
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.accepted_draft_tokens,
             "rejected_prediction_tokens": usage.draft_tokens - usage.accepted_draft_tokens,
@@ -366,8 +366,8 @@ def usage_body(usage: Usage) -> Json:
 
 
 class ChunkWriter:
-    """Writer of server-sent events. The parts around the choice are encoded once, and so are those around the text of
-    a choice that has text alone."""
+    """Writer of server-sent events. Encodes the parts of a chunk around the choice once, and the parts of a choice
+    around its text once if it has text alone."""
 
     def __init__(self, format: WireFormat, include_usage: bool) -> None:
         head = json.dumps(format.head | {"object": format.chunk_object}, ensure_ascii=False)
@@ -377,7 +377,7 @@ class ChunkWriter:
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
     def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
-        """Yields the text of an event's chunks in pieces. Take all of them before those of the next event."""
+        """Yields the text of an event's chunks in pieces. Take all pieces before asking for the next event's."""
         text = self._text_chunk(index, event)
         if text is not None:
             yield text

@@ -1,4 +1,4 @@
-"""OpenAI's wire format, inwards: the fields of requests, and their translation to parameters of the engine.
+"""OpenAI's wire format of requests: the fields, and their translation to parameters of the engine.
 
 Fields that OpenAI does not have (top_k, min_p, cache_salt, …) have the names of other OpenAI-compatible servers.
 A field of OpenAI, vLLM, SGLang, llama.cpp or another server that is not implemented and would change the answer is
@@ -51,8 +51,8 @@ _REASONING_SWITCHES = ("enable_thinking", "thinking")  # a template has one of t
 Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
-# `fail_fast`, because each wrong value would be an error of its own, and many errors take minutes. Keys are not
-# checked: they may be no text (half of a surrogate pair).
+# `fail_fast`, because each wrong value would be an error of its own, and reporting many takes minutes. Keys are
+# not checked: a key may be half of a surrogate pair, which is no valid text.
 JsonObject = dict[Any, Any]
 Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 ToolList = Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -86,7 +86,7 @@ class TemplateFields(Wire):
     continue_final_message: bool = False
 
     def conversation(self, messages: Sequence[Json], tokenizer: ModelTokenizer) -> Conversation:
-        """Raises InvalidParameter, MissingParameter, Unsupported and ChatTemplateMissing."""
+        """Checks and translates the conversation. Raises RequestError."""
         conversation = conversation_of(
             messages, self._chosen_tools(), self._options(tokenizer.template_names)
         )
@@ -168,7 +168,7 @@ class TemplateFields(Wire):
 
 
 class GenerationFields(Wire):
-    """Fields of both routes."""
+    """Fields that both routes have."""
 
     model: Label | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -340,8 +340,8 @@ def _thinking(asked: bool | Json | None) -> bool | None:
             raise InvalidParameter("thinking.type", other, "'enabled', 'disabled' or 'adaptive'")
 
 
-# They name the sender, tell how to schedule, bill, log or time the request, or format content that this server never
-# sends.
+# Fields that name the sender, that tell how to schedule, bill, log or time the request, or that format content which
+# this server never sends.
 IGNORED = frozenset(
     {
         # OpenAI
@@ -354,7 +354,7 @@ IGNORED = frozenset(
         "spaces_between_special_tokens", "stream_reasoning",
         # llama.cpp
         "cache_prompt", "id_slot", "n_keep", "return_progress", "timings_per_token",
-        # Of samplers whose switch is refused: without effect while it is off
+        # Settings of samplers whose switch is in REFUSED: without effect while it is off
         "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
         "mirostat_eta", "mirostat_tau", "repeat_last_n", "smoothing_curve", "xtc_threshold",
         # OpenRouter, Anthropic
