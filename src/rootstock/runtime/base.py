@@ -48,7 +48,7 @@ class ModelDescription:
     layout: str = ""
 
     def namespace(self) -> Namespace:
-        """Return the cache namespace of this model, without a salt."""
+        """Returns the cache namespace of this model, without a salt."""
         return Namespace.of_model(
             self.weights_fingerprint, self.layout, self.dtype, self.kv_dtype, self.rope_regime
         )
@@ -87,7 +87,7 @@ class Runtime(Protocol):
     def description(self) -> ModelDescription: ...
 
     def allocate(self, rows: Sequence[int], block_size: int) -> None:
-        """Make the pools: for families[i], rows[i] blocks of `block_size` positions, or rows[i] slots of states.
+        """Makes the pools: for families[i], rows[i] blocks of `block_size` positions, or rows[i] slots of states.
 
         Called once, before anything else. The rows may be many more than fit the budget, because families share it.
         If the device supports it, memory must be taken from the system only when a row is first written.
@@ -95,28 +95,28 @@ class Runtime(Protocol):
         ...
 
     def apply(self, plan: Plan) -> None:
-        """Execute a plan in order, except its stores, which `read` serves."""
+        """Executes a plan in order, except its stores, which `read` serves."""
         ...
 
     def read(self, part: RowPart) -> list[HostBytes]:
-        """Copy a row to the host. Returns buffers in the order of the family's layers: K and V of the part's
+        """Copies a row to the host. Returns buffers in the order of the family's layers: K and V of the part's
         positions and any further tensors, or the layer's states. The caller owns the bytes."""
         ...
 
     def buffers(self, part: RowPart) -> list[HostBytes]:
-        """Return buffers to write a row into, in the order and sizes of `read`. Another thread may fill them while
+        """Returns buffers to write a row into, in the order and sizes of `read`. Another thread may fill them while
         the row's owner does not use the row. Afterwards the caller calls `place`, or releases the row."""
         ...
 
     def place(self, part: RowPart, buffers: Sequence[HostBytes]) -> None:
-        """Make the filled buffers of `buffers` the row's content."""
+        """Takes the filled buffers of `buffers` as the row's content."""
         ...
 
     def buffer_dtypes(self, family: int) -> list[str]:
-        """Name the dtype of each buffer of `read` for a row of this family (an index into the model's families), as
+        """Names the dtype of each buffer of `read` for a row of this family (an index into the model's families), as
         torch names it. Empty: the buffers are known only as bytes. May be called before `allocate`."""
         ...
 
     def forward(self, batch: Batch) -> Logits:
-        """Run one packed forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position."""
+        """Runs one packed forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position."""
         ...
