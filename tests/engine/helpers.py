@@ -209,7 +209,7 @@ class Client:
 
     @property
     def error(self) -> RootstockError:
-        """The error of a request that failed."""
+        """Returns the error of a request that failed."""
         (failed,) = self.terminals
         assert self.events[-1] is failed
         assert isinstance(failed, Failed), failed

@@ -191,11 +191,11 @@ def _live(
         through=tier is not None and bool(rng.random() < 0.4),
     )
     runtime.allocate(cache.rows, block_size)
-    tiering = None
+    connector = None
     if tier is not None:
         assert failing is not None
         queue_bytes = int(rng.choice([500, 5_000, 10**9]))
-        tiering = SimulatedTierConnector(rng, failing, runtime, cache, tier, queue_bytes)
+        connector = SimulatedTierConnector(rng, failing, runtime, cache, tier, queue_bytes)
     config = EngineConfig(
         max_batch=int(rng.integers(1, 9)),
         chunk_tokens=int(rng.integers(1, 40)),
@@ -212,7 +212,7 @@ def _live(
         cache,
         config,
         clock=clock,
-        tier_connector=tiering,
+        tier_connector=connector,
         verify_hits=verify_hits,
         proposer=guesses if seed % 4 < 3 else None,
     )
@@ -236,8 +236,8 @@ def _live(
         elif action < 0.435:
             engine.clear_cache("tenant")
         engine.step()
-        if tiering is not None:
-            tiering.run()
+        if connector is not None:
+            connector.run()
             verifier = engine.hit_verifier
             while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
                 engine.verify_hits()
@@ -250,15 +250,15 @@ def _live(
             engine.scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
-    if tiering is not None:
+    if connector is not None:
         if engine.hit_verifier is not None:
             engine.hit_verifier.pause()
             engine.hit_verifier.forget()
             assert not engine.hit_verifier.counts["differs"], "a false alarm"
             outcome.verified += engine.hit_verifier.counts["agrees"]
-        tiering.reader.drain()  # loads for requests that are gone
+        connector.reader.drain()  # loads for requests that are gone
         engine.step()
-        assert not tiering.loading
+        assert not connector.loading
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -268,13 +268,13 @@ def _live(
             setattr(outcome, name, getattr(outcome, name) + getattr(source, name))
     assert stats.checkpoints_refused == 0
     assert all(family.live_rows == 0 for family in stats.families)
-    if tiering is not None:
+    if connector is not None:
         assert isinstance(outcome, TierOutcome)
         outcome.loaded_tokens += stats.loaded_tokens
-        outcome.loads_finished += tiering.counters.loads["loaded"]
-        outcome.loads_missed += tiering.counters.loads["missed"]
-        outcome.loads_cancelled += tiering.counters.loads["cancelled"]
-        outcome.declined += tiering.counters.choices["recompute"]
+        outcome.loads_finished += connector.counters.loads["loaded"]
+        outcome.loads_missed += connector.counters.loads["missed"]
+        outcome.loads_cancelled += connector.counters.loads["cancelled"]
+        outcome.declined += connector.counters.choices["recompute"]
         if rng.random() < 0.5:
             engine.stop()  # writes memory's blocks to the tier; otherwise it is a crash
     cache.clear()

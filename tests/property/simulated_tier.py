@@ -282,7 +282,7 @@ class SimulatedTierConnector(TierConnector):
         return reach, LoadChoice(choice.position, choice.records, choice.payload_bytes, None, None, load)
 
     def overdue(self) -> list[RequestSequence]:
-        waiting = [u.sequence for u in self._under_way.values() if u.sequence is not None]
+        waiting = [u.sequence for u in self._in_flight.values() if u.sequence is not None]
         return [sequence for sequence in waiting if self._rng.random() < self._failing.overdue]
 
     def run(self) -> None:

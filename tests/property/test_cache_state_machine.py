@@ -1,8 +1,8 @@
 """The tree and the pools against a naive model: a dictionary of bytes and a set of prefixes.
 
 The model has no tree: it keeps the content of every block as a list of (position → prefix), and of every state as a
-prefix, and executes plans. The rows of a lease must hold exactly its tokens, as far back as
-each family needs them, and every checkpoint must hold exactly its prefix.
+prefix, and executes plans. The rows of a lease must hold exactly its tokens, as far back as each family
+needs them. Every checkpoint must hold exactly its prefix.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class TreeAndPool(RuleBasedStateMachine):
         target=leases,
         prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40),
         tenant=st.sampled_from(["", "", "other"]),
-        headroom=st.integers(0, 2),
+        watermark_blocks=st.integers(0, 2),
         boundaries=st.lists(st.integers(1, 40), max_size=3),
     )
     def admit(  # type: ignore[no-untyped-def]
-        self, prompt: list[int], tenant: str, headroom: int, boundaries: list[int]
+        self, prompt: list[int], tenant: str, watermark_blocks: int, boundaries: list[int]
     ):
-        return self.ask(prompt, tenant, headroom, boundaries)
+        return self.ask(prompt, tenant, watermark_blocks, boundaries)
 
     @rule(
         target=leases,
@@ -102,7 +102,7 @@ class TreeAndPool(RuleBasedStateMachine):
         return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto])
 
     def ask(  # type: ignore[no-untyped-def]
-        self, prompt: list[int], tenant: str, headroom: int, boundaries: list[int]
+        self, prompt: list[int], tenant: str, watermark_blocks: int, boundaries: list[int]
     ):
         self.tick()
         namespace = Namespace("weights", "float32", salt=tenant)
@@ -115,7 +115,7 @@ class TreeAndPool(RuleBasedStateMachine):
         known = self.written.get(namespace, set())
         assert all(tuple(tokens[: n + 1].tolist()) in known for n in range(match.length))
         at = [Boundary(p, CheckpointKind.USER) for p in boundaries if 0 < p <= len(tokens)]
-        answer = self.cache.admit(match, headroom, at)
+        answer = self.cache.admit(match, watermark_blocks, at)
         if isinstance(answer, Deferred):
             assert self.snapshot() == before, "a rejected admission changed something"
             return multiple()
@@ -205,9 +205,9 @@ class TreeAndPool(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40))
     def protect_for_a_while(self, prompt: list[int]) -> None:
         namespace = Namespace("weights", "float32")
-        want = self.cache.protect(self.cache.match(np.array(prompt, np.int32), namespace))
+        protection = self.cache.protect(self.cache.match(np.array(prompt, np.int32), namespace))
         self.cache.check()
-        self.cache.unprotect(want)
+        self.cache.unprotect(protection)
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -240,8 +240,8 @@ class TreeAndPool(RuleBasedStateMachine):
         prefix = tokens_of(node)[: checkpoint.position]
         if self.states:
             assert self.states[checkpoint.slot] == prefix
-        tails = [(f, rows) for f, rows in zip(self.families, self.memory, strict=True) if f is not FULL]
-        for (family, rows), held in zip(tails, checkpoint.windows, strict=True):
+        windowed = [(f, rows) for f, rows in zip(self.families, self.memory, strict=True) if f is not FULL]
+        for (family, rows), held in zip(windowed, checkpoint.windows, strict=True):
             for position in range(family.first_visible(checkpoint.position), checkpoint.position):
                 block = int(held.ids[position // self.size - held.first])
                 assert rows[block][position % self.size] == prefix[: position + 1]

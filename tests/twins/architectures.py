@@ -259,7 +259,7 @@ STATES: dict[str, Fields] = {
     },
 }
 
-# Those whose sequences cannot share a forward: attention outside transformers' interface, or K/V mixed by states.
+# Models whose sequences cannot share a forward: attention outside transformers' interface, or K/V mixed by states.
 SEQUENTIAL: dict[str, Fields] = {
     "falcon": {"new_decoder_architecture": True, "alibi": False, "num_kv_heads": 2, "multi_query": False},
     "bloom": {},

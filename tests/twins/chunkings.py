@@ -1,7 +1,7 @@
 """Ways of cutting prompts, each of which must give the logits of the model's one pass.
 
-A `Prompts` is one random sequence, whose prefixes are the prompts, and another that differs in every token, with
-which prompts continue after they part. Thus few distinct contexts occur, and few tokens lie between two experts.
+`Prompts` has two random sequences that differ in every token. Prompts are prefixes of the first; those that part from
+it continue with the second. Few distinct contexts therefore occur, and few tokens lie between two experts.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class _Engine:
 
 
 def served(runtime: TorchRuntime, prompts: Prompts, lengths: Sequence[int], chunk_tokens: int) -> Served:
-    """Serves each prompt cold (in a namespace of its own), again, after its own prefixes, parting from them, and
-    followed by its answer and more tokens: where the answer was decoded, and in a namespace without it."""
+    """Serves each prompt cold, in a namespace of its own; again; after its own prefixes; and parting from them. Then
+    serves it with its answer and more tokens, in the namespace that decoded the answer and in a new one."""
     cache = small_cache(runtime, 2 * (max(lengths) + 2 * ANSWER_TOKENS))
     engine = _Engine(runtime, cache, chunk_tokens)
     prefixes = [prompts.base[:length] for length in lengths]

@@ -63,7 +63,7 @@ class Row:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Prompt tokens that were not found in the cache."""
+        """Returns the prompt tokens that were not found in the cache."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens

@@ -21,7 +21,7 @@ LAST_LINES = 12
 
 
 class ServerProcess:
-    """A running server: `with ServerProcess(["MODEL", "--port", "0"]) as server:` then `server.url`.
+    """Running server: `with ServerProcess(["MODEL", "--port", "0"]) as server:`, then `server.url`.
 
     The process is ended on every way out of the block, by its handle. Raises StartupError if it does not get ready,
     with the last lines that it wrote.

@@ -60,7 +60,7 @@ class Dialogue(Protocol):
 class Target(Protocol):
     @property
     def exact(self) -> bool:
-        """True if samples hold tokens as the cache has them, False if they hold text."""
+        """Returns True if samples hold tokens as the cache has them, False if they hold text."""
         ...
 
     def open(self, prefix: Symbols) -> Dialogue: ...
@@ -137,7 +137,7 @@ class _EngineDialogue:
 
 
 class UrlTarget:
-    """`with UrlTarget(url, …) as target:` chats that are streamed, one thread for each open request.
+    """Server as a target: `with UrlTarget(url, …) as target:` streams chats, one thread for each open request.
 
     Every prompt begins with a random word, so that a first run finds nothing cached on any server and no cache must
     be cleared. Raises StartupError if the server does not answer.
@@ -159,7 +159,7 @@ class UrlTarget:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=at_once + 1, max_keepalive_connections=at_once + 1),
-            # The environment's proxies know nothing of this machine's own ports.
+            # The environment's proxies cannot reach this machine's own ports.
             trust_env=urlsplit(base).hostname not in ("localhost", "127.0.0.1", "::1"),
         )
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="bench")

@@ -272,8 +272,8 @@ def _model_config(spec: TinyModelSpec, vocab_size: int, ids: dict[str, int]) -> 
     }
 
 
-# Gain of each kind of layer, where an embedding has root mean square 1. Layers choose among the words that may
-# follow, and are too weak to choose others.
+# Gains of the layers, relative to embeddings of root mean square 1: large enough to choose among the words that may
+# follow, too small to choose others.
 _ATTENTION_SHARE = 0.3
 _MLP_SHARE = 0.3
 _QUERY_SCALE = 8.0  # attention selects single positions; with 1 it would average over all

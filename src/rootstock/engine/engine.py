@@ -127,7 +127,7 @@ class Engine:
             pacing,
             clock,
             self._commands.put,
-            self._tell,
+            self._notify,
         )
 
     # --------------------------------------------------------------------------------------- lifetime
@@ -394,7 +394,7 @@ class Engine:
         except Exception as error:
             self.steps.restart(error)
         finally:
-            self._tell()
+            self._notify()
             self._step_began = None
         return True
 
@@ -413,7 +413,7 @@ class Engine:
         for _ in range(self._commands.qsize()):
             self._commands.get_nowait()()  # only this thread takes from the queue
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for function in self._after_events:
             try:
                 function()

@@ -57,7 +57,7 @@ class ScheduledSequence:
         return isinstance(self.sequence.state, Decoding)
 
     @property
-    def completes_prompt(self) -> bool:
+    def computes_last_token(self) -> bool:
         """True if this forward computes the last known token, so that the next one can be sampled."""
         return self.lease.num_computed_tokens + len(self.tokens) >= self.lease.num_tokens
 
@@ -66,7 +66,7 @@ class ScheduledSequence:
         """Last rows that need logits: all to score a prompt, one and the drafts to sample, else none."""
         if not self.sequence.prompt_scored:
             return len(self.tokens)
-        return 1 + self.drafts if self.completes_prompt and self.sequence.max_tokens > 0 else 0
+        return 1 + self.drafts if self.computes_last_token and self.sequence.max_tokens > 0 else 0
 
     def segment(self) -> Segment:
         """Returns the runtime's view of this sequence."""
@@ -257,7 +257,7 @@ class Scheduler:
 
         A step of several chunks then ends with the chunk in which the prompt is complete.
         """
-        if step.scheduled and step.scheduled[-1].completes_prompt:
+        if step.scheduled and step.scheduled[-1].computes_last_token:
             computed = sum(len(item.tokens) for item in step.scheduled)
             step.budget = min(step.budget, -computed % self._chunk_tokens)
 
@@ -370,12 +370,12 @@ class Scheduler:
         """
         size = self._cache.block_size
         watermark = len(self._running) * (most // size + 1)
-        if most > 0 and not self._waiting and not self._is_deferred(lease, 1 + most, watermark):
+        if most > 0 and not self._waiting and not self._extend_fails(lease, 1 + most, watermark):
             return most
         most = min(most, lease.table_blocks * size - lease.num_computed_tokens - 1)
-        return 0 if most <= 0 or self._is_deferred(lease, 1 + most, watermark) else most
+        return 0 if most <= 0 or self._extend_fails(lease, 1 + most, watermark) else most
 
-    def _is_deferred(self, lease: Lease, tokens: int, watermark: int) -> bool:
+    def _extend_fails(self, lease: Lease, tokens: int, watermark: int) -> bool:
         return isinstance(self._cache.extend(lease, tokens, watermark), Deferred)
 
     def _reserve(self, step: _Step, sequence: Sequence, lease: Lease, tokens: int) -> bool:

@@ -62,9 +62,9 @@ class StepRunner:
         pacing: Pacing | None,
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
-        """`run_soon` queues a function for the engine's thread. `tell` follows each group of events."""
+        """`run_soon` queues a function for the engine's thread. `notify` is called after each group of events."""
         self._runtime = runtime
         self._cache = cache
         self._scheduler = scheduler
@@ -78,7 +78,7 @@ class StepRunner:
         self._proposer = proposer
         self._pacing = pacing
         self._clock = clock
-        self._tell = tell
+        self._notify = notify
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
 
@@ -98,7 +98,7 @@ class StepRunner:
         for sequence in list(self._scheduler.sequences()):
             self._take_out(sequence)
         self._requests.fail_all(error)
-        self._tell()
+        self._notify()
 
     def _take_out(self, sequence: Sequence) -> None:
         if self._loads is not None and isinstance(sequence.state, Loading):
@@ -133,7 +133,7 @@ class StepRunner:
             self._apply(self._cache.take_pending_plan())
             return
         self.is_stalled = False
-        self._tell()  # passes on earlier events before the forward takes its time
+        self._notify()  # passes on earlier events before the forward takes its time
         size = None if self._pacing is None else plan.size()
         try:
             self._apply(
@@ -196,7 +196,7 @@ class StepRunner:
 
         Logits that are not finite come from such K/V: no computed token of the request is published.
         """
-        sequence, completes = item.sequence, item.completes_prompt
+        sequence, completes = item.sequence, item.computes_last_token
         try:
             if not sequence.prompt_scored:
                 self._score(sequence, item.lease.num_computed_tokens, logits)

@@ -11,7 +11,7 @@ from rootstock.units import in_units
 
 
 def free_host_bytes() -> int:
-    """Return the main memory that this process can still use: the smaller of the system's and the container's."""
+    """Returns the main memory that this process can still use: the smaller of the system's and the container's."""
     limits = [_system_free_bytes()]
     for folder, limit, used, unused_file in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -36,7 +36,7 @@ def _system_free_bytes() -> int:
 
 
 def refuse_host_tier(budget_bytes: int, device: str) -> None:
-    """Raise InvalidOption for a host tier below a pool that is in main memory itself."""
+    """Raises InvalidOption for a host tier below a pool that is in main memory itself."""
     if budget_bytes and device == "cpu":
         remedy = "omitted on a CPU, where the cache is in RAM: see --kv-budget"
         raise InvalidOption("--host-budget", in_units(budget_bytes), remedy)

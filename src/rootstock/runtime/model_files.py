@@ -49,7 +49,7 @@ class StoredTensor:
 
 
 def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
-    """Return the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
+    """Returns the model's directory: the given one, or its snapshot from the Hub, downloaded if missing.
 
     Raises ModelPathNotFound, ModelFileInvalid or ModelWeightsMissing.
     """
@@ -60,7 +60,7 @@ def locate(model: str, *, with_code: bool, progress: Progress) -> Path:
 
 
 def _local_directory(model: str) -> Path | None:
-    """Return the directory if `model` names something on disk, None if it can only be a hub name.
+    """Returns the directory if `model` names something on disk, None if it can only be a hub name.
 
     Raises ModelPathNotFound for a path to nothing, to a file, or to a directory without config.json.
     """
@@ -86,7 +86,7 @@ def _local_directory(model: str) -> Path | None:
 
 
 def _kind_of(path: Path) -> int | None:
-    """Return the mode of the file at a path, None if there is none. Raises OSError if it cannot be determined."""
+    """Returns the mode of the file at a path, None if there is none. Raises OSError if it cannot be determined."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +98,7 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
-    """Return the snapshot of a repository on the Hub, from the local cache or downloaded."""
+    """Returns the snapshot of a repository on the Hub, from the local cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -125,7 +125,7 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
 
 
 def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelFileInvalid, with the position of a syntax error."""
+    """Returns the object in a JSON file. Raises ModelFileInvalid, with the position of a syntax error."""
     try:
         if not stat.S_ISREG(os.stat(directory / name).st_mode):  # opening a pipe would block
             raise ModelFileInvalid(model, name, "it is not a regular file")
@@ -153,7 +153,7 @@ def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONF
 
 
 def check_configs(model: str, directory: Path) -> None:
-    """Check config.json and generation_config.json before code of the model's family reads them.
+    """Checks config.json and generation_config.json before code of the model's family reads them.
 
     Raises ModelFileInvalid.
     """
@@ -183,7 +183,7 @@ def _check_eos(model: str, file: str, found: object) -> None:
 
 
 def weight_files(model: str, directory: Path) -> list[Path]:
-    """Return complete safetensors files in the order of their names. Raises ModelWeightsMissing, ModelFileInvalid."""
+    """Returns complete safetensors files, in order of name. Raises ModelWeightsMissing, ModelFileInvalid."""
     names = _named_weights(model, directory)
     missing = [name for name in names if not os.path.isfile(directory / name)]
     if missing == [_SINGLE]:
@@ -203,7 +203,7 @@ def weight_files(model: str, directory: Path) -> list[Path]:
 
 
 def stored_tensors(model: str, files: list[Path]) -> list[StoredTensor]:
-    """Return the tensors that the files' headers list. Raises ModelWeightsMissing."""
+    """Returns the tensors that the files' headers list. Raises ModelWeightsMissing."""
     return list(_headers(model, files))
 
 
@@ -230,7 +230,7 @@ def _headers(model: str, files: list[Path]) -> Iterator[StoredTensor]:
 
 
 def _named_weights(model: str, directory: Path) -> list[str]:
-    """Return the names of the weight files that the index lists. Raises ModelFileInvalid."""
+    """Returns the names of the weight files that the index lists. Raises ModelFileInvalid."""
     if not (directory / _INDEX).is_file():
         return [_SINGLE]
     listed = read_json(model, directory, _INDEX, _MAX_INDEX_BYTES).get("weight_map")

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for tests with the fake runtime."""
+"""Byte tokenizer for tests with the fake runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootstock.errors import ChatTemplateFailed
 
 
 class ByteTokenizer:
-    """A token for each byte, and a few special ones for a chat: for tests, with the fake runtime."""
+    """Tokenizer with a token for each byte and a few special tokens for a chat."""
 
     SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
     END = 256 + SPECIAL.index("<|end|>")

@@ -152,8 +152,8 @@ class Off:
 TierState = Ready | LoadsOnly | Off
 
 Gone = Callable[[Sequence[RecordKey]], None]
-"""Called with the records that were evicted or quarantined, by the thread that did it, before it does anything else.
-That thread may be within a store, so the function must not call the tier."""
+"""Called with the records that were evicted or quarantined, by the thread that removed them, before it does anything
+else. That thread may be within a store, so the function must not call the tier."""
 
 
 class Tier(Protocol):
@@ -164,7 +164,7 @@ class Tier(Protocol):
     def state(self) -> TierState: ...
 
     def store(self, records: Sequence[Record]) -> list[StoreOutcome]:
-        """Store records. Returns one outcome for each, in order."""
+        """Stores records. Returns one outcome for each, in order."""
         ...
 
     def load(self, identity: Identity, into: Sequence[Buffer] | None = None) -> LoadResult: ...
@@ -172,11 +172,11 @@ class Tier(Protocol):
     def touch(self, keys: Iterable[RecordKey]) -> None: ...
 
     def quarantine(self, keys: Iterable[RecordKey]) -> None:
-        """Remove records that are wrong, so that they are never loaded again."""
+        """Removes records that are wrong, so that they are never loaded again."""
         ...
 
     def clear(self, namespace: bytes | None = None) -> None:
-        """Remove every record, or those whose identity has this namespace."""
+        """Removes every record, or those whose identity has this namespace."""
         ...
 
     def entries(self) -> Iterator[Entry]: ...

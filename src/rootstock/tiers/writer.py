@@ -118,8 +118,8 @@ class TierWriter:
                 self._changed.notify_all()
 
     def drain(self) -> None:
-        """Waits until every record that is queued now has been stored or refused, and its `Done` called. Later
-        records are not waited for."""
+        """Waits until every record that is queued now has been stored or refused, and its `Done` called. Does not
+        wait for later records."""
         with self._changed:
             queued = {*self._queue.by_key.values(), *self._telling}
             self._in_a_hurry += 1

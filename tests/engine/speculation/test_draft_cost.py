@@ -118,7 +118,7 @@ def test_drafts_that_cost_too_much_are_left_out_and_tried_again_some_time() -> N
             tried += 1
             cost.observe(1, drafts, 500, 1.0 + drafts)
         else:
-            cost.hope(1)
+            cost.relax(1)
     assert 1 <= tried <= 20
 
 

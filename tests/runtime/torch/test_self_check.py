@@ -170,7 +170,7 @@ def test_a_dropped_feature(
     attend = (
         gathered_attention._GatherStep.__call__
         if dropped == "softcap"
-        else sliced_attention._PagedStep.__call__
+        else sliced_attention._SlicedStep.__call__
     )
 
     def without(
@@ -178,7 +178,7 @@ def test_a_dropped_feature(
     ) -> Any:
         return attend(self, query, key, value, keys, values, Scores(s.scale))
 
-    kernel = gathered_attention._GatherStep if dropped == "softcap" else sliced_attention._PagedStep
+    kernel = gathered_attention._GatherStep if dropped == "softcap" else sliced_attention._SlicedStep
     monkeypatch.setattr(kernel, "__call__", without)
     assert_falls_back(tmp_path, dtype)
 

@@ -91,13 +91,13 @@ def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: st
 
     Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
     """
-    return _some(tokenizer.encode_chat(_rendered(conversation, tokenizer), salt))
+    return _refuse_empty(tokenizer.encode_chat(_rendered(conversation, tokenizer), salt))
 
 
 def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
     """Renders and tokenizes like `chat_tokens`, and returns the places of the tokens too."""
     placed = tokenizer.place_chat(_rendered(conversation, tokenizer))
-    _some(placed.tokens)
+    _refuse_empty(placed.tokens)
     return placed
 
 
@@ -107,7 +107,7 @@ def _rendered(conversation: Conversation, tokenizer: PromptTokenizer) -> str:
     return rendered
 
 
-def _some(tokens: Tokens) -> Tokens:
+def _refuse_empty(tokens: Tokens) -> Tokens:
     if len(tokens) == 0:
         raise EmptyPrompt("messages")
     return tokens

@@ -125,7 +125,7 @@ class DraftCost:
         most = min(most, 2 ** (len(filled) - 1))
         return np.asarray(np.array(filled)[_BUCKET_OF[:most]])
 
-    def hope(self, sequences: int) -> None:
+    def relax(self, sequences: int) -> None:
         """Lowers an estimate that ruled out drafts, so that they are tried again some time."""
         self._longer[_bucket(sequences)] *= _HOPE
 

@@ -70,7 +70,7 @@ class NgramProposer:
         if longer is None:
             return [NO_TOKENS] * count
         if not could_pay(count, longer):
-            self._cost.hope(count)
+            self._cost.relax(count)
             return [NO_TOKENS] * count
         found = [self._guess(sequence, lease) for sequence, lease in zip(sequences, leases, strict=True)]
         chances = [
@@ -78,7 +78,7 @@ class NgramProposer:
         ]
         worth = worth_verifying(count, chances, longer)
         if not any(worth) and any(len(tokens) for tokens, _ in found):
-            self._cost.hope(count)
+            self._cost.relax(count)
         return [tokens[:n] for (tokens, _), n in zip(found, worth, strict=True)]
 
     def observe(self, sequences: int, drafts: int, context: int, seconds: float) -> None:

@@ -133,7 +133,7 @@ class TierStats:
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay:
+class LoadInFlight:
     """A load in flight. It owns its lease until it ends, also if the request ends before."""
 
     lease: Lease
@@ -176,7 +176,7 @@ class TierConnector:
         self._clock = clock
         self._disk = disk
         self._space = space
-        self._under_way: dict[Lease, UnderWay] = {}
+        self._in_flight: dict[Lease, LoadInFlight] = {}
         self._measured_at = -STALE_S
         self._probing = False
         self._clear_asked = False
@@ -190,7 +190,7 @@ class TierConnector:
 
     @property
     def loading(self) -> int:
-        return len(self._under_way)
+        return len(self._in_flight)
 
     # -- stores ----------------------------------------------------------------------------------------
 
@@ -273,12 +273,12 @@ class TierConnector:
         lease: Lease,
         position: int,
         loads: tuple[Load, ...],
-        ended: Callable[[UnderWay, LoadEnded], None],
+        ended: Callable[[LoadInFlight, LoadEnded], None],
     ) -> None:
         """Starts a load after the lease's first plan was executed. The reader's thread calls `ended`."""
         choice = sequence.load_choice
         slowest = max((choice.load_s or 0.0, choice.compute_s or 0.0) if choice is not None else (0.0,))
-        under_way = UnderWay(
+        begun = LoadInFlight(
             lease,
             position,
             loads,
@@ -286,35 +286,33 @@ class TierConnector:
             sequence,
             self._clock() + max(OVERDUE_LEAST_S, OVERDUE_FACTOR * slowest),
         )
-        self._under_way[lease] = under_way
+        self._in_flight[lease] = begun
         keys = [load.identity.key for load in loads]
         self._tier.touch(keys)  # before the load, so that the tier does not evict them next
         self._events.apply(self._stored)
         if not all(key in self._stored for key in keys):
             evicted = Miss(MissKind.ABSENT, "it was evicted after the load was planned")
-            ended(under_way, LoadEnded(0, evicted, None, 0, 0.0, cancelled=False))
+            ended(begun, LoadEnded(0, evicted, None, 0, 0.0, cancelled=False))
             return
-        tasks = [
-            LoadTask(load.identity, buffers) for load, buffers in zip(loads, under_way.buffers, strict=True)
-        ]
-        under_way.job = self._reader.submit(tasks, lambda end: ended(under_way, end))
+        tasks = [LoadTask(load.identity, buffers) for load, buffers in zip(loads, begun.buffers, strict=True)]
+        begun.job = self._reader.submit(tasks, lambda end: ended(begun, end))
 
     def give_up(self, sequence: RequestSequence) -> None:
         """Detaches a load in flight from its request, and cancels it."""
-        for under_way in self._under_way.values():
-            if under_way.sequence is sequence:
-                under_way.sequence = None
-                self._cache.detach(under_way.lease)  # other requests stop waiting for it too
-                if under_way.job is not None:
-                    under_way.job.cancel()
+        for load in self._in_flight.values():
+            if load.sequence is sequence:
+                load.sequence = None
+                self._cache.detach(load.lease)  # other requests stop waiting for it too
+                if load.job is not None:
+                    load.job.cancel()
 
     def overdue(self) -> list[RequestSequence]:
         """Returns requests whose loads take much longer than predicted, and pauses loading for a while."""
         now = self._clock()
         found = [
-            under_way.sequence
-            for under_way in self._under_way.values()
-            if under_way.sequence is not None and now > under_way.overdue_at
+            load.sequence
+            for load in self._in_flight.values()
+            if load.sequence is not None and now > load.overdue_at
         ]
         if found:
             self.counters.loads["overdue"] += len(found)
@@ -326,27 +324,27 @@ class TierConnector:
     @property
     def next_overdue_s(self) -> float | None:
         """Seconds until the first load is overdue. None: no request waits for a load."""
-        due = [u.overdue_at for u in self._under_way.values() if u.sequence is not None]
+        due = [u.overdue_at for u in self._in_flight.values() if u.sequence is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
-    def end(self, under_way: UnderWay, ended: LoadEnded) -> bool:
+    def end(self, load: LoadInFlight, ended: LoadEnded) -> bool:
         """Places the loaded rows. Returns whether all were loaded; if not, the caller must release the lease."""
-        del self._under_way[under_way.lease]
+        del self._in_flight[load.lease]
         self._learn(ended)
-        for load, buffers in zip(under_way.loads[: ended.loaded], under_way.buffers, strict=False):
+        for load, buffers in zip(load.loads[: ended.loaded], load.buffers, strict=False):
             self._runtime.place(load.part, buffers)
-        complete = ended.loaded == len(under_way.loads)
+        complete = ended.loaded == len(load.loads)
         if complete:
             self.counters.loads["loaded"] += 1
         elif ended.miss is not None:
-            self.counters.loads["evicted" if under_way.job is None else "missed"] += 1
+            self.counters.loads["evicted" if load.job is None else "missed"] += 1
             if ended.missed is not None:
                 self._stored.remove(ended.missed)
         else:
             self.counters.loads["cancelled"] += 1
         self.counters.load_s += ended.seconds
         self.counters.loaded_bytes += ended.payload_bytes
-        if self._clear_asked and not self._under_way:
+        if self._clear_asked and not self._in_flight:
             self._clear_now()
         return complete
 
@@ -357,16 +355,16 @@ class TierConnector:
 
     def settle(self) -> None:
         """Cancels loads in flight and waits until no reader thread can write to pool rows."""
-        for under_way in self._under_way.values():
-            if under_way.job is not None:
-                under_way.job.cancel()
+        for load in self._in_flight.values():
+            if load.job is not None:
+                load.job.cancel()
         self._reader.drain()
-        self._under_way.clear()
+        self._in_flight.clear()
         if self._clear_asked:
             self._clear_now()
 
-    def is_under_way(self, load: UnderWay) -> bool:
-        return load.lease in self._under_way
+    def is_in_flight(self, load: LoadInFlight) -> bool:
+        return load.lease in self._in_flight
 
     def observe(self, segments: Sequence[Segment], seconds: float) -> None:
         """Learns the speed of prefills from a forward."""
@@ -418,7 +416,7 @@ class TierConnector:
         No new load begins before that.
         """
         self._stored.clear()
-        if self._under_way:
+        if self._in_flight:
             self._clear_asked = True
             return False
         self._clear_now()
@@ -462,7 +460,7 @@ class TierConnector:
             foreign_records=self._stored.foreign_records,
             waiting_store_bytes=self._writer.waiting_bytes,
             waiting_load_bytes=self._reader.waiting_bytes,
-            loading=len(self._under_way),
+            loading=len(self._in_flight),
             load_bytes_per_s=self.load_speed.bytes_per_s,
             prefill_tokens_per_s=self.prefill_speed.tokens_per_s_at(0),
             counters=deepcopy(self.counters),

@@ -9,7 +9,7 @@ from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Loading, Sequence
-from rootstock.engine.tiers.connector import TierConnector, UnderWay
+from rootstock.engine.tiers.connector import TierConnector, LoadInFlight
 from rootstock.tiers.reader import LoadEnded
 
 
@@ -64,12 +64,12 @@ class PrefixLoads:
         """Detaches a load in flight from its sequence, which leaves the scheduler."""
         self._connector.give_up(sequence)
 
-    def _end(self, load: UnderWay, ended: LoadEnded) -> None:
+    def _end(self, load: LoadInFlight, ended: LoadEnded) -> None:
         """Publishes a complete load. If records were missing, the sequence is admitted anew.
 
         A prefix loaded for a request that has ended stays in the cache.
         """
-        if not self._connector.is_under_way(load):
+        if not self._connector.is_in_flight(load):
             return  # the cache started anew meanwhile
         if not self._connector.end(load, ended):
             self._cache.release(load.lease, ReleaseReason.UNUSED)

@@ -81,7 +81,7 @@ class NumbaAttention:
 
     `latents`: keys [slots, 1, rank] also serve as the values, and values [slots, 1, rope] hold the rotary part of the
     keys; a step returns [tokens, q_heads, rank].
-    It keeps scratch memory between steps, so only one thread may use it.
+    The backend keeps scratch memory between steps, so only one thread may use it.
     """
 
     def __init__(

@@ -111,8 +111,8 @@ def compiled(function: Function) -> Function:
 def compiled_exactly(function: Function) -> Function:
     """Compiles like `compiled`, but without fast-math reassociation.
 
-    LLVM compiles a loop that writes twice: with vectors, and with scalars for arrays that may overlap. Both give the
-    same bits only without reassociation.
+    LLVM makes two versions of a loop that writes: with vectors, and with scalars for arrays that may overlap. Both
+    give the same bits only without reassociation.
     """
     return _decorated(function, fastmath=_IN_ORDER)
 

@@ -69,9 +69,9 @@ JOB = np.dtype(
         ("softcap", "f4"),  # or 0
         # Fields of a step.
         ("tables", "i8"),  # address of int32: block tables, one after the other
-        ("items", "i8"),  # address of [items, 5] int64: see ITEM
+        ("items", "i8"),  # address of [items, 5] int64: see below
         ("item_count", "i8"),
-        ("rows", "i8"),  # address of [rows, 5] int64: see ROW
+        ("rows", "i8"),  # address of [rows, 5] int64: see below
         ("row_count", "i8"),
         ("partial_count", "i8"),
         ("partial_rows", "i8"),  # address of [partials] int64: the index in `rows` of each partial result
@@ -284,9 +284,9 @@ def _attend_tile(
     weighted.
 
     query [readers · q_heads, key_dim], keys and values [blocks, block_size, kv_heads, …], scores [readers · q_heads,
-    TILE] scratch, largest and total [readers · q_heads], weighted [readers · q_heads, value_dim] Scales of quantized
-    keys and values: [blocks, block_size, kv_heads]. A key's scale multiplies its score and a value's scale its
-    weight, so rows are never dequantized. by_head [kv_heads, TILE] is scratch for scales.
+    TILE] scratch, largest and total [readers · q_heads], weighted [readers · q_heads, value_dim], key_scales and
+    value_scales [blocks, block_size, kv_heads] of quantized keys and values, by_head [kv_heads, TILE] scratch. A
+    key's scale multiplies its score and a value's scale its weight, so rows are never dequantized.
     """
     size = keys.shape[1]
     begin, last = first // size, (first + n - 1) // size

@@ -93,8 +93,8 @@ def _round_to_steps(weight: Any, middle: Any, inverse: Any, q: Any) -> None:
 
 @compiled
 def _squared_error(weight: Any, step: Any, middle: Any, q: Any) -> Any:
-    """Returns the squared error of a group. A function apart from the loop that writes `q`: LLVM compiles a loop that
-    writes twice, and the two would add up the sums in different orders."""
+    """Returns the squared error of a group. Apart from the loop that writes `q`, because LLVM makes two versions of a
+    loop that writes, which would add up the sums in different orders."""
     error = np.float32(0)
     for k in range(weight.shape[0]):
         off = widen(weight[k]) - (np.float32(q[k] - np.int32(8)) * step + middle)

@@ -11,7 +11,7 @@ product.
   (640): packed for many rows they take 1.2 to 1.5 of the time at 400 to 600 rows; packed for one row 0.8 to 1.1 (1.25
   at 513), and a tenth more at one row. Their hint is one row.
 - float32: packed weights of oneDNN and MKL win at 8 rows (0.6 to 0.8) and lose at one (1.1 to 1.9). `F.linear`
-  multiplies them, and every other dtype and device. The weights of several layers then lie in one tensor.
+  multiplies float32 weights, and every other dtype and device. The weights of several layers then lie in one tensor.
 
 Quantized weights are in quantized_linear.py.
 """

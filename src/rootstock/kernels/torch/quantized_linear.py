@@ -59,8 +59,8 @@ def rounded(weight: Tensor, bias: Tensor | None, rounding: Rounding, scratch: De
 
 
 class DequantizeScratch:
-    """Memory for dequantized tiles, shared by all linear layers of a model. New memory would cost page faults, which
-    are slower than writing to it. One thread may use it."""
+    """Memory for dequantized tiles, shared by all linear layers of a model. Page faults of new memory
+    would take longer than writing the tiles. One thread may use it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Attention on CPUs, slice by slice: each slice of a context fits the processor's cache, results merge.
+"""Attention on CPUs in slices of the context, each of which fits the processor's cache.
 
 torch's flash attention for CPUs takes grouped heads and strides, and returns each row's log-sum-exp. The softmax over
 a context in slices is therefore the weighted sum of the slices' softmaxes (Rabe and Staats 2021, arXiv 2112.05682).
@@ -41,12 +41,12 @@ class Tuning:
     slice_bytes: int = 1 << 20  # of K, for a few rows; half and twice as much are within 10 %
     chunk_slice_bytes: int = 16 << 20  # for many rows, which use a slice more than once
     many_rows: int = 16  # new positions from which `chunk_slice_bytes` applies
-    # Positions not read again; to save fewer, each decode reads a common prefix for itself.
+    # Least number of reads of positions that sharing saves; below it, each decode reads a common prefix for itself.
     share_from: int = 192
-    # Least and most rows of a band of a sliding window. Between them, as many as the window is wide: with more, most
-    # of the edge is hidden from most of them.
+    # Least and most rows of a band of a sliding window; between these limits, as many as the window is wide. Most
+    # rows of a wider band would not see most of its edge.
     band_rows: tuple[int, int] = (64, 256)
-    # on CUDA devices: the fewest positions of a context that one program attends to
+    # On CUDA devices: the fewest positions of a context that one program attends to.
     split_positions: int = 256
 
 
@@ -54,9 +54,9 @@ class Tuning:
 class Slice:
     """Range of positions that are staged together and attended in one call."""
 
-    rows: tuple[int, ...]  # which decodes read it; a chunk's slices have none
+    rows: tuple[int, ...]  # numbers of the decodes that read it; none for a chunk
     tokens: int
-    first_slot: int  # if they adjoin
+    first_slot: int  # if the slots adjoin
     slots: Tensor | None  # [tokens] int64, if they do not
 
 
@@ -109,7 +109,7 @@ class SlicedAttention:
     def prepare(self, spans: Sequence[Span], family: TokenFamily = EVERYTHING) -> StepAttention:
         decodes = [span for span in spans if span.new == 1]
         bands = [band for span in spans if span.new > 1 for band in self._bands(span, family)]
-        return _PagedStep([span.row for span in decodes], self._levels(decodes, family), bands, self._stage)
+        return _SlicedStep([span.row for span in decodes], self._levels(decodes, family), bands, self._stage)
 
     def _is_worth_sharing(self, readers: int, positions: int) -> bool:
         return (readers - 1) * positions >= self._tuning.share_from
@@ -226,7 +226,7 @@ def stage_into(source: PoolRows, part: Slice, staged: Tensor) -> Tensor:
     return torch.index_select(source, 0, part.slots, out=staged)
 
 
-class _PagedStep:
+class _SlicedStep:
     def __init__(
         self, decode_rows: list[int], levels: list[_Level], bands: list[_Band], stage: Stage
     ) -> None:
@@ -302,7 +302,7 @@ class _PagedStep:
         new, q_heads, head_dim = query.shape
         kv_heads = key.shape[1]
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # [1, heads, new, head_dim]
-        pieces = _PagedStep._pieces(band, q, k, v, context)
+        pieces = _SlicedStep._pieces(band, q, k, v, context)
         out, lse = next(pieces)
         by_group = (1, kv_heads, q_heads // kv_heads, new)
         for more, more_lse in pieces:

@@ -1,4 +1,4 @@
-"""Attention backends: chooses for each layer and device, and compiles those that need it."""
+"""Choice of an attention backend for each layer and device, and compilation of those that need it."""
 
 from __future__ import annotations
 

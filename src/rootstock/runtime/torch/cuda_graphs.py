@@ -235,7 +235,7 @@ class _StaticCache(PackedCache):
         self, pool: TorchPool, slots: list[Tensor], steps: list[StepAttention], offsets: Tensor
     ) -> None:
         """Takes slots int64 [tokens] of each family, and offsets int64 [tokens], which are added to a row's number to
-        get its position"""
+        get its position."""
         StepCache.__init__(self)
         self._pool = pool
         self._slots = slots

@@ -53,7 +53,7 @@ class WeightBytes:
 def weight_bytes(
     stored: Sequence[StoredTensor], empty: nn.Module, dtype: torch.dtype, quantize: str
 ) -> WeightBytes:
-    """Estimate the weights' bytes by the files' headers and by the architecture on the meta device; take the smaller.
+    """Estimates the weights' bytes from the files' headers and from the meta device's modules. Returns the smaller.
 
     A checkpoint may hold tensors that the architecture does not use (vision towers, MTP heads). A checkpoint with
     quantized weights has fewer bytes than the architecture, which does not know about the quantization.
@@ -80,8 +80,8 @@ def weight_bytes(
 def refuse_too_large(
     model: str, weights: WeightBytes, dtype: str, quantize: str, device: torch.device, demands: Demands
 ) -> None:
-    """Raise ModelTooLarge if the weights do not fit in the free memory, InvalidOption if the budgets besides do
-    not."""
+    """Raises ModelTooLarge if the weights do not fit in the free memory, InvalidOption if weights and budgets
+    together do not."""
     words = dtype if quantize == "none" else f"{dtype} with {quantize} weights"
     resident, converted = weights.resident, weights.converted
     free_host = free_host_bytes()
@@ -108,7 +108,7 @@ def _refuse(model: str, weights: int, dtype: str, option: str, beside: int, free
 
 
 def refuse_longer_context(asked: int | None, limit: int) -> None:
-    """Raise InvalidOption for more context than the model was made for."""
+    """Raises InvalidOption for more context than the model was made for."""
     if asked is not None and asked > limit:
         raise InvalidOption(
             "--context-limit",

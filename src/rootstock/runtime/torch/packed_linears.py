@@ -91,7 +91,7 @@ def pack_linears(
     progress: Callable[[float], None],
     quantize: str = "none",
 ) -> Packing:
-    """Packs module by module and frees memory as it goes, so that the model's memory is never there twice.
+    """Packs module by module and frees memory as it goes, so that the weights are never in memory twice.
 
     `exercise` runs the model in every way in which it will be run, and returns the logits of each. `allowed` returns
     the `relative_error` of the logits that packing may cause; it is called only if they change. The error of

@@ -80,9 +80,9 @@ class PackedCache(FusedStep):
         return attended
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """Returns 0 for the model as a whole, whose positions are given. A layer that asks for its own length adds it
-        to the row numbers 0, 1, 2, … to get positions. It gets an offset for each row, [tokens], that makes them
-        right."""
+        """Returns 0 for the whole model, because positions are passed explicitly. A layer that asks for its own
+        length adds the result to the row numbers 0, 1, 2, … to get positions. For such a layer, returns the
+        difference [tokens] between each row's position and its number."""
         if layer_idx is None:
             return 0
         if self._offsets is None:

@@ -27,10 +27,10 @@ _MAX_DETAIL_CHARS = 300  # of transformers' messages
 
 
 def fingerprint(directory: Path, files: list[Path], architecture: str, progress: Progress) -> str:
-    """Compute the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
+    """Computes the content hash of weights, configuration and the model's own code, if any: xxh3-128 over all bytes.
 
     Processes exchange cached K and V under this name, so every byte counts. Hashing runs at the disk's speed, and
-    reads the bytes that are loaded next into the system's cache.
+    the bytes are in the page cache when they are loaded next.
     """
     digest = xxhash.xxh3_128(architecture.encode())
     code = (path for path in directory.glob("*.py") if path.is_file())
@@ -49,7 +49,7 @@ def fingerprint(directory: Path, files: list[Path], architecture: str, progress:
 
 
 def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
-    """Read config.json, and check generation_config.json, which loading reads too.
+    """Reads config.json, and checks generation_config.json, which loading reads too.
 
     Raises ModelFileInvalid, or ModelUnsupported if transformers does not know the architecture.
     """
@@ -73,7 +73,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
 
 
 def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Module:
-    """Build the architecture without weights, on the meta device. Raises ModelUnsupported."""
+    """Builds the architecture without weights, on the meta device. Raises ModelUnsupported."""
     try:
         with torch.device("meta"), _quiet():
             built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -86,7 +86,7 @@ def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Modul
 def read_weights(
     model: str, directory: Path, config: Any, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> nn.Module:
-    """Load the model with its weights, on the CPU. Raises ModelWeightsMissing, ModelUnsupported.
+    """Loads the model with its weights, on the CPU. Raises ModelWeightsMissing, ModelUnsupported.
 
     transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """

@@ -135,15 +135,15 @@ class Prefixes:
         last_use_s, uses = leaf.last_use_s, leaf.uses
         names = leaf.content.families
         states = leaf.content.bits(Kind.STATE)
-        tails = leaf.content.bits(Kind.BLOCKS)
+        windows = leaf.content.bits(Kind.BLOCKS)
         after: PrefixNode | None = None
         for node in leaf.path():
             families |= node.families
             if states:
                 checkpoints += bool(node.families & states)
-            elif node.families & tails:
+            elif node.families & windows:
                 # Window blocks end where their record ends, or within a block that others have filled.
-                ends = after is None or not after.families & tails or after.start < node.position
+                ends = after is None or not after.families & windows or after.start < node.position
                 checkpoints += ends
             after = node
             if node.leaves == 1:
