@@ -331,8 +331,8 @@ class TierConnector:
         """Places the loaded rows. Returns whether all were loaded; if not, the caller must release the lease."""
         del self._in_flight[load.lease]
         self._learn(ended)
-        for load, buffers in zip(load.loads[: ended.loaded], load.buffers, strict=False):
-            self._runtime.place(load.part, buffers)
+        for planned, buffers in zip(load.loads[: ended.loaded], load.buffers, strict=False):
+            self._runtime.place(planned.part, buffers)
         complete = ended.loaded == len(load.loads)
         if complete:
             self.counters.loads["loaded"] += 1

@@ -9,7 +9,7 @@ from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.scheduler import Scheduler
 from rootstock.engine.sequence import Loading, Sequence
-from rootstock.engine.tiers.connector import TierConnector, LoadInFlight
+from rootstock.engine.tiers.connector import LoadInFlight, TierConnector
 from rootstock.tiers.reader import LoadEnded
 
 
