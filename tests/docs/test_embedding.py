@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,10 @@ def code_of_page() -> str:
 
 
 def run_without_torch(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", BLOCKED + code], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED + code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -366,6 +367,29 @@ def test_an_assertion_that_fails_in_a_call_empties_the_cache() -> None:
 
 
 # ---- with its thread
+
+
+class LateQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    """Queue of commands whose first entry arrives late: after `other` has ended, or was seen to wait."""
+
+    other: threading.Thread
+
+    def put(self, command, block=True, timeout=None):  # type: ignore[no-untyped-def]
+        if self.other.ident is None:
+            self.other.start()
+            self.other.join(0.1)
+        super().put(command)
+
+
+def test_an_abort_never_comes_before_the_submission_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, client = Bench(), Client(numbers(0, 10), 5)
+    commands = LateQueue()
+    commands.other = threading.Thread(target=bench.engine.abort, args=(client.request.id,))
+    monkeypatch.setattr(bench.engine, "_commands", commands)
+    bench.engine.submit(client.request, client.events.append)
+    join(commands.other)
+    bench.engine.step()
+    assert client.is_aborted
 
 
 def test_aborts_during_submissions_end_only_their_own_requests() -> None:

@@ -25,7 +25,8 @@ class RequestTable:
         return len(self._live)
 
     def __contains__(self, request: RequestId) -> bool:
-        return request in self._live
+        with self._lock:  # a request that is found here was announced before
+            return request in self._live
 
     @property
     def closed(self) -> bool:
