@@ -149,8 +149,8 @@ def of_four(model: Path, turns: int, steps: int) -> dict[str, float]:
 
 def boundaries_ms(model: Path) -> dict[str, float]:
     """Measures processor time for 100 messages of one long turn of tool calls, the costliest kind."""
-    codec = HFTokenizer.load(str(model))
-    tokenizer = PromptTokenizer(codec, limit_tokens=10**6)
+    model_tokenizer = HFTokenizer.load(str(model))
+    tokenizer = PromptTokenizer(model_tokenizer, limit_tokens=10**6)
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())
@@ -160,12 +160,12 @@ def boundaries_ms(model: Path) -> dict[str, float]:
         began = time.thread_time()
         placed = placed_chat(conversation, tokenizer)
         half = time.thread_time()
-        boundaries_of(codec, conversation, placed)
+        boundaries_of(model_tokenizer, conversation, placed)
         prompt_ms.append(1e3 * (half - began))
         own_ms.append(1e3 * (time.thread_time() - half))
     print(
         f"\n{len(agent.messages)} messages, {len(placed.tokens)} tokens:",
-        boundaries_of(codec, conversation, placed),
+        boundaries_of(model_tokenizer, conversation, placed),
     )
     return {
         "prompt_of_100_messages_ms": round(statistics.median(prompt_ms), 2),

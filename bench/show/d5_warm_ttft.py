@@ -53,8 +53,8 @@ def main() -> None:
         config = CacheConfig()
         cache = KVCache(runtime.description.families, 2 * 1024**3, config.block_size)
         runtime.allocate(cache.rows, config.block_size)
-        codec = HFTokenizer.load(str(path))
-        engine = Engine(runtime, cache, tokenizer=codec)
+        model_tokenizer = HFTokenizer.load(str(path))
+        engine = Engine(runtime, cache, tokenizer=model_tokenizer)
         batches: list[Batch] = []
         forward = runtime.forward
 
@@ -62,7 +62,7 @@ def main() -> None:
             batches.append(batch)
             return forward(batch)
 
-        with engine, running(create_app(engine, codec, runtime.description), engine) as url:
+        with engine, running(create_app(engine, model_tokenizer, runtime.description), engine) as url:
             runtime.forward = remembered  # type: ignore[method-assign]
             ask_engine(engine, prompt(0))
             ask_engine(engine, prompt(1))

@@ -51,8 +51,7 @@ def main() -> None:
 
 
 def files_of_commit(commit: str) -> dict[str, str]:
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+    with archive_of(commit) as files:
         return {
             member.name: (files.extractfile(member) or io.BytesIO()).read().decode()
             for member in files.getmembers()
@@ -62,9 +61,13 @@ def files_of_commit(commit: str) -> dict[str, str]:
 
 def extract(commit: str, folder: Path) -> None:
     """Writes the files of a commit below `folder`."""
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+    with archive_of(commit) as files:
         files.extractall(folder, filter="data")
+
+
+def archive_of(commit: str) -> tarfile.TarFile:
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    return tarfile.open(fileobj=io.BytesIO(archive))
 
 
 def files_of_tree() -> dict[str, str]:

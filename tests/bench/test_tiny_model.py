@@ -72,12 +72,12 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_conversation_only_grows_at_its_end(folder: Path) -> None:
-    codec = HFTokenizer.load(str(made(folder)[0]))
+    model_tokenizer = HFTokenizer.load(str(made(folder)[0]))
     for agent in AGENTS:
         messages, before = first_messages(), ""
         for step in agent.steps:
             add_step(messages, step)
-            rendered = codec.render_chat(_as_the_server_does(messages), TOOLS)
+            rendered = model_tokenizer.render_chat(_as_the_server_does(messages), TOOLS)
             assert rendered.startswith(before)
             assert rendered.endswith("<|assistant|>\n")
             before = rendered + "an answer"
@@ -85,22 +85,22 @@ def test_a_conversation_only_grows_at_its_end(folder: Path) -> None:
 
 
 def test_text_survives_the_tokenizer(folder: Path) -> None:
-    codec = HFTokenizer.load(str(made(folder)[0]))
+    model_tokenizer = HFTokenizer.load(str(made(folder)[0]))
     text = "Straße, 東京, 🌱 and\ttabs\n"
-    assert codec.decode(codec.encode(text).tolist()) == text
+    assert model_tokenizer.decode(model_tokenizer.encode(text).tolist()) == text
 
 
 def test_special_tokens_are_single_hidden_and_end_an_answer(folder: Path) -> None:
-    codec = HFTokenizer.load(str(made(folder)[0]))
-    (end,) = codec.encode_chat("<|turn_end|>").tolist()
-    assert codec.is_hidden(end)
-    assert codec.eos_token_ids == (end,)
+    model_tokenizer = HFTokenizer.load(str(made(folder)[0]))
+    (end,) = model_tokenizer.encode_chat("<|turn_end|>").tolist()
+    assert model_tokenizer.is_hidden(end)
+    assert model_tokenizer.eos_token_ids == (end,)
 
 
 def test_an_unknown_role_is_refused(folder: Path) -> None:
-    codec = HFTokenizer.load(str(made(folder)[0]))
+    model_tokenizer = HFTokenizer.load(str(made(folder)[0]))
     with pytest.raises(ChatTemplateFailed, match="no role oracle"):
-        codec.render_chat([{"role": "oracle", "content": "?"}], ())
+        model_tokenizer.render_chat([{"role": "oracle", "content": "?"}], ())
 
 
 def _as_the_server_does(messages: list[dict[str, object]]) -> list[dict[str, object]]:

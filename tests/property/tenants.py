@@ -222,11 +222,13 @@ def _told(text: str) -> str:
 
 @contextlib.contextmanager
 def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
-    codec = ByteTokenizer()
-    runtime = FakeRuntime(codec.vocab_size, 4096, families=tuple(families), eos_token_ids=(codec.END,))
+    model_tokenizer = ByteTokenizer()
+    runtime = FakeRuntime(
+        model_tokenizer.vocab_size, 4096, families=tuple(families), eos_token_ids=(model_tokenizer.END,)
+    )
     block_bytes = sum(row_bytes(family, 8) for family in families)
     # Room for everything: one tenant's requests may evict another's blocks, which is documented and not compared.
-    made = assemble(runtime, codec, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
+    made = assemble(runtime, model_tokenizer, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
     app = create_app(made.engine, made.tokenizer, made.description, setting.server, block_size=8)
     with (
         made.engine,

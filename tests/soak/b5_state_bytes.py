@@ -31,12 +31,12 @@ Place = tuple[int, int]  # index of a request, position in its tokens
 
 def useful_places(world: World, agent: Agent) -> list[Place]:
     """Returns the useful positions, each with the first request that has these tokens."""
-    asked, codec = world.asked, world.made.tokenizer
+    asked, model_tokenizer = world.asked, world.made.tokenizer
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
     conversation = conversation_of(agent.messages, TOOLS)
-    placed = placed_chat(conversation, PromptTokenizer(codec, world.made.engine.context_limit))
-    system = boundaries_of(codec, conversation, placed)[0].position
+    placed = placed_chat(conversation, PromptTokenizer(model_tokenizer, world.made.engine.context_limit))
+    system = boundaries_of(model_tokenizer, conversation, placed)[0].position
     next_turn = max(shared(request.whole, placed.tokens) for request in asked)
     places += [(len(asked) - 1, system), (len(asked) - 1, next_turn)]
     return _distinct(_first_that_has(asked, place) for place in places)
