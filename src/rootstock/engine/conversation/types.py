@@ -1,0 +1,99 @@
+"""Types of the canonical conversation: messages, their parts, tools, and the choice among tools.
+
+Each wire format (OpenAI chat, OpenAI Responses, Anthropic Messages) translates its requests to a `Conversation`.
+`engine/conversation/template.py` translates a conversation to the arguments of the model's chat template. No wire
+format knows another one, and no template knows a wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    marked: bool = False  # the client marks the end of this part as the end of a shared prefix (`cache_control`)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Reasoning of an earlier answer, which the client sends back. A template may show or drop it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in an earlier answer.
+
+    `arguments` is an object, or the text of the arguments where it is not a JSON object: it is part of the history as
+    it is. A custom tool's call has the object {"input": text}.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReference:
+    """The place at which a tool with `deferred` is shown to the model for the first time."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    call_id: str | None
+    parts: tuple[Text | ToolReference, ...]
+    name: str | None = None  # of the tool, if the client sends it
+    is_error: bool = False
+
+
+Part = Text | Reasoning | ToolCall | ToolResult | ToolReference
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message. Its parts keep the client's order.
+
+    Roles are "system", "user", "assistant" and "tool", or another name that the model's template renders. A user's
+    message may hold results of tools beside text: Anthropic's clients send them so.
+    """
+
+    role: str
+    parts: tuple[Part, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)  # other fields that some templates read, such as `name`
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. A custom tool is a function with one argument, `input`."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # a JSON schema
+    strict: bool = False  # calls must follow the schema
+    deferred: bool = False  # shown at its first ToolReference, not before the conversation
+    marked: bool = False  # as Text.marked, for the tools up to this one
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the tool's other fields, which templates may print
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The calls that an answer may or must hold."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] = ()  # with "required": one of these; empty: any tool
+    parallel: bool = True  # several calls in one answer are allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    options: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
