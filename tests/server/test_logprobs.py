@@ -32,9 +32,8 @@ from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
-from rootstock.server.openai import responses
-from rootstock.server.openai.calls import Call
-from rootstock.server.openai.responses import ChoiceHistory
+from rootstock.server.openai import answers
+from rootstock.server.wire import Call, ChoiceHistory
 from server.asgi import ask
 from waiting import HANG_S
 
@@ -205,7 +204,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
         encoded.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(responses, "items_text", noted)
+    monkeypatch.setattr(answers, "items_text", noted)
     n, prompt = 16, "0123456789" * 30
     body = {**ECHO, "prompt": prompt, "logprobs": 20, "n": n, "max_tokens": 0, "stream": stream}
     with serve() as served:
@@ -295,7 +294,7 @@ def call_of(
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)
     )
-    return Call(None, requests, n, stream=False, include_usage=False)  # type: ignore[arg-type]
+    return Call(None, requests, n, stream=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
