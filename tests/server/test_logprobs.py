@@ -329,7 +329,7 @@ def test_the_bound_holds_for_the_product_and_the_context_limits_the_tokens() -> 
 def test_too_many_logprobs_are_refused_before_the_first_step(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("rootstock.server.openai.calls.MAX_LOGPROBS", 2 * (5 + 3) * 4)
+    monkeypatch.setattr("rootstock.server.wire.MAX_LOGPROBS", 2 * (5 + 3) * 4)
     with serve() as served:
         fields = {"n": 2, "max_tokens": 3, "logprobs": 3, "echo": True, "stream": stream}
         assert served.complete("12345", **fields).status_code == 200

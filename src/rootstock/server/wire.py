@@ -35,7 +35,7 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs
+from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -205,6 +205,8 @@ class ServedModel:
 
     def chat_prompt(self, conversation: Conversation, salt: str) -> ChatPrompt:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        if conversation.tool_choice.mode == "required":
+            raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
         template = template_input(conversation, self.model_tokenizer)
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         if self.wants_boundaries:

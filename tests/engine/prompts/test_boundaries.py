@@ -380,7 +380,7 @@ def test_boundaries_of_any_conversation_lie_within_its_prompt() -> None:
         "é\ue000",
         "<|im_end|>",
     ]
-    all_tools = [[], TOOLS, [{"function": "look_up"}], [{"name": "look_up"}]]
+    all_tools = [[], TOOLS, TOOLS[1:], [{"function": {"name": "look_up"}}]]
     all_options = [
         {},
         {"add_generation_prompt": False},
