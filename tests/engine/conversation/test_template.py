@@ -87,9 +87,10 @@ def test_reasoning_is_given_in_the_field_that_the_template_reads(field: str) -> 
 def test_marks_keep_their_places_in_joined_parts_and_joined_messages() -> None:
     system = Message("system", (Text("abc", marked=True), Text("de", marked=True)))
     late = Message("system", (Text("fg", marked=True),))
-    template = (
-        "{{ messages[0].content }}{% if messages[1].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    )
+    template = """{%- for m in messages %}
+    {%- if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif -%}
+    [{{ m.role }}]{{ m.content }}
+    {%- endfor %}"""
     tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), template)
     prompt = template_input(Conversation([system, late, user("x")]), tokenizer)
     assert [message["content"] for message in prompt.messages] == ["abc\nde\n\nfg", "x"]
