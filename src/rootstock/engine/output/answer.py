@@ -48,7 +48,7 @@ class Prose:
             self._spaces = self._spaces[-_MAX_SPACES:]
 
     def _note_line(self, text: str) -> None:
-        before, newline, line = text.rpartition("\n")
+        _, newline, line = text.rpartition("\n")
         if newline:
             self.is_at_line_start = not line.strip()
         elif line.strip():

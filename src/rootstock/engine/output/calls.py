@@ -231,7 +231,10 @@ class JsonReader:
 
 
 def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[None]:
-    """Reads a value as a call's arguments, as it comes. Some models write the object as a string, or null for none."""
+    """Reads a value as a call's arguments, as it comes.
+
+    Some models write the object as a string, or null for none.
+    """
     first = yield from scanner.peek()
     if first == '"' or first == "n":
         pieces: list[str] = []

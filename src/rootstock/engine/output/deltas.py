@@ -38,8 +38,8 @@ class CallArguments:
 class CallEnded:
     """The end of a call.
 
-    `arguments` is None for a call that is incomplete or whose arguments are no JSON object: a whole answer shows `raw`
-    as text in its place. A stream has already shown the text of the arguments as it came.
+    `arguments` is None for a call that is incomplete or whose arguments are no JSON object: a whole answer shows
+    `raw` as text in its place. A stream has already shown the text of the arguments as it came.
     """
 
     index: int

@@ -126,6 +126,7 @@ class OutputFormat:
 
     @property
     def has_calls(self) -> bool:
+        """Returns whether calls are parsed; they need a request's tools, too."""
         return isinstance(self.shape, Harmony) or self.shape.calls is not None
 
     @property
@@ -155,6 +156,20 @@ class OutputFormat:
             case None:
                 pass
         return frozenset(found) - {""}
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Returns the marks with which calls begin; those that name a format among others."""
+        if isinstance(self.shape, Harmony):
+            return ("<|channel|>", "<|message|>")
+        match self.shape.calls:
+            case None:
+                return ()
+            case HeaderCalls() | TaggedCalls() as calls:
+                key = (calls.key_opening,) if isinstance(calls, TaggedCalls) else (calls.header_end.strip(),)
+                return tuple(each for each in (calls.section[0], calls.opening, *key) if each)
+            case calls:
+                return (calls.opening,) if calls.opening else ()
 
     def with_reasoning(self, reasoning: ReasoningMarks | None, frame: tuple[str, ...] = ()) -> OutputFormat:
         if isinstance(self.shape, Harmony):
@@ -212,7 +227,7 @@ def _dsml(section: str, space: str = "") -> TaggedCalls:
 def _named_tags(
     section: str, prefix: str = "", function: str = "invoke", key: str = "parameter"
 ) -> TaggedCalls:
-    """Returns calls in tags with the attribute `name`: <invoke name="f"><parameter name="a">1</parameter></invoke>."""
+    """Returns calls in tags with the attribute `name`: <invoke name="f"><parameter name="a">1</parameter>…"""
     return TaggedCalls(
         opening=f'<{prefix}{function} name="',
         name_ends=('"',),
@@ -309,9 +324,9 @@ _CALLS: Mapping[str, CallFormat] = {
     "qwen3_coder": _equals_tags("tool_call", "\n"),  # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
     "mimo": _equals_tags("tool_call", "", newline=""),  # MiMo V2
     "seed_oss": _equals_tags("seed:tool_call", ""),
-    "llama3_function": _equals_tags(
-        "", "", newline=""
-    ),  # Llama 3.1's custom tools, Functionary 3.1: JSON within
+    "llama3_function": HeaderCalls(  # Llama 3.1's custom tools, Functionary 3.1
+        "<function=", r"(?P<name>[^<>\n]+)", ">", "{name}", "</function>"
+    ),
     "glm45": _key_value_tags("tool_call"),  # GLM 4.5 and 4.6, Ling 3
     "glm47": _key_value_tags("tool_call", newline=""),  # GLM 4.7 and 5, Laguna, Spark 2.5
     "longcat": _key_value_tags("longcat_tool_call", "longcat_"),

@@ -172,8 +172,8 @@ class LiteralReader:
             # As JSON's own escape: two of them may be the halves of one character.
             point = int(digits, 16)
             self._give(f"\\u{point:04x}" if 0xD800 <= point < 0xE000 else json_text(chr(point)))
-        elif digits := _OCTAL.match((yield from self._scanner.peek(3))):
-            self._give(json_text(chr(int(self._scanner.take(len(digits[0])), 8))))
+        elif octal := _OCTAL.match((yield from self._scanner.peek(3))):
+            self._give(json_text(chr(int(self._scanner.take(len(octal[0])), 8))))
         else:
             self._give(json_text("\\"))
 

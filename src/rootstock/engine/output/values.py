@@ -40,10 +40,9 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         found |= {type for type in (named if isinstance(named, list) else [named]) if type in _TYPES}
         if named is not None:
             continue
-        values = each.get("enum") if isinstance(each.get("enum"), list) else []
-        found |= {
-            _type_of(value) for value in ([*values, each["const"]] if "const" in each else values or [])
-        }
+        enum = each.get("enum")
+        values = [*(enum if isinstance(enum, list) else []), *([each["const"]] if "const" in each else [])]
+        found |= {_type_of(value) for value in values}
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(each.get(key), list):
                 waiting += each[key]
