@@ -18,6 +18,7 @@ class TemplateTokenizer(ByteTokenizer):
     """A byte tokenizer whose conversations a Jinja template renders."""
 
     def __init__(self, template: str) -> None:
+        self.source = template
         self._template = _compile_jinja_template(template)
         self._names = names_in(template)
 
