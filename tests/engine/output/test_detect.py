@@ -8,14 +8,14 @@ from rootstock.engine.output.formats import OUTPUT_FORMATS, THINK, Harmony, Reas
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 
-TURNS = """{%- for message in messages -%}
-<|{{ message.role }}|>
+TURNS = """{%- if tools %}{{ tools | tojson }}{% endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ "\n" }}
 {%- if message.reasoning_content is defined %}THINKING{% endif -%}
 {{ message.content or "" }}
 {%- if message.tool_calls is defined %}CALLS{% endif -%}
 <|end|>
 {%- endfor -%}
-{%- if tools %}{{ tools | tojson }}{% endif -%}
 {%- if add_generation_prompt %}<|assistant|>{% endif -%}"""
 EACH = "{% for call in message.tool_calls %}CALL{% endfor %}"
 JSON = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
@@ -96,7 +96,9 @@ def test_a_template_without_calls_parses_none() -> None:
 
 def test_calls_of_an_unknown_form_stay_text(caplog: pytest.LogCaptureFixture) -> None:
     found = detect(
-        tokenizer("{% for call in message.tool_calls %}CALL {{ call.function.name }}!{% endfor %}")
+        tokenizer(
+            "{% for call in message.tool_calls %}CALL {{ call.function.name }}: {{ call.function.arguments | tojson }}{% endfor %}"
+        )
     )
     assert not found.has_calls
     assert "unknown form" in caplog.text
@@ -186,6 +188,7 @@ def test_a_format_can_be_named() -> None:
 
 class MarkedTokenizer(ByteTokenizer):
     SPECIAL = (*ByteTokenizer.SPECIAL, "<|tool_call|>", "[ARGS]", "<|channel>")
+    vocab_size = 256 + len(SPECIAL)
 
 
 def test_the_tokens_of_marks_are_known_and_visible_but_for_the_end_of_the_answer() -> None:

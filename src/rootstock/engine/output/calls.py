@@ -36,6 +36,7 @@ _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id")
 _KNOWN_KEYS = frozenset({*_NAME_KEYS, *_ARGUMENT_KEYS, *_ID_KEYS, "function", "type"})
+_CLOSER_OF = {"{": "}", "[": "]"}
 _END_OF_STRING = Stops(['"', "\\", *map(chr, range(0x20))])
 _END_OF_SCALAR = Stops(",}] \t\r\n")
 
@@ -178,22 +179,20 @@ class JsonReader:
                 yield from self._scanner.before(_END_OF_SCALAR, give, MAX_HEADER_CHARS)
 
     def _container(self, give: Give) -> Reading[None]:
-        depth = 0
+        closers: list[str] = []
         while True:
             stop = yield from self._scanner.before(self._outside, give)
             if stop == '"':
                 yield from self.string(give)
                 continue
-            if stop in "{[":
-                depth += 1
-            elif stop in "}]":
-                depth -= 1
-            else:
+            if stop in _CLOSER_OF:
+                closers.append(_CLOSER_OF[stop])
+            elif stop != closers.pop():
                 raise Malformed
-            if depth > MAX_JSON_DEPTH:
+            if len(closers) > MAX_JSON_DEPTH:
                 raise Malformed
             give(self._scanner.take(1))
-            if depth == 0:
+            if not closers:
                 return
 
     def string(self, give: Give) -> Reading[None]:

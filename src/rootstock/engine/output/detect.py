@@ -34,9 +34,10 @@ _QUESTION = "Kestrel7391"  # letters and digits: no template trims or escapes th
 _THOUGHTS = "Merlin2846"
 _ANSWER = "Osprey5120"
 _TOOL = "find_falcon"
-_ARGUMENTS = {"place": "by the sea", "count": 7, "more": {"list": [1, "a"], "wide": True}}
+_PLACE = "by the sea"
+_ARGUMENTS = {"place": _PLACE, "count": 7, "more": {"list": [1, "a"], "wide": True}}
 _CALL_IDS = ("call00001", f"functions.{_TOOL}:0")  # the strictest templates want nine characters
-_SORTED_ARGUMENTS = {"count": 7, "more": {"list": [1, "a"], "wide": True}, "place": "by the sea"}
+_SORTED_ARGUMENTS = {"count": 7, "more": {"list": [1, "a"], "wide": True}, "place": _PLACE}
 _PARAMETERS = {
     "type": "object",
     "properties": {
@@ -156,7 +157,7 @@ def _rendered_calls(tokenizer: ModelTokenizer) -> Iterator[str]:
                 result: Message = {"role": "tool", "content": "None.", "tool_call_id": id, "name": _TOOL}
                 for messages in ([_ASKED, calls], [_ASKED, calls, result]):
                     rendered = _rendered(tokenizer, messages, [_TEMPLATE_TOOL], add_generation_prompt=False)
-                    if rendered is not None and _TOOL in rendered:
+                    if rendered is not None and _PLACE in rendered:
                         yield rendered
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Literal
 
 
 class CallIds(Enum):
@@ -69,6 +70,7 @@ class TaggedCalls:
     value_opening: str = ""
     padding: str = ""  # around values, as the template writes it
     section: tuple[str, str] = ("", "")
+    section_holds: Literal["one call", "all calls"] = "all calls"  # as the template writes it; both are read
     newline: str = "\n"  # between tags, as the template writes it
 
 
@@ -250,7 +252,8 @@ def _equals_tags(section: str, padding: str, newline: str = "\n") -> TaggedCalls
         value_closing="</parameter>",
         closing="</function>",
         padding=padding,
-        section=(f"<{section}>", f"</{section}>") if section else ("", ""),
+        section=(f"<{section}>", f"</{section}>"),
+        section_holds="one call",
         newline=newline,
     )
 

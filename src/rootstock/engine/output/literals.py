@@ -210,11 +210,12 @@ def json_number(word: str) -> str | None:
 
 def python_value(text: str) -> str | None:
     """Translates a literal of Python to JSON. None: the text is none, or is another expression."""
-    scanner = finished(text.strip())
+    scanner = finished(f"{text.strip()}\n")
     pieces: list[str] = []
 
     def reading() -> Reading[None]:
         yield from LiteralReader(scanner, PYTHON, pieces.append).value()
+        yield from scanner.skip_space()
         if (yield from scanner.peek()) != "":
             raise Malformed
 

@@ -44,7 +44,7 @@ def written(format: OutputFormat, calls: Sequence[WrittenCall]) -> str:
             if form.section == ("", ""):
                 return form.newline.join(texts)
             begin, end = form.section
-            if begin == "<tool_call>":  # around each call
+            if form.section_holds == "one call":
                 return "\n".join(f"{begin}{form.newline}{text}{form.newline}{end}" for text in texts)
             return f"{begin}{form.newline}{form.newline.join(texts)}{form.newline}{end}"
         case PythonicCalls() as form:
