@@ -166,7 +166,7 @@ def hostile() -> list[tuple[OutputFormat, str]]:
     return made + [(format, mark) for format in answers.CALL_FORMATS for mark in sorted(format.marks)]
 
 
-def work_ratio(format: OutputFormat, unit: str, times: int = 150) -> float:
+def work_ratio(format: OutputFormat, unit: str, times: int = 60) -> float:
     """Returns the growth of work with the length of a text that repeats `unit`, one push for each."""
     return work(format, unit, 2 * times) / work(format, unit, times)
 

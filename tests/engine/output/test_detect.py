@@ -95,11 +95,7 @@ def test_a_template_without_calls_parses_none() -> None:
 
 
 def test_calls_of_an_unknown_form_stay_text(caplog: pytest.LogCaptureFixture) -> None:
-    found = detect(
-        tokenizer(
-            "{% for call in message.tool_calls %}CALL {{ call.function.name }}: {{ call.function.arguments | tojson }}{% endfor %}"
-        )
-    )
+    found = detect(tokenizer(EACH.replace("CALL", f"CALL {{{{ call.function.name }}}}: {HEADER}")))
     assert not found.has_calls
     assert "unknown form" in caplog.text
 

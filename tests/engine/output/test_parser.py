@@ -56,7 +56,7 @@ def arguments_of(deltas: Sequence[Delta]) -> str:
 
 
 @every_format
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
 def test_calls_are_read_back_however_the_text_is_cut(format: OutputFormat, seed: int) -> None:
     rng = random.Random(seed)
@@ -69,7 +69,7 @@ def test_calls_are_read_back_however_the_text_is_cut(format: OutputFormat, seed:
 
 
 @every_format
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
 def test_damaged_answers_lose_no_text_and_do_not_depend_on_the_cuts(format: OutputFormat, seed: int) -> None:
     rng = random.Random(seed)
@@ -82,7 +82,7 @@ def test_damaged_answers_lose_no_text_and_do_not_depend_on_the_cuts(format: Outp
 
 
 @every_format
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_any_text_loses_nothing(format: OutputFormat, data: st.DataObject) -> None:
     pieces = st.sampled_from(
@@ -267,6 +267,17 @@ def test_a_harmony_prompt_may_begin_a_message() -> None:
 def test_a_message_to_a_built_in_tool_of_harmony_is_reasoning() -> None:
     text = "<|channel|>analysis to=python code<|message|>print(1)<|end|>"
     assert reasoning_of(whole(HARMONY, text, prompt="<|start|>assistant")) == "print(1)"
+
+
+@pytest.mark.parametrize("end", ["<|call|>", "<|end|><|start|>assistant<|channel|>final<|message|>"])
+def test_a_harmony_call_without_a_body_has_no_arguments(end: str) -> None:
+    deltas = whole(
+        HARMONY,
+        f" to=functions.look_up<|channel|>commentary json<|message|>{end}",
+        prompt="<|start|>assistant",
+    )
+    assert answers.found_calls(deltas) == [("look_up", {})]
+    assert text_of(deltas) == ""
 
 
 # ---- calls in JSON

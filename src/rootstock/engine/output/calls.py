@@ -38,7 +38,6 @@ _ID_KEYS = ("id", "tool_call_id")
 _KNOWN_KEYS = frozenset({*_NAME_KEYS, *_ARGUMENT_KEYS, *_ID_KEYS, "function", "type"})
 _CLOSER_OF = {"{": "}", "[": "]"}
 _END_OF_STRING = Stops(['"', "\\", *map(chr, range(0x20))])
-_END_OF_SCALAR = Stops(",}] \t\r\n")
 
 RandomText = Callable[[int], str]  # of so many random letters and digits
 NewId = Callable[[str, int, str | None], str]  # of a call's name, index, and the id that the model wrote
@@ -165,6 +164,7 @@ class JsonReader:
     def __init__(self, scanner: Scanner, marks: tuple[str, ...]) -> None:
         self._scanner = scanner
         self._outside = Stops(['"', "{", "}", "[", "]", *marks])
+        self._end_of_scalar = Stops([*",}] \t\r\n", *marks])
 
     def value(self, give: Give) -> Reading[None]:
         """Reads a value and gives its text. Control characters in strings, which JSON forbids, are escaped."""
@@ -176,7 +176,7 @@ class JsonReader:
             case '"':
                 yield from self.string(give)
             case _:
-                yield from self._scanner.before(_END_OF_SCALAR, give, MAX_HEADER_CHARS)
+                yield from self._scanner.before(self._end_of_scalar, give, MAX_HEADER_CHARS)
 
     def _container(self, give: Give) -> Reading[None]:
         closers: list[str] = []

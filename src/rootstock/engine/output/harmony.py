@@ -87,11 +87,18 @@ class HarmonyReader:
         call.start(function, known_only=False)
         self._scanner.keep_all()
         yield from self._scanner.skip_space()
-        yield from read_arguments(JsonReader(self._scanner, tuple(HARMONY_MARKS)), self._scanner, call)
-        yield from self._scanner.skip_space()
+        if (yield from self._ends()):
+            call.write("{}")  # a function without parameters
+        else:
+            yield from read_arguments(JsonReader(self._scanner, tuple(HARMONY_MARKS)), self._scanner, call)
+            yield from self._scanner.skip_space()
+            yield from self._ends()
+        return False
+
+    def _ends(self) -> Reading[bool]:
         for end in _ENDS:
             if (yield from self._scanner.skips(end)):
-                break
+                return True
         return False
 
     def _rest(self, call: Call) -> Reading[bool]:
