@@ -225,6 +225,44 @@ def test_the_scheme_of_a_key_has_no_case_and_a_key_beyond_ascii_is_wrong(serve: 
         assert_error(asked("Bearer é"), 401, "invalid_api_key")
 
 
+def test_a_key_is_accepted_in_the_header_of_anthropics_clients(serve: Any) -> None:
+    config = ServerConfig(api_key="s3cret", admin_key="adm1n", tenant_keys={"t3nant": "a"})
+    with serve(server=config) as served:
+
+        def asked(path: str = "/v1/models", **headers: str) -> httpx.Response:
+            return served.client.get(path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+        for name in ("x_api_key", "X_API_KEY"):
+            assert asked(**{name: "s3cret"}).status_code == 200
+            assert_error(asked(**{name: "S3CRET"}), 401, "invalid_api_key", "x-api-key")
+            assert_error(asked(**{name: ""}), 401, "invalid_api_key")
+            assert_error(asked(**{name: "Bearer s3cret"}), 401, "invalid_api_key")
+        assert asked(STATS, x_api_key="adm1n").status_code == 200
+        assert_error(asked(STATS, x_api_key="s3cret"), 403, "admin_only")
+        assert_error(asked("/metrics", x_api_key="t3nant"), 403, "admin_only")
+
+
+def test_two_headers_with_different_keys_are_refused(serve: Any) -> None:
+    config = ServerConfig(api_key="s3cret", tenant_keys={"t3nant": "a"})
+    with serve(server=config) as served:
+
+        def asked(authorization: str, api_key: str, path: str = "/v1/models") -> httpx.Response:
+            return served.client.get(path, headers={"Authorization": authorization, "x-api-key": api_key})
+
+        assert asked("Bearer s3cret", "s3cret").status_code == 200
+        assert asked("Bearer s3cret", "").status_code == 200
+        assert asked("Bearer", "s3cret").status_code == 200
+        assert asked("Basic dXNlcjpwYXNz", "s3cret").status_code == 200, "a proxy's own"
+        for bearer, api_key in (("s3cret", "wrong"), ("wrong", "s3cret"), ("s3cret", "t3nant"), ("a", "b")):
+            refused = asked(f"Bearer {bearer}", api_key)
+            assert_error(refused, 401, "api_keys_differ", "Authorization", "x-api-key")
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert asked("Bearer s3cret", "wrong", "/health").status_code == 200
+    with serve() as served:  # it has no keys, and reads none
+        headers = {"Authorization": "Bearer a", "x-api-key": "b"}
+        assert served.client.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_head_is_get_without_a_body(serve: Any) -> None:
     with serve(server=ServerConfig(api_key="s3cret")) as served:
         for path in ("/", "/health"):
