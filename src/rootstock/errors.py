@@ -241,7 +241,7 @@ class ModelNotFound(RequestError):
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(
-            f"Model {shown(asked)} is not served here. Ask for {served!r}, or serve it under that name, too, with --alias.",
+            f"Model {shown(asked)} is not served here. Ask for {served!r}, or serve with --alias.",
             param="model",
         )
 

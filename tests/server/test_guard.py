@@ -135,22 +135,28 @@ def test_answers_have_no_cors_headers_without_the_option(served: Any) -> None:
 
 
 def test_a_page_of_an_allowed_origin_gets_cors_headers(serve: Any) -> None:
+    asked_headers = ("authorization", "content-type", "x-stainless-os", "x-api-key")
+    asked_headers += ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
     with serve(server=ServerConfig(api_key="s3cret", allowed_origins=(PAGE,))) as served:
         preflight = served.client.options(
             CHAT,
             headers={
                 "Origin": PAGE,
                 "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+                "Access-Control-Request-Headers": ",".join(asked_headers),
             },
         )
         assert preflight.status_code == 200, "a preflight has no key"
         assert preflight.headers["access-control-allow-origin"] == PAGE
-        assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
+        allowed_headers = preflight.headers["access-control-allow-headers"].lower()
+        assert all(name in allowed_headers for name in asked_headers)
+        assert "DELETE" in preflight.headers["access-control-allow-methods"]
         asked = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site", **JSON}
         answer = served.client.post(TEXT, content=BODY, headers={**asked, "Authorization": "Bearer s3cret"})
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == PAGE
+        answer = served.client.post(TEXT, content=BODY, headers={**asked, "x-api-key": "s3cret"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
         refused = served.client.post(TEXT, content=BODY, headers=asked)
         assert_error(refused, 401, "invalid_api_key")
         assert refused.headers["access-control-allow-origin"] == PAGE, "the page can read the refusal"

@@ -133,12 +133,14 @@ def serve(
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
+    alias: options.Alias = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
+    sse_keep_alive: options.SSEKeepAlive = "10s",
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
@@ -194,6 +196,8 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
     )
     template = None
     if chat_template is not None:

@@ -14,7 +14,7 @@ from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.limits import MAX_LOGPROBS, MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.chat import Conversation
+from rootstock.engine.prompts.chat import Conversation, refuse_surrogates
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
@@ -33,6 +33,7 @@ from rootstock.server.openai.schema import (
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
+ANY_NAME = "*"  # an alias
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
 
@@ -89,15 +90,25 @@ class ServedModel:
     most_requests: int  # running and waiting in the engine at once
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
+    aliases: tuple[str, ...] = ()  # further names; "*": any
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer.model_tokenizer
 
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases, without the alias for any name."""
+        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
+
     def refuse_other(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
+        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
+        if asked is None or asked in self.names:
+            return
+        if ANY_NAME not in self.aliases:
             raise ModelNotFound(asked, self.name)
+        refuse_surrogates(asked, "model")
 
     def chat_call(self, body: ChatCompletionRequest, tenant: str) -> Call:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
@@ -112,7 +123,7 @@ class ServedModel:
         id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
         return self._call(
             body,
-            ChatFormat(self._head(id, "chat.completion"), self.model_tokenizer),
+            ChatFormat(self._head(id, "chat.completion", body.model), self.model_tokenizer),
             requests_for(id, [tokens], n, sampling, stop, salt=salt, boundaries=boundaries),
         )
 
@@ -132,7 +143,7 @@ class ServedModel:
         echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
         return self._call(
             body,
-            CompletionFormat(self._head(id, "text_completion"), self.model_tokenizer, echo),
+            CompletionFormat(self._head(id, "text_completion", body.model), self.model_tokenizer, echo),
             requests_for(
                 id,
                 [prompt.tokens for prompt in prompts],
@@ -184,8 +195,8 @@ class ServedModel:
             lowered_max_tokens=lowered,
         )
 
-    def _head(self, id: str, object: str) -> Json:
-        return {"id": id, "object": object, "created": int(time.time()), "model": self.name}
+    def _head(self, id: str, object: str, asked: str | None) -> Json:
+        return {"id": id, "object": object, "created": int(time.time()), "model": asked or self.name}
 
 
 def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:

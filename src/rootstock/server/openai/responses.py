@@ -415,6 +415,9 @@ class ChunkWriter:
     def _chunk(self, choice: Json) -> str:
         return f"{self._before}{_dumps(choice)}{self._after}"
 
+    def keep_alive(self) -> str:
+        return ": keep-alive\n\n"  # a comment: clients skip it
+
     def usage(self, usage: Usage) -> str:
         return f'{self._before}], "usage": {_dumps(usage_body(usage))}}}\n\n'
 
