@@ -14,6 +14,7 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
 from rootstock.config import (
@@ -373,6 +374,9 @@ def bench(
         quantize,
     )
     raise typer.Exit(run_bench(config, own))
+
+
+app.command(cls=options.Command)(launch)
 
 
 def _budget_bytes(kv_budget: str) -> int | None:
