@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rootstock.config import ServerConfig
 from rootstock.engine.request import Event, Finished, Request, RequestId, TokenEvent, TokenLogprob, Usage
 from rootstock.server.event_stream import Bridge, Generation, Indexed, KeepAlive, Mailbox
-from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
+from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.held import Held
 from server.raw_http import Clock, MovedClock
@@ -24,11 +24,11 @@ HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
 ID = RequestId("r")
 
 
-def chat() -> WireFormat:
+def chat() -> ChoiceFormat:
     return ChatFormat(HEAD, ByteTokenizer())
 
 
-def completion() -> WireFormat:
+def completion() -> ChoiceFormat:
     return CompletionFormat(HEAD, ByteTokenizer(), None)
 
 
@@ -42,7 +42,7 @@ def written(chunks: Iterable[str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("include_usage", [False, True])
 @given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=5))
 def test_a_chunk_with_text_alone_equals_that_of_its_choice(
-    make: Callable[[], WireFormat], include_usage: bool, texts: list[str]
+    make: Callable[[], ChoiceFormat], include_usage: bool, texts: list[str]
 ) -> None:
     writer, format = ChunkWriter(make(), include_usage), make()
     head = HEAD | {"object": format.chunk_object}
@@ -53,7 +53,7 @@ def test_a_chunk_with_text_alone_equals_that_of_its_choice(
     for event in events:
         for index in (0, 3):
             expected = [head | {"choices": [choice]} | tail for choice in format.choices(index, event)]
-            assert written(writer.chunks(index, event)) == expected
+            assert written(writer.events(index, event)) == expected
 
 
 class _Engine:

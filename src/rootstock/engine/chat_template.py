@@ -18,6 +18,7 @@ class TemplateNames:
     literals: frozenset[str] = frozenset()  # quoted strings, the roles that the template knows among them
     removed: frozenset[str] = frozenset()  # literals that it may replace: the text around them then joins
     searched: frozenset[str] = frozenset()  # literals that it searches for in messages: the end of reasoning
+    attributes: frozenset[str] = frozenset()  # fields of messages, tools and other objects that it reads
 
 
 def names_in(source: str) -> TemplateNames:
@@ -78,4 +79,6 @@ def names_in(source: str) -> TemplateNames:
         texts(template.find_all(nodes.Const)),
         texts(removed) - {""},
         texts(searched),
+        frozenset(each.attr for each in template.find_all(nodes.Getattr))
+        | texts(each.arg for each in template.find_all(nodes.Getitem)),
     )

@@ -70,6 +70,25 @@ def refuse_large(value: Any, path: str, most_chars: int) -> None:
         waiting.extend(_inside(each))
 
 
+def refuse_other_text(value: Any, path: str, most_chars: int | None) -> None:
+    """Refuses a value that is neither absent nor a string of at most `most_chars`."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise InvalidParameter(path, value, "a string")
+    if most_chars is not None and len(value) > most_chars:
+        raise InvalidParameter(path, value, f"a string of at most {most_chars:,} characters")
+
+
+def refuse_surrogates(text: str, param: str) -> None:
+    """Refuses half of a surrogate pair: JSON can spell it, and tokenizers cannot take it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InvalidParameter(param, half, "valid Unicode: this is half of a surrogate pair") from None
+
+
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()

@@ -303,6 +303,7 @@ class HFTokenizer:
             frozenset[str]().union(*(names.literals for names in found)),
             frozenset[str]().union(*(names.removed for names in found)),
             frozenset[str]().union(*(names.searched for names in found)),
+            frozenset[str]().union(*(names.attributes for names in found)),
         )
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[Tool], **options: Any) -> str:

@@ -20,15 +20,10 @@ from rootstock.cache.families import FullAttention
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.build import Assembly, build_engine
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import refuse_unread_variables, template_input
 from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.chat import (
-    Conversation,
-    chosen_tools,
-    conversation_of,
-    refuse_dropped_roles,
-    refuse_unread_variables,
-)
 from rootstock.engine.prompts.explained import explained_in_words
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
@@ -364,12 +359,11 @@ class LLM:
         refuse_unread_variables(
             {k: v for k, v in options.items() if k != "continue_final_message"}, tokenizer.template_names
         )
-        conversation: Conversation = conversation_of(messages, chosen_tools(tools, None), options)
-        refuse_dropped_roles(tokenizer, conversation.messages)
-        conversation = escaped(conversation, self._tokenizer, parse=self._parse_special_tokens)
+        template = template_input(conversation_of(messages, tools, options=options), tokenizer)
+        template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
         if self._wants_boundaries:
-            return _Asked(None, *chat_with_boundaries(conversation, self._tokenizer))
-        return _Asked(None, chat_tokens(conversation, self._tokenizer, salt_of("", cache_salt)))
+            return _Asked(None, *chat_with_boundaries(template, self._tokenizer))
+        return _Asked(None, chat_tokens(template, self._tokenizer, salt_of("", cache_salt)))
 
     def _requests(self, asked: _Asked, params: SamplingParams, cache_salt: str | None) -> tuple[Request, ...]:
         requests = requests_for(

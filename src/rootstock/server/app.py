@@ -26,9 +26,10 @@ from rootstock.server.errors import MODEL_ROUTE, documented_errors, install_erro
 from rootstock.server.event_stream import Answerer
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import numbers_of
-from rootstock.server.openai.calls import MAX_TOKENS_HEADER, ServedModel
+from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.wire import MAX_TOKENS_HEADER, ServedModel
 
 
 def create_app(
@@ -89,7 +90,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(lambda: model.chat_call(body, tenant), request)
+            return await answerer.answer(lambda: chat_call(model, body, tenant), request)
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
@@ -98,7 +99,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     @router.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(lambda: model.completion_call(body, tenant), request)
+        return await answerer.answer(lambda: completion_call(model, body, tenant), request)
 
     return router
 

@@ -17,9 +17,10 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
-from rootstock.server.openai.calls import ServedModel
+from rootstock.server.openai.calls import explained_tokens
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.wire import ServedModel
 
 
 def cache_routes(
@@ -47,7 +48,7 @@ def cache_routes(
         salt = salt_of(tenant, body.cache_salt)
 
         def explained() -> dict[str, Any]:
-            tokens = model.explained_tokens(body, salt)
+            tokens = explained_tokens(model, body, salt)
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()

@@ -29,12 +29,11 @@ from rootstock.engine.request import (
 )
 from rootstock.errors import EngineStopped, RootstockError, StepFailed
 from rootstock.server.connection import WriteChunk, write_chunk_of
-from rootstock.server.errors import ClientGone, error_body
+from rootstock.server.errors import ClientGone
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
-from rootstock.server.openai.calls import Call
-from rootstock.server.openai.responses import DONE, ChoiceHistory, ChunkWriter, error_event, usage_body
 from rootstock.server.request_bodies import PreparationQueue
+from rootstock.server.wire import Call, ChoiceHistory
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +102,7 @@ class Answerer:
         ends = [history.end for history in histories if history.end is not None]
         usage = total_usage(ends, call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        choices = (call.format.whole(index, history) for index, history in enumerate(histories))
-        body = call.format.head | {"choices": choices, "usage": usage_body(usage)}
-        chunks = in_chunks(json_pieces(body))
+        chunks = in_chunks(json_pieces(call.format.whole(histories, usage)))
         first = next(chunks)
         if len(first) < CHUNK_CHARACTERS:  # it is the only one
             return Response(first, headers=call.headers, media_type="application/json")
@@ -136,25 +133,39 @@ class Answerer:
         Most events are tokens with text alone: with `write` they are written as they arrive, and this task sleeps on.
         Raises ClientGone, CancelledError and OSError, after which no client is left.
         """
-        writer = ChunkWriter(call.format, call.include_usage)
+        writer = call.format.stream()
         if self._keep_alive_s > 0:
             keep_alive = KeepAlive(send, write, self._keep_alive_s, writer.keep_alive)
             generation.keep_alive(keep_alive)
             send, write = keep_alive.send, keep_alive.write
+        unsent: list[
+            tuple[int, str]
+        ] = []  # how many of the next events, and their text, which was not written
         if write is not None:
 
             def write_tokens(events: list[Indexed]) -> bool:
-                text = writer.texts(events)
-                return text is not None and (not text or write(text.encode()))
+                text = writer.tokens(events)
+                if text is None:
+                    return False
+                if not text or write(text.encode()):
+                    return True
+                unsent.append((len(events), text))
+                return False
 
             generation.offer_to(write_tokens)
         ends: dict[int, Finished] = {}
-        text = ""
+        text = writer.begin()
         try:
+            if text:
+                await send(text)
+                text = ""
             while events := await generation.next():
-                for index, event in events:
+                skipped = 0
+                if unsent:
+                    skipped, text = unsent.pop()
+                for index, event in events[skipped:]:
                     assert not isinstance(event, Failed | Aborted)
-                    pieces = writer.chunks(index, event)
+                    pieces = writer.events(index, event)
                     if isinstance(event, PromptScored):
                         async for chunk in self._encoded(in_chunks(itertools.chain([text], pieces))):
                             generation.refuse_if_gone()
@@ -171,15 +182,16 @@ class Answerer:
             self._metrics.answered(route, "disconnected")
             raise
         except Exception as error:
-            # The status has been sent: the error goes into the stream, which ends without [DONE].
+            # The status has been sent: the error goes into the stream.
             self._metrics.answered(route, "error")
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
-            return error_event(error_body(error))
-        usage = total_usage([ends[index] for index in range(len(ends))], call.choices_per_prompt)
+            return writer.error(error)
+        in_order = [ends[index] for index in range(len(ends))]
+        usage = total_usage(in_order, call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        return text + (writer.usage(usage) if call.include_usage else "") + DONE
+        return text + writer.end(in_order, usage)
 
     def _bridge_of_this_loop(self) -> Bridge:
         loop = asyncio.get_running_loop()

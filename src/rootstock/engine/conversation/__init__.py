@@ -1,1 +1,1 @@
-"""The canonical conversation: the form that every wire format is translated to, and that prompts are rendered from."""
+"""The canonical conversation, to which every wire format translates and from which prompts are rendered."""

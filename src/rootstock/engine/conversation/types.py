@@ -15,7 +15,9 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
-    marked: bool = False  # the client marks the end of this part as the end of a shared prefix (`cache_control`)
+    marked: bool = (
+        False  # the client marks the end of this part as the end of a shared prefix (`cache_control`)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class ToolCall:
     it is. A custom tool's call has the object {"input": text}.
     """
 
-    id: str
+    id: str | None  # some clients send none
     name: str
     arguments: Mapping[str, Any] | str
 
@@ -66,7 +68,9 @@ class Message:
 
     role: str
     parts: tuple[Part, ...]
-    fields: Mapping[str, Any] = field(default_factory=dict)  # other fields that some templates read, such as `name`
+    fields: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # other fields that some templates read, such as `name`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,9 @@ class Tool:
     strict: bool = False  # calls must follow the schema
     deferred: bool = False  # shown at its first ToolReference, not before the conversation
     marked: bool = False  # as Text.marked, for the tools up to this one
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the tool's other fields, which templates may print
+    fields: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the tool's other fields, which templates may print
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class CallArguments:
 class CallEnded:
     """The end of a call.
 
-    `arguments` is None for a call that is incomplete or whose arguments are no JSON object: a whole answer shows `raw`
+    `arguments` is None if the call is incomplete or its arguments are no JSON object. A whole answer then shows `raw`
     as text in its place. A stream has already shown the text of the arguments as it came.
     """
 
@@ -48,3 +48,67 @@ class CallEnded:
 
 
 Delta = TextDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded
+
+
+class DeltaParser(Protocol):
+    """Interface of a parser of one answer. Its deltas do not depend on how the text is split into pieces."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Returns the deltas that are certain after `text`."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """Returns the last deltas, now that no text follows."""
+        ...
+
+
+class TextOnly:
+    """A parser of answers without reasoning and calls."""
+
+    def push(self, text: str) -> list[Delta]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    text: str  # of the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. Calls that are incomplete or malformed are part of its text."""
+
+    text: str
+    reasoning: str
+    calls: tuple[Call, ...]
+
+
+def answer_of(parser: DeltaParser, text: str) -> Answer:
+    """Parses the whole text of an answer."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Call] = []
+    started: dict[int, tuple[CallStarted, list[str]]] = {}
+    for delta in [*parser.push(text), *parser.finish()]:
+        match delta:
+            case TextDelta(part):
+                texts.append(part)
+            case ReasoningDelta(part):
+                reasoning.append(part)
+            case CallStarted(index):
+                started[index] = delta, []
+            case CallArguments(index, part):
+                started[index][1].append(part)
+            case CallEnded(index, arguments, raw):
+                start, parts = started.pop(index)
+                if arguments is None:
+                    texts.append(raw)
+                else:
+                    calls.append(Call(start.id, start.name, arguments, "".join(parts)))
+    return Answer("".join(texts), "".join(reasoning), tuple(calls))

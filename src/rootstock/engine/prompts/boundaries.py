@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.types import Tokens
-from rootstock.engine.prompts.chat import Conversation
+from rootstock.engine.conversation.template import TemplateInput
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens
 from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
@@ -33,7 +33,7 @@ _CALL_ID = "call00000"  # the strictest templates want nine characters
 
 
 def boundaries_of(
-    tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens
+    tokenizer: ModelTokenizer, conversation: TemplateInput, placed: PlacedTokens
 ) -> tuple[Boundary, ...]:
     """Returns the boundaries in ascending order, one for each position. `placed` is the conversation's prompt."""
     finder = _Finder(tokenizer, conversation, placed)
@@ -48,7 +48,7 @@ def boundaries_of(
 
 
 def chat_with_boundaries(
-    conversation: Conversation, tokenizer: PromptTokenizer
+    conversation: TemplateInput, tokenizer: PromptTokenizer
 ) -> tuple[Tokens, tuple[Boundary, ...]]:
     """Renders and tokenizes like `chat_tokens`, and finds the boundaries: for models that cannot resume anywhere."""
     placed = placed_chat(conversation, tokenizer)
@@ -65,7 +65,7 @@ class _Abridged:
 
 
 class _Finder:
-    def __init__(self, tokenizer: ModelTokenizer, conversation: Conversation, placed: PlacedTokens) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, conversation: TemplateInput, placed: PlacedTokens) -> None:
         self._tokenizer = tokenizer
         self._conversation = conversation
         self._placed = placed
@@ -220,7 +220,7 @@ def _without_calls(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def _name_of_a_tool(conversation: Conversation) -> str | None:
+def _name_of_a_tool(conversation: TemplateInput) -> str | None:
     """Returns the name of a tool, or None for a conversation without tools and calls."""
     for tool in conversation.tools:
         function = tool.get("function", tool)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.prompts.chat import Conversation, Mark, refuse_surrogates
+from rootstock.engine.conversation.template import Mark, TemplateInput
+from rootstock.engine.limits import refuse_surrogates
 from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
 from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
@@ -29,7 +30,7 @@ _ENTRY_BYTES = 520  # overhead of an entry besides its piece and tokens; the sal
 _Key = tuple[str, bool, str]  # the salt, whether the piece begins the text, the piece
 
 
-def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bool = False) -> Conversation:
+def escaped(conversation: TemplateInput, tokenizer: PromptTokenizer, *, parse: bool = False) -> TemplateInput:
     """Returns the conversation with escapes for the control tokens that a client spells out anywhere in it.
 
     With `parse` they stay control tokens. Raises PromptTextTooLong, before any work on text that cannot fit, and
@@ -58,7 +59,7 @@ def escaped(conversation: Conversation, tokenizer: PromptTokenizer, *, parse: bo
                 Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
             ]
     tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
-    return Conversation(messages, tools, options, tuple(marks))
+    return TemplateInput(messages, tools, options, tuple(marks))
 
 
 def _chars_in(value: Any) -> int:
@@ -86,7 +87,7 @@ def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
     return value
 
 
-def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: str) -> Tokens:
+def chat_tokens(conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str) -> Tokens:
     """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
 
     Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
@@ -94,14 +95,14 @@ def chat_tokens(conversation: Conversation, tokenizer: PromptTokenizer, salt: st
     return _refuse_empty(tokenizer.encode_chat(_rendered(conversation, tokenizer), salt))
 
 
-def placed_chat(conversation: Conversation, tokenizer: PromptTokenizer) -> PlacedTokens:
+def placed_chat(conversation: TemplateInput, tokenizer: PromptTokenizer) -> PlacedTokens:
     """Renders and tokenizes like `chat_tokens`, and returns the places of the tokens too."""
     placed = tokenizer.place_chat(_rendered(conversation, tokenizer))
     _refuse_empty(placed.tokens)
     return placed
 
 
-def _rendered(conversation: Conversation, tokenizer: PromptTokenizer) -> str:
+def _rendered(conversation: TemplateInput, tokenizer: PromptTokenizer) -> str:
     rendered = conversation.render(tokenizer.model_tokenizer)
     refuse_surrogates(rendered, "messages")
     return rendered

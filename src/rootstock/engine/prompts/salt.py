@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from rootstock.config import MAX_SALT_LENGTH
-from rootstock.engine.prompts.chat import refuse_surrogates
+from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import InvalidParameter
 
 

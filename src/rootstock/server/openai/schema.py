@@ -16,6 +16,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import refuse_unread_variables
+from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.limits import (
     MAX_CHOICES,
     MAX_DOCUMENTS_CHARS,
@@ -32,23 +35,17 @@ from rootstock.engine.limits import (
     MIN_REPETITION_PENALTY,
     refuse_deep,
     refuse_large,
-)
-from rootstock.engine.prompts.chat import (
-    Conversation,
-    chosen_tools,
-    conversation_of,
-    refuse_dropped_roles,
     refuse_surrogates,
-    refuse_unread_variables,
 )
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ModelTokenizer, Tool
+from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.server.openai.answers import CallStyle
+from rootstock.server.wire import Json
 
 _REASONING_SWITCHES = ("enable_thinking", "thinking")  # a template has one of them, or none
 
-Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 # `fail_fast`, because each wrong value would be an error of its own, and reporting many takes minutes. Keys are
@@ -74,6 +71,7 @@ class TemplateFields(Wire):
     tool_choice: str | JsonObject | None = None
     functions: Annotated[ToolList | None, Field(description="OpenAI's older name of 'tools'")] = None
     function_call: Annotated[str | JsonObject | None, Field(description="of 'tool_choice'")] = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     documents: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
     enable_thinking: bool | None = None
@@ -87,24 +85,27 @@ class TemplateFields(Wire):
 
     def conversation(self, messages: Sequence[Json], tokenizer: ModelTokenizer) -> Conversation:
         """Checks and translates the conversation. Raises RequestError."""
-        conversation = conversation_of(
-            messages, self._chosen_tools(), self._options(tokenizer.template_names)
-        )
-        refuse_dropped_roles(tokenizer, conversation.messages)
-        return conversation
-
-    def _chosen_tools(self) -> Sequence[Tool]:
-        if self.functions is None and self.function_call is None:
-            tools = chosen_tools(self.tools, self.tool_choice)
-        elif self.tools is not None or self.tool_choice is not None:
+        options = self._options(tokenizer.template_names)
+        parallel = self.parallel_tool_calls is not False
+        if not self._is_legacy:
+            return conversation_of(messages, self.tools, self.tool_choice, options, parallel=parallel)
+        if self.tools is not None or self.tool_choice is not None:
             older = "functions" if self.functions is not None else "function_call"
             raise InvalidParameter(
                 older, getattr(self, older), "left out where 'tools' or 'tool_choice' is sent"
             )
-        else:
-            functions = [{"type": "function", "function": function} for function in self.functions or ()]
-            tools = chosen_tools(functions, self.function_call, ("functions", "function_call"))
-        return tools
+        functions = [{"type": "function", "function": function} for function in self.functions or ()]
+        names = ("functions", "function_call")
+        return conversation_of(messages, functions, self.function_call, options, parallel=False, names=names)
+
+    @property
+    def _is_legacy(self) -> bool:
+        return self.functions is not None or self.function_call is not None
+
+    def call_style(self) -> CallStyle:
+        """Returns the form in which the answer shows its calls."""
+        custom = [tool["custom"]["name"] for tool in self.tools or () if tool.get("type") == "custom"]
+        return CallStyle(frozenset(custom), self._is_legacy, self.parallel_tool_calls is not False)
 
     def _options(self, names: TemplateNames) -> Json:
         """Returns the template's variables. Raises InvalidParameter and Unsupported."""
@@ -347,8 +348,6 @@ IGNORED = frozenset(
         # OpenAI
         "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store",
-        # Calls are not parsed yet: there is nothing to limit.
-        "parallel_tool_calls",
         # vLLM, SGLang
         "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",
         "spaces_between_special_tokens", "stream_reasoning",

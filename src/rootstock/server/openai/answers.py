@@ -1,12 +1,10 @@
-"""OpenAI's wire format of responses: the engine's events as a whole response, or as chunks of a stream."""
+"""OpenAI's wire format of answers to chats and completions: as a whole body, or as chunks of a stream."""
 
 from __future__ import annotations
 
 import codecs
-import io
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,66 +13,32 @@ from typing import Any, Protocol
 import numpy as np
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.output.deltas import (
+    Answer,
+    Call,
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    Delta,
+    DeltaParser,
+    ReasoningDelta,
+    TextDelta,
+    TextOnly,
+    answer_of,
+)
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.errors import RootstockError
+from rootstock.server.errors import error_body
 from rootstock.server.json_pieces import Kept, LazyList, items_text, json_pieces
-from rootstock.server.openai.schema import Json
+from rootstock.server.wire import ChoiceHistory, Json
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _ENTRIES_PER_PIECE = 512  # log-probabilities: less than a millisecond of encoding
 
 
-class ChoiceHistory:
-    """The parts of a choice's events that a whole answer needs, in 12 bytes a log-probability instead of 100."""
-
-    def __init__(self) -> None:
-        self.prompt_logprobs: Logprobs | None = None
-        self.end: Finished | None = None
-        self._text = io.StringIO()
-        self._tokens = array("i")
-        self._logprobs = array("d")
-        self._top_tokens = array("i")
-        self._top_logprobs = array("d")
-
-    def add(self, event: PromptScored | TokenEvent | Finished) -> None:
-        match event:
-            case PromptScored(logprobs=logprobs):
-                self.prompt_logprobs = logprobs
-            case TokenEvent(text=text, logprob=logprob):
-                self._text.write(text)
-                if logprob is not None:
-                    self._add_logprob(logprob)
-            case Finished(text=text):
-                self._text.write(text)
-                self.end = event
-
-    def _add_logprob(self, logprob: TokenLogprob) -> None:
-        self._tokens.append(logprob.token)
-        self._logprobs.append(logprob.logprob)
-        for token, value in logprob.top:
-            self._top_tokens.append(token)
-            self._top_logprobs.append(value)
-
-    @property
-    def text(self) -> str:
-        return self._text.getvalue()
-
-    @property
-    def logprobs(self) -> Logprobs | None:
-        """The log-probabilities of the sampled tokens, if they have any."""
-        rows = len(self._tokens)
-        if rows == 0:
-            return None
-        return Logprobs(
-            np.frombuffer(self._tokens, np.int32),
-            np.frombuffer(self._logprobs, np.float64),
-            np.frombuffer(self._top_tokens, np.int32).reshape(rows, -1),
-            np.frombuffer(self._top_logprobs, np.float64).reshape(rows, -1),
-        )
-
-
-class WireFormat(Protocol):
-    """The format of one HTTP request's response. It keeps the state that later events of the response need.
+class ChoiceFormat(Protocol):
+    """The format of the choices of one response. It keeps the state that later events of a choice need.
 
     Choices may hold LazyLists, which `json_pieces` encodes.
     """
@@ -89,7 +53,11 @@ class WireFormat(Protocol):
         ...
 
     def text_choice(self, index: int, text: str) -> Json:
-        """Returns the choice of a token with text alone that is not the first event of its request."""
+        """Returns the choice of text alone that is not the first of its request."""
+        ...
+
+    def parts(self, index: int, event: TokenEvent) -> Iterable[str | Json]:
+        """Yields the parts of a token without log-probability, in a choice that has begun: texts, and choices."""
         ...
 
     def whole(self, index: int, history: ChoiceHistory) -> Json:
@@ -97,45 +65,104 @@ class WireFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """The form in which an answer shows its calls."""
+
+    custom: frozenset[str] = frozenset()  # names of custom tools, whose calls have one text as input
+    legacy: bool = False  # one call as `function_call`, OpenAI's older name
+    parallel: bool = True  # False: only the first call is shown
+
+
 class ChatFormat:
-    def __init__(self, head: Json, tokenizer: ModelTokenizer) -> None:
-        self.head = head
-        self._tokenizer = tokenizer
-        self._started: set[int] = set()
+    """The format of a chat's choices: text, reasoning and tool calls in fields of their own."""
 
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        head: Json,
+        tokenizer: ModelTokenizer,
+        new_parser: Callable[[], DeltaParser] = TextOnly,
+        calls: CallStyle = CallStyle(),
+    ) -> None:
+        self.head = head
+        self._tokenizer = tokenizer
+        self._new_parser = new_parser
+        self._calls = calls
+        self._open: dict[int, _ChatChoice] = {}
+
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
-        if index not in self._started:
-            self._started.add(index)
+        choice = self._open.get(index)
+        if choice is None:
+            choice = self._open[index] = _ChatChoice(self._new_parser(), self._calls)
             yield self._choice(index, {"role": "assistant", "content": ""})
         match event:
             case TokenEvent(text=text, logprob=logprob):
-                if logprob is not None:
-                    yield self._choice(index, {"content": text}, self._logprobs([logprob]))
-                elif text:
-                    yield self.text_choice(index, text)
-            case Finished(reason=reason, text=text, stopped_by=stopped_by):
-                if text:
-                    yield self.text_choice(index, text)
-                yield self._choice(index, {}) | {"finish_reason": reason, "stop_reason": stopped_by}
+                scored = None if logprob is None else self._logprobs([logprob])
+                fields = list(choice.fields(choice.parser.push(text)))
+                if scored is not None and not fields:
+                    fields = [{"content": ""}]
+                for delta in fields:
+                    yield self._choice(index, delta, scored)
+                    scored = None
+            case Finished(text=text, stopped_by=stopped_by):
+                for delta in choice.fields([*choice.parser.push(text), *choice.parser.finish()]):
+                    yield self._choice(index, delta)
+                yield self._choice(index, {}) | {
+                    "finish_reason": self._finish_reason(event, choice.has_calls),
+                    "stop_reason": stopped_by,
+                }
             case PromptScored():
                 pass
 
     def text_choice(self, index: int, text: str) -> Json:
         return self._choice(index, {"content": text})
 
+    def parts(self, index: int, event: TokenEvent) -> Iterator[str | Json]:
+        choice = self._open[index]
+        for delta in choice.parser.push(event.text):
+            if isinstance(delta, TextDelta):
+                yield delta.text
+            else:
+                yield from (self._choice(index, fields) for fields in choice.fields([delta]))
+
     def whole(self, index: int, history: ChoiceHistory) -> Json:
         end, scored = history.end, history.logprobs
         assert end is not None
         content = None if scored is None else LazyList(map(self._content_text, _slices(scored)))
+        answer = answer_of(self._new_parser(), history.text)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": history.text, "refusal": None},
+            "message": self._message(answer),
             "logprobs": None if content is None else {"content": content, "refusal": None},
-            "finish_reason": end.reason,
+            "finish_reason": self._finish_reason(end, bool(answer.calls)),
             "stop_reason": end.stopped_by,
         }
+
+    def _message(self, answer: Answer) -> Json:
+        calls = answer.calls if self._calls.parallel else answer.calls[:1]
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if calls:
+            message["content"] = answer.text or None
+            if self._calls.legacy:
+                message["function_call"] = {"name": calls[0].name, "arguments": calls[0].text}
+            else:
+                message["tool_calls"] = [self._call(call) for call in calls]
+        return message
+
+    def _call(self, call: Call) -> Json:
+        if call.name in self._calls.custom:
+            custom = {"name": call.name, "input": _input_of(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+
+    def _finish_reason(self, end: Finished, has_calls: bool) -> str:
+        if end.reason != "stop" or not has_calls:
+            return end.reason
+        return "function_call" if self._calls.legacy else "tool_calls"
 
     @staticmethod
     def _choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
@@ -157,6 +184,63 @@ class ChatFormat:
             "logprob": max(logprob, _LEAST_LOGPROB),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+class _ChatChoice:
+    """A streamed choice: its parser, and its deltas as fields of chunks."""
+
+    def __init__(self, parser: DeltaParser, style: CallStyle) -> None:
+        self.parser = parser
+        self.has_calls = False  # complete ones
+        self._style = style
+        self._custom: dict[int, CallStarted] = {}  # open calls of custom tools
+
+    def fields(self, deltas: Sequence[Delta]) -> Iterator[Json]:
+        for delta in deltas:
+            match delta:
+                case TextDelta(text):
+                    yield {"content": text}
+                case ReasoningDelta(text):
+                    yield {"reasoning_content": text, "reasoning": text}
+                case CallStarted(index) | CallArguments(index) if index > 0 and not self._shows_several:
+                    pass
+                case CallStarted():
+                    yield from self._started(delta)
+                case CallArguments(index, text) if index not in self._custom:
+                    yield self._arguments(index, text)
+                case CallEnded(index, arguments):
+                    self.has_calls |= arguments is not None
+                    if index in self._custom:
+                        self._custom.pop(index)
+                        yield {"tool_calls": [{"index": index, "custom": {"input": _input_of(arguments)}}]}
+
+    @property
+    def _shows_several(self) -> bool:
+        return self._style.parallel and not self._style.legacy
+
+    def _started(self, call: CallStarted) -> Iterator[Json]:
+        if self._style.legacy:
+            yield {"function_call": {"name": call.name, "arguments": ""}}
+        elif call.name in self._style.custom:  # its input is known when its arguments are complete
+            self._custom[call.index] = call
+            custom = {"name": call.name, "input": ""}
+            yield {"tool_calls": [{"index": call.index, "id": call.id, "type": "custom", "custom": custom}]}
+        else:
+            function = {"name": call.name, "arguments": ""}
+            yield {
+                "tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]
+            }
+
+    def _arguments(self, index: int, text: str) -> Json:
+        if self._style.legacy:
+            return {"function_call": {"arguments": text}}
+        return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _input_of(arguments: Mapping[str, Any] | None) -> str:
+    """Returns the input of a custom tool's call."""
+    given = (arguments or {}).get("input", "")
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +305,9 @@ class CompletionFormat:
 
     def text_choice(self, index: int, text: str) -> Json:
         return self._choice(index, text)
+
+    def parts(self, index: int, event: TokenEvent) -> Iterable[str | Json]:
+        return (event.text,)
 
     def whole(self, index: int, history: ChoiceHistory) -> Json:
         end, echo = history.end, self._echo
@@ -365,22 +452,42 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
+class OpenAIFormat:
+    """The wire format of chats and completions: a body or chunks around the choices."""
+
+    def __init__(self, choices: ChoiceFormat, include_usage: bool) -> None:
+        self._choices = choices
+        self._include_usage = include_usage
+
+    def stream(self) -> ChunkWriter:
+        return ChunkWriter(self._choices, self._include_usage)
+
+    def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
+        choices = (self._choices.whole(index, history) for index, history in enumerate(histories))
+        return self._choices.head | {"choices": choices, "usage": usage_body(usage)}
+
+
 class ChunkWriter:
     """Writer of server-sent events. Encodes the parts of a chunk around the choice once, and the parts of a choice
     around its text once if it has text alone."""
 
-    def __init__(self, format: WireFormat, include_usage: bool) -> None:
+    def __init__(self, format: ChoiceFormat, include_usage: bool) -> None:
         head = json.dumps(format.head | {"object": format.chunk_object}, ensure_ascii=False)
         self._format = format
+        self._include_usage = include_usage
         self._before = f'data: {head[:-1]}, "choices": ['
         self._after = '], "usage": null}\n\n' if include_usage else "]}\n\n"
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
-    def chunks(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
-        """Yields the text of an event's chunks in pieces. Take all pieces before asking for the next event's."""
-        text = self._text_chunk(index, event)
-        if text is not None:
-            yield text
+    def begin(self) -> str:
+        return ""
+
+    def keep_alive(self) -> str:
+        return ": keep-alive\n\n"
+
+    def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
+        if self._is_plain(index, event):
+            yield from self._plain_chunks(index, event)
             return
         for choice in self._format.choices(index, event):
             if isinstance(event, PromptScored):
@@ -393,33 +500,33 @@ class ChunkWriter:
             before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(_quoted(_TEXT))
             self._around_text[index] = before, after
 
-    def texts(self, events: Sequence[tuple[int, Event]]) -> str | None:
-        """Returns the chunks of tokens with text alone in choices that have begun; None for any other event.
-
-        It changes no state: `chunks` may follow with the same events.
-        """
-        chunks = ""
-        for index, event in events:
-            chunk = self._text_chunk(index, event)
-            if chunk is None:
-                return None
-            chunks += chunk
-        return chunks
-
-    def _text_chunk(self, index: int, event: Event) -> str | None:
-        around = self._around_text.get(index)
-        if around is None or not isinstance(event, TokenEvent) or event.logprob is not None:
+    def tokens(self, events: Sequence[tuple[int, Event]]) -> str | None:
+        if not all(self._is_plain(index, event) for index, event in events):
             return None
-        return f"{around[0]}{_quoted(event.text)}{around[1]}" if event.text else ""
+        return "".join(chunk for index, event in events for chunk in self._plain_chunks(index, event))
+
+    def _is_plain(self, index: int, event: Event) -> bool:
+        return isinstance(event, TokenEvent) and event.logprob is None and index in self._around_text
+
+    def _plain_chunks(self, index: int, event: Event) -> Iterator[str]:
+        assert isinstance(event, TokenEvent)
+        before, after = self._around_text[index]
+        for part in self._format.parts(index, event):
+            if not isinstance(part, str):
+                yield self._chunk(part)
+            elif part:
+                yield f"{before}{_quoted(part)}{after}"
 
     def _chunk(self, choice: Json) -> str:
         return f"{self._before}{_dumps(choice)}{self._after}"
 
-    def keep_alive(self) -> str:
-        return ": keep-alive\n\n"  # a comment: clients skip it
+    def end(self, ends: Sequence[Finished], usage: Usage) -> str:
+        if not self._include_usage:
+            return DONE
+        return f'{self._before}], "usage": {_dumps(usage_body(usage))}}}\n\n{DONE}'
 
-    def usage(self, usage: Usage) -> str:
-        return f'{self._before}], "usage": {_dumps(usage_body(usage))}}}\n\n'
+    def error(self, error: RootstockError) -> str:
+        return error_event(error_body(error))  # the stream ends without [DONE]
 
 
 def error_event(body: Json) -> str:

@@ -1,0 +1,246 @@
+"""Interfaces between the HTTP server and the wire formats: a call to the engine, and the format of its response.
+
+A wire format is a package beside this module: `server/openai/`, `server/responses/`, `server/anthropic/`. It
+translates a request's body to a `Call`, and the engine's events to the response. No wire format imports another one.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rootstock.cache.radix_node import Boundary
+from rootstock.cache.types import Tokens
+from rootstock.engine.conversation.template import template_input
+from rootstock.engine.conversation.types import Conversation
+from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
+from rootstock.engine.output.deltas import DeltaParser, TextOnly
+from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
+from rootstock.engine.request import (
+    Event,
+    Finished,
+    Logprobs,
+    PromptScored,
+    Request,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from rootstock.engine.sampling_defaults import SamplingDefaults
+from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
+
+# Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
+MAX_TOKENS_HEADER = "X-Max-Tokens"
+ANY_NAME = "*"  # an alias
+
+Json = dict[str, Any]
+
+
+class StreamWriter(Protocol):
+    """The text of one response as a stream of server-sent events. Used on one event loop's thread."""
+
+    def begin(self) -> str:
+        """Returns the events that need none of the engine's, when the requests were accepted."""
+        ...
+
+    def keep_alive(self) -> str:
+        """Returns the text that tells a waiting client that the server still works."""
+        ...
+
+    def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
+        """Yields the text of an event of one of the requests, in pieces. Take all pieces before the next event."""
+        ...
+
+    def tokens(self, events: Sequence[tuple[int, Event]]) -> str | None:
+        """Returns the text of tokens; None, before any change of state, if `events` must take one of these."""
+        ...
+
+    def end(self, ends: Sequence[Finished], usage: Usage) -> str:
+        """Returns the last text of the stream, after the end of all requests."""
+        ...
+
+    def error(self, error: RootstockError) -> str:
+        """Returns the last text of a stream that fails."""
+        ...
+
+
+class WireFormat(Protocol):
+    """The format of one HTTP request's response."""
+
+    def stream(self) -> StreamWriter: ...
+
+    def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
+        """Returns the body. It may hold LazyLists and iterators, which `json_pieces` encodes."""
+        ...
+
+
+class ChoiceHistory:
+    """The parts of a choice's events that a whole answer needs, in 12 bytes a log-probability instead of 100."""
+
+    def __init__(self) -> None:
+        self.prompt_logprobs: Logprobs | None = None
+        self.end: Finished | None = None
+        self._text = io.StringIO()
+        self._tokens = array("i")
+        self._logprobs = array("d")
+        self._top_tokens = array("i")
+        self._top_logprobs = array("d")
+
+    def add(self, event: PromptScored | TokenEvent | Finished) -> None:
+        match event:
+            case PromptScored(logprobs=logprobs):
+                self.prompt_logprobs = logprobs
+            case TokenEvent(text=text, logprob=logprob):
+                self._text.write(text)
+                if logprob is not None:
+                    self._add_logprob(logprob)
+            case Finished(text=text):
+                self._text.write(text)
+                self.end = event
+
+    def _add_logprob(self, logprob: TokenLogprob) -> None:
+        self._tokens.append(logprob.token)
+        self._logprobs.append(logprob.logprob)
+        for token, value in logprob.top:
+            self._top_tokens.append(token)
+            self._top_logprobs.append(value)
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The log-probabilities of the sampled tokens, if they have any."""
+        rows = len(self._tokens)
+        if rows == 0:
+            return None
+        return Logprobs(
+            np.frombuffer(self._tokens, np.int32),
+            np.frombuffer(self._logprobs, np.float64),
+            np.frombuffer(self._top_tokens, np.int32).reshape(rows, -1),
+            np.frombuffer(self._top_logprobs, np.float64).reshape(rows, -1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request as requests to the engine, and the format of its response."""
+
+    format: WireFormat
+    requests: tuple[Request, ...]  # prompt by prompt, its choices side by side
+    choices_per_prompt: int
+    stream: bool
+    lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.lowered_max_tokens is None else {MAX_TOKENS_HEADER: str(self.lowered_max_tokens)}
+
+    def refuse_too_many_logprobs(self, context_limit: int) -> None:
+        """Bounds the log-probabilities of the response: each choice repeats those of its prompt.
+
+        Raises TooManyLogprobs.
+        """
+        top = self.requests[0].sampling.top_logprobs
+        if top is None:
+            return
+        first_choices = self.requests[:: self.choices_per_prompt]
+        scored = sum(len(one.tokens) for one in first_choices if one.prompt_logprobs is not None)
+        answers = [_most_tokens(one, context_limit) for one in first_choices]
+        count = self.choices_per_prompt * (scored + sum(answers)) * (1 + top)
+        if count > MAX_LOGPROBS:
+            raise TooManyLogprobs(
+                prompts=len(first_choices),
+                choices=self.choices_per_prompt,
+                prompt_tokens=scored,
+                max_tokens=max(answers),
+                top=top,
+                count=count,
+                limit=MAX_LOGPROBS,
+            )
+
+
+def _most_tokens(request: Request, context_limit: int) -> int:
+    """Returns the length that an answer can have."""
+    room = max(0, context_limit - len(request.tokens))
+    return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation's prompt, and the parser of its answers."""
+
+    tokens: Tokens
+    boundaries: tuple[Boundary, ...]
+    new_parser: Callable[[], DeltaParser]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    vocab_size: int
+    tokenizer: PromptTokenizer
+    defaults: SamplingDefaults
+    context_limit: int  # tokens of a prompt and its answer
+    most_requests: int  # running and waiting in the engine at once
+    parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
+    wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
+    aliases: tuple[str, ...] = ()  # further names; "*": any
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_tokenizer(self) -> ModelTokenizer:
+        return self.tokenizer.model_tokenizer
+
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases, without the alias for any name."""
+        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
+
+    def refuse_other(self, asked: str | None) -> None:
+        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
+        if asked is None or asked in self.names:
+            return
+        if ANY_NAME not in self.aliases:
+            raise ModelNotFound(asked, self.name)
+        refuse_surrogates(asked, "model")
+
+    def chat_prompt(self, conversation: Conversation, salt: str) -> ChatPrompt:
+        """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        if conversation.tool_choice.mode == "required":
+            raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
+        template = template_input(conversation, self.model_tokenizer)
+        template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
+        if self.wants_boundaries:
+            tokens, boundaries = chat_with_boundaries(template, self.tokenizer)
+        else:
+            tokens, boundaries = chat_tokens(template, self.tokenizer, salt), ()
+        return ChatPrompt(tokens, boundaries, TextOnly)
+
+    def call(
+        self,
+        format: WireFormat,
+        requests: tuple[Request, ...],
+        *,
+        choices_per_prompt: int = 1,
+        stream: bool = False,
+        strict_max_tokens: bool = False,
+    ) -> Call:
+        """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
+        lowered = None
+        if not strict_max_tokens:
+            fitted = tuple(request.fitted(self.context_limit) for request in requests)
+            lengths = [
+                new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
+            ]
+            requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
+        return Call(format, requests, choices_per_prompt, stream, lowered)
