@@ -35,7 +35,7 @@ LEAST_SHARE = 0.95
 # A first start of an agent takes long on a busy machine.
 INSTALL_S, RUN_S = 1800, 600
 OUTPUT = COMMAND.removeprefix("echo ")
-RUN_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say what it prints."
+RUN_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
 GO_ON = "Say who you are."
 
 

@@ -135,6 +135,8 @@ def test_a_keep_alive_is_sent_when_no_text_was_sent_for_the_time() -> None:
         generation.keep_alive(keep_alive)
 
         def written(events: list[Indexed]) -> bool:
+            if not all(isinstance(event, TokenEvent) for _, event in events):
+                return False
             text = "".join(event.text for _, event in events if isinstance(event, TokenEvent))
             assert keep_alive.write is not None
             return not text or keep_alive.write(text.encode())

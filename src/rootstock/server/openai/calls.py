@@ -45,7 +45,10 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     format = ChatFormat(
-        _head(model, id, "chat.completion", body.model), model.model_tokenizer, prompt.new_parser, body.call_style()
+        _head(model, id, "chat.completion", body.model),
+        model.model_tokenizer,
+        prompt.new_parser,
+        body.call_style(),
     )
     return _call(
         model,
