@@ -104,8 +104,13 @@ def test_claude_code_gets_the_url_the_model_in_every_role_and_one_key(
     call = run(
         rootstock, started, "claude", "--url", f"{server.url}/v1/", "--api-key", "s3cret", "--", "-p", "x"
     )
-    assert call.command == ["claude", "-p", "x"]
-    environment = call.environment
+    assert (call.command[:2], call.command[3:]) == (["claude", "--settings"], ["-p", "x"])
+    environment, settings = call.environment, json.loads(call.command[2])["env"]
+    removed = {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"}
+    assert {name: settings[name] for name in removed} == dict.fromkeys(removed, "")
+    # The file ~/.claude/settings.json may have variables: these override them. Other users can see a command line.
+    assert {**environment, **settings}.items() >= environment.items()
+    assert "s3cret" not in call.command[2]
     assert environment["ANTHROPIC_BASE_URL"] == server.url
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "s3cret"
     models = {name for name, value in environment.items() if value == "a/model"}
@@ -116,7 +121,7 @@ def test_claude_code_gets_the_url_the_model_in_every_role_and_one_key(
     }  # fmt: skip
     assert environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "65536"
     assert environment["OTHER"] == "set before"
-    assert not {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"} & set(environment), "they would override"
+    assert not removed & set(environment), "they would override"
     assert server.keys == ["Bearer s3cret"]
 
 
@@ -259,7 +264,7 @@ def test_a_server_that_does_not_help_is_one_line(
 def test_the_agent_takes_the_place_of_the_command(server: Server, tmp_path: Path) -> None:
     agent = tmp_path / "claude"
     agent.write_text(
-        f"#!{sys.executable}\nimport os, sys\nprint(os.environ['ANTHROPIC_MODEL'], sys.argv[1:])\nsys.exit(7)\n"
+        f"#!{sys.executable}\nimport os, sys\nprint(os.environ['ANTHROPIC_MODEL'], sys.argv[3:])\nsys.exit(7)\n"
     )
     agent.chmod(0o755)
     ran = run_process("launch", "claude", "--url", server.url, "--", "-p", "--print", path=str(tmp_path))

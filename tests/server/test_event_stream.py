@@ -183,7 +183,7 @@ def test_a_stream_has_keep_alives_before_its_first_token(
         held.let_go()
         rest = [line for line in lines if line]
         assert rest.pop() == "data: [DONE]"
-        assert len(rest) >= 3
+        assert rest
         assert all(line.startswith("data: {") for line in rest)
 
 

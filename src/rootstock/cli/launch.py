@@ -77,7 +77,12 @@ def _claude(served: Served) -> Settings:
         environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(served.context_tokens)
     # The first would be a second key, the others lead to other servers.
     others = ("BEDROCK", "VERTEX", "FOUNDRY", "MANTLE", "ANTHROPIC_AWS")
-    return Settings((), environment, ("ANTHROPIC_API_KEY", *(f"CLAUDE_CODE_USE_{other}" for other in others)))
+    removed = ("ANTHROPIC_API_KEY", *(f"CLAUDE_CODE_USE_{other}" for other in others))
+    # Variables in the agent's settings files override the environment, and --settings overrides these. A key stays
+    # out of it: other users of the machine can see a command line.
+    public = {name: value for name, value in environment.items() if value == NO_KEY or value != served.key}
+    settings = {"env": {**dict.fromkeys(removed, ""), **public}}
+    return Settings(("--settings", json.dumps(settings)), environment, removed)
 
 
 def _codex(served: Served) -> Settings:
