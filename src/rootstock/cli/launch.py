@@ -86,7 +86,7 @@ def _claude(served: Served) -> Settings:
 
 
 def _codex(served: Served) -> Settings:
-    provider = {
+    provider: dict[str, str | int] = {
         "name": "Rootstock",
         "base_url": f"{served.url}/v1",
         "wire_api": "responses",
