@@ -25,6 +25,7 @@ MAX_MODEL_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
+LEAST_KEEP_ALIVE_S = 0.1
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
 MAX_SALT_LENGTH = 1024  # characters; the limit of a tenant's name as well
@@ -75,6 +76,11 @@ def parse_draft_tokens(text: str) -> int | None:
 def _refuse_unless_in(allowed: Sequence[str], option: str, value: str) -> None:
     if value not in allowed:
         raise InvalidOption(option, value, " | ".join(allowed))
+
+
+def _refuse_unless_a_name(option: str, name: str) -> None:
+    if not (1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()):
+        raise InvalidOption(option, name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters")
 
 
 def is_key(text: str) -> bool:
@@ -201,13 +207,8 @@ class ModelConfig:
         _refuse_unless_in(ATTENTIONS, "--attention", self.attention)
         if self.threads is not None and not (1 <= self.threads <= MAX_THREADS):
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
-        name = self.served_name
-        if name is not None and not (
-            1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()
-        ):
-            raise InvalidOption(
-                "--served-model-name", name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters"
-            )
+        if self.served_name is not None:
+            _refuse_unless_a_name("--served-model-name", self.served_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,8 @@ class ServerConfig:
     # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
     # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names of the model in the API; "*": any
+    sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:
         for option, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
@@ -249,6 +252,11 @@ class ServerConfig:
             raise InvalidOption("--max-body", self.max_body_bytes, "at least 1KiB")
         if self.max_connections < 1:
             raise InvalidOption("--max-connections", self.max_connections, "at least 1")
+        if 0 < self.sse_keep_alive_s < LEAST_KEEP_ALIVE_S:
+            allowed = f"0s (off), or at least {LEAST_KEEP_ALIVE_S:g}s"
+            raise InvalidOption("--sse-keep-alive", f"{self.sse_keep_alive_s:g}s", allowed)
+        for alias in self.aliases:
+            _refuse_unless_a_name("--alias", alias)
         for origin in self.allowed_origins:
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+", origin):
                 raise InvalidOption(

@@ -17,6 +17,7 @@
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
     │   ├── Unauthorized                401
+    │   │   └── KeysDiffer              401  two headers with different API keys
     │   ├── AdminOnly                   403
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
@@ -239,15 +240,28 @@ class ModelNotFound(RequestError):
     http_status = 404
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"Model {shown(asked)} is not served here. Ask for {served!r}.", param="model")
+        super().__init__(
+            f"Model {shown(asked)} is not served here. Ask for {served!r}, or serve with --alias.",
+            param="model",
+        )
 
 
 class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
 
+    def __init__(
+        self,
+        message: str = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+    ) -> None:
+        super().__init__(message)
+
+
+class KeysDiffer(Unauthorized):
+    code = "api_keys_differ"
+
     def __init__(self) -> None:
-        super().__init__("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
+        super().__init__("The headers Authorization and x-api-key hold different API keys. Send one of them.")
 
 
 class AdminOnly(RequestError):

@@ -14,6 +14,7 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
 from rootstock.config import (
@@ -133,12 +134,14 @@ def serve(
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
+    alias: options.Alias = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
+    sse_keep_alive: options.SSEKeepAlive = "10s",
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
@@ -194,6 +197,8 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
     )
     template = None
     if chat_template is not None:
@@ -369,6 +374,9 @@ def bench(
         quantize,
     )
     raise typer.Exit(run_bench(config, own))
+
+
+app.command(cls=options.Command)(launch)
 
 
 def _budget_bytes(kv_budget: str) -> int | None:

@@ -110,6 +110,15 @@ ServedModelName = Annotated[
         SERVER, "--served-model-name", "Model name in the API.", show_default="the last part of MODEL's name"
     ),
 ]
+Alias = Annotated[
+    list[str] | None,
+    option(
+        SERVER,
+        "--alias",
+        "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
+        metavar="NAME",
+    ),
+]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
 DTYPE = option(MODEL, "--dtype", "Data type of the model: auto, float32, bfloat16 or float16.")
 Dtype = Annotated[str, DTYPE]
@@ -338,6 +347,15 @@ MaxBody = Annotated[
 ]
 MaxConnections = Annotated[
     int, option(SERVER, "--max-connections", "Maximum open connections. Further ones get status 503.")
+]
+SSEKeepAlive = Annotated[
+    str,
+    option(
+        SERVER,
+        "--sse-keep-alive",
+        "Time after which a stream that has nothing to send sends a comment, which keeps clients and proxies from "
+        "giving up, such as 10s. 0s: never.",
+    ),
 ]
 AllowedOrigins = Annotated[
     str,

@@ -16,6 +16,7 @@ from rootstock.engine.prompts.explained import explained_in_words, text_before
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.openai.calls import explained_tokens
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
@@ -25,11 +26,14 @@ from rootstock.server.wire import ServedModel
 def cache_routes(
     engine: Engine, model: ServedModel, config: ServerConfig, queue: PreparationQueue
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
+    router = APIRouter(
+        prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute, responses=documented_errors()
+    )
 
     # A plain function runs on another thread: it waits for the engine's.
     @router.get("/stats")
     def stats(request: Request) -> dict[str, Any]:
+        """Counts hits, misses, blocks and bytes."""
         refuse_unless(is_operator(request), config)
         found = engine.stats()
         derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
@@ -37,8 +41,9 @@ def cache_routes(
         told["cache"] |= derived
         return told
 
-    @router.post("/explain")
+    @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Explains how much of a prompt is cached, and why not more."""
         refuse_unless(config.admin_key is None or caller_of(request).has_admin_key, config)
         salt = salt_of(tenant, body.cache_salt)
 
@@ -51,8 +56,9 @@ def cache_routes(
 
         return await queue.run(request, explained)
 
-    @router.post("/clear")
+    @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
+        """Removes cached prefixes: those of one salt, or all."""
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if not salt:
             refuse_unless(is_operator(request), config)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from rootstock.errors import (
@@ -24,6 +25,44 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_GONE_STATUS = 499  # nginx's; no client reads it
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of an error, for the OpenAPI document."""
+
+    error: ErrorDetail
+
+
+_MEANINGS = {
+    400: "The request is wrong: the message says how, and param names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The host, the web page or the key may not do this.",
+    404: "The model, or the object, is not here.",
+    408: "The request came too slowly.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    415: "The body is not JSON in UTF-8.",
+    429: "The server is full. Try again after Retry-After.",
+    431: "The head is too large.",
+    500: "The server failed.",
+    503: "The server stops, or has too many connections or bodies. Try again.",
+}
+_ANY_ROUTE = (400, 401, 403, 408, 413, 414, 431, 500, 503)  # of the connection, the guard and the engine
+MODEL_ROUTE = (404, 415, 429)  # further ones, of a route with a body that names a model and waits for a turn
+
+
+def documented_errors(*more: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Returns the error statuses of a route for the OpenAPI document: those of any route, and `more`."""
+    return {
+        status: {"model": body, "description": _MEANINGS[status]} for status in sorted({*_ANY_ROUTE, *more})
+    }
 
 
 class ClientGone(Exception):

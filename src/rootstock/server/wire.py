@@ -19,7 +19,7 @@ from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.limits import MAX_LOGPROBS
+from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import DeltaParser, TextOnly
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
@@ -39,6 +39,7 @@ from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Uns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
+ANY_NAME = "*"  # an alias
 
 Json = dict[str, Any]
 
@@ -193,15 +194,25 @@ class ServedModel:
     most_requests: int  # running and waiting in the engine at once
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
+    aliases: tuple[str, ...] = ()  # further names; "*": any
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer.model_tokenizer
 
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases, without the alias for any name."""
+        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
+
     def refuse_other(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
+        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
+        if asked is None or asked in self.names:
+            return
+        if ANY_NAME not in self.aliases:
             raise ModelNotFound(asked, self.name)
+        refuse_surrogates(asked, "model")
 
     def chat_prompt(self, conversation: Conversation, salt: str) -> ChatPrompt:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""

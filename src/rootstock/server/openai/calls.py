@@ -45,7 +45,10 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     format = ChatFormat(
-        _head(model, id, "chat.completion"), model.model_tokenizer, prompt.new_parser, body.call_style()
+        _head(model, id, "chat.completion", body.model),
+        model.model_tokenizer,
+        prompt.new_parser,
+        body.call_style(),
     )
     return _call(
         model,
@@ -72,7 +75,7 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     return _call(
         model,
         body,
-        CompletionFormat(_head(model, id, "text_completion"), model.model_tokenizer, echo),
+        CompletionFormat(_head(model, id, "text_completion", body.model), model.model_tokenizer, echo),
         requests_for(
             id,
             [prompt.tokens for prompt in prompts],
@@ -113,8 +116,8 @@ def _call(
     )
 
 
-def _head(model: ServedModel, id: str, object: str) -> Json:
-    return {"id": id, "object": object, "created": int(time.time()), "model": model.name}
+def _head(model: ServedModel, id: str, object: str, asked: str | None) -> Json:
+    return {"id": id, "object": object, "created": int(time.time()), "model": asked or model.name}
 
 
 def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:
