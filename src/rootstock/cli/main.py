@@ -142,6 +142,7 @@ def serve(
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
+    drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
     _log_warnings()
@@ -194,6 +195,7 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
+        drop_volatile=drop_volatile,
     )
     template = None
     if chat_template is not None:

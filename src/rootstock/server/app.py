@@ -20,11 +20,12 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ModelNotFound, RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.errors import install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.metrics import Metrics
-from rootstock.server.model_card import numbers_of
+from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
@@ -50,6 +51,8 @@ def create_app(
         engine.config.max_batch + engine.config.max_queue,
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
+        reuses_prefixes=engine.reuses_prefixes,
+        drop_volatile=config.drop_volatile,
     )
     metrics = Metrics(engine)
     app = FastAPI(title="Rootstock", version=__version__, redoc_url=None)
@@ -66,7 +69,9 @@ def create_app(
         )
     install_error_handlers(app)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
-    app.include_router(_generation_routes(model, Answerer(engine, metrics, queue)))
+    answerer = Answerer(engine, metrics, queue)
+    app.include_router(_generation_routes(model, answerer))
+    app.include_router(anthropic_routes(model, answerer, queue))
     app.include_router(cache_routes(engine, model, config, queue))
     app.include_router(
         _state_routes(
@@ -108,6 +113,7 @@ def _state_routes(
             "owned_by": "rootstock",
             "max_model_len": engine.context_limit,
             **numbers,
+            **anthropic_model_fields(model.name, model.created, engine.context_limit),
         }
 
     @router.get("/", include_in_schema=False)
@@ -116,7 +122,9 @@ def _state_routes(
 
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described()]}
+        data = [described()]
+        ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return {"object": "list", "data": data, "has_more": False, **ids}
 
     @router.get("/v1/models/{name:path}")
     def one_model(name: str) -> dict[str, Any]:
