@@ -5,7 +5,7 @@ Text that is only whitespace makes no block: Anthropic's API refuses such a bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rootstock.engine.output.deltas import (
@@ -16,6 +16,7 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
 )
+from rootstock.server.anthropic.json_prefix import JsonPrefix
 from rootstock.server.anthropic.signatures import holding, signature_of
 from rootstock.server.anthropic.tool_use_ids import tool_use_id
 from rootstock.server.wire import Json
@@ -65,7 +66,11 @@ BlockEvent = BlockStarted | BlockGrew | BlockStopped
 
 
 class StreamedBlocks:
-    """The blocks of a streamed answer. A malformed call stays a block: its text has been sent as it came."""
+    """The blocks of a streamed answer.
+
+    The arguments of a call are sent as the model writes them, up to the place where they cannot become JSON. Such a
+    call stays a block, and its whole text follows as text.
+    """
 
     def __init__(self, style: AnswerStyle) -> None:
         self.has_calls = False  # complete ones
@@ -74,6 +79,7 @@ class StreamedBlocks:
         self._open: type[TextDelta | ReasoningDelta | CallStarted] | None = None
         self._spaces = ""  # that wait for the text after them
         self._thinking: list[str] = []  # of the open block
+        self._arguments = JsonPrefix()  # of the open call
         self._has_arguments = False
 
     def add(self, deltas: Iterable[Delta]) -> Iterator[BlockEvent]:
@@ -88,15 +94,18 @@ class StreamedBlocks:
                     yield from self._start(
                         CallStarted, {"type": "tool_use", "id": tool_use_id(id), "name": name, "input": {}}
                     )
-                    self._has_arguments = False
+                    self._arguments, self._has_arguments = JsonPrefix(), False
                 case CallArguments(_, text):
-                    self._has_arguments |= bool(text)
-                    yield self._grown("input_json_delta", "partial_json", text)
-                case CallEnded(_, arguments):
+                    if sound := self._arguments.accepted(text):
+                        self._has_arguments = True
+                        yield self._grown("input_json_delta", "partial_json", sound)
+                case CallEnded(_, arguments, raw):
                     self.has_calls |= arguments is not None
                     if not self._has_arguments:
                         yield self._grown("input_json_delta", "partial_json", "{}")
                     yield from self.close()
+                    if self._arguments.is_broken:
+                        yield from self._text(raw)
 
     def close(self) -> Iterator[BlockEvent]:
         """Closes the open block, if there is one."""
@@ -138,43 +147,46 @@ class StreamedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WholeBlocks:
-    """The content of a whole answer. A malformed call is text in its place."""
+    """The content of a whole answer: the blocks of its stream. A malformed call is text in its place."""
 
     content: list[Json]
     has_calls: bool
 
     @staticmethod
     def of(deltas: Iterable[Delta], style: AnswerStyle) -> WholeBlocks:
+        shown = list(style.shown(deltas))
+        inputs = {
+            delta.index: delta.arguments
+            for delta in shown
+            if isinstance(delta, CallEnded) and delta.arguments is not None
+        }
+        streamed = StreamedBlocks(style)
         content: list[Json] = []
-        texts: list[str] = []  # of the run of text or of reasoning that is not in `content` yet
-        kind: type[Delta] = TextDelta
-        names: dict[int, CallStarted] = {}
-
-        def end_run() -> None:
-            text = "".join(texts)
-            texts.clear()
-            if kind is TextDelta and text and not text.isspace():
-                content.append({"type": "text", "text": text, "citations": None})
-            elif kind is ReasoningDelta and text:
-                shown = text if style.shows_thinking else ""
-                content.append({"type": "thinking", "thinking": shown, "signature": style.signature(text)})
-
-        for delta in style.shown(deltas):
-            match delta:
-                case CallStarted(index):
-                    names[index] = delta
-                case CallEnded(index, arguments) if arguments is not None:
-                    end_run()
-                    call = names[index]
-                    id = tool_use_id(call.id)
-                    content.append({"type": "tool_use", "id": id, "name": call.name, "input": arguments})
-                case TextDelta(text) | ReasoningDelta(text) | CallEnded(raw=text):
-                    run = ReasoningDelta if isinstance(delta, ReasoningDelta) else TextDelta
-                    if run is not kind:
-                        end_run()
-                        kind = run
-                    texts.append(text)
-                case _:
+        texts: list[list[str]] = []
+        for event in [*streamed.add(_sound(shown, inputs)), *streamed.close()]:
+            match event:
+                case BlockStarted(_, block):
+                    content.append(dict(block))
+                    texts.append([])
+                case BlockGrew(index, "signature_delta", field, text):
+                    content[index][field] = text
+                case BlockGrew(index, _, _, text):
+                    texts[index].append(text)
+                case BlockStopped():
                     pass
-        end_run()
-        return WholeBlocks(content, any(block["type"] == "tool_use" for block in content))
+        of_calls = iter(inputs.values())
+        for block, parts in zip(content, texts, strict=True):
+            if block["type"] == "tool_use":
+                block["input"] = next(of_calls)
+            else:
+                block[block["type"]] = "".join(parts)
+        return WholeBlocks(content, streamed.has_calls)
+
+
+def _sound(deltas: Iterable[Delta], inputs: Collection[int]) -> Iterator[Delta]:
+    """Yields the deltas of an answer with malformed calls, those without `inputs`, as text."""
+    for delta in deltas:
+        if not isinstance(delta, CallStarted | CallArguments | CallEnded) or delta.index in inputs:
+            yield delta
+        elif isinstance(delta, CallEnded):
+            yield TextDelta(delta.raw)

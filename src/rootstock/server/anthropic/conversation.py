@@ -78,7 +78,8 @@ def _continuation(messages: Sequence[Json], translated: Sequence[Message]) -> Js
     last = translated[-1] if translated else None
     if last is None or last.role != "assistant":
         return {}
-    if any(isinstance(part, ToolCall) for part in last.parts):
+    answered = {part.call_id for part in last.parts if isinstance(part, ToolResult)}
+    if any(isinstance(part, ToolCall) and part.id not in answered for part in last.parts):
         path = f"messages[{len(messages) - 1}]"
         raise InvalidParameter(path, "tool_use", "followed by a user's message with the call's 'tool_result'")
     if not any(isinstance(part, Text) and part.text for part in last.parts):

@@ -1,0 +1,185 @@
+"""The real anthropic client, over HTTP, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from rootstock.config import CacheConfig, EngineConfig, ServerConfig
+from rootstock.engine.build import assemble
+from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
+from rootstock.server.app import create_app
+from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
+from server.anthropic.streams import call, finished, format_of, sse
+from waiting import HANG_S
+
+anthropic = pytest.importorskip("anthropic")
+
+KEY = "sk-test"
+MESSAGES: Any = [{"role": "user", "content": "Hello?"}]
+ASKED: Any = {"model": "fake", "messages": MESSAGES, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
+    made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
+    app = create_app(made.engine, made.tokenizer, made.description, ServerConfig(api_key=KEY))
+    with made.engine, running(app, made.engine) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=url, auth_token=KEY, api_key=None, max_retries=0) as client:
+        yield client
+
+
+def test_a_message(client: Any) -> None:
+    message = client.messages.create(
+        **ASKED,
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        temperature=0.0,
+        top_k=5,
+        stop_sequences=["never to be seen"],
+        metadata={"user_id": "me"},
+    )
+    assert message.role == "assistant"
+    assert message.stop_reason in ("end_turn", "max_tokens")
+    assert message.content[0].type == "text"
+    assert message.usage.input_tokens == 1
+    assert message.usage.cache_creation.ephemeral_5m_input_tokens == message.usage.cache_creation_input_tokens
+    assert message._request_id.startswith("req_")
+
+
+def test_a_stream_and_its_final_message(client: Any) -> None:
+    with client.messages.stream(**ASKED, temperature=0.0) as stream:
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert message.content[0].text == text
+    assert message.usage.output_tokens >= 1
+    assert message.content == client.messages.create(**ASKED, temperature=0.0).content
+    events = [event.type for event in client.messages.create(**ASKED, stream=True)]
+    assert events[0] == "message_start"
+    assert events[-2:] == ["message_delta", "message_stop"]
+
+
+def test_betas_counting_and_models(client: Any) -> None:
+    message = client.beta.messages.create(
+        **ASKED,
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        thinking={"type": "enabled", "budget_tokens": 2000},
+    )
+    assert message.context_management.applied_edits == []
+    with client.beta.messages.stream(**ASKED, betas=["context-management-2025-06-27"]) as stream:
+        assert stream.get_final_message().type == "message"
+    assert client.messages.count_tokens(model="fake", messages=MESSAGES).input_tokens > 5
+    assert client.beta.messages.count_tokens(model="fake", messages=MESSAGES).input_tokens > 5
+    [model] = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("fake", "model", "fake")
+    assert client.models.retrieve("fake").created_at.tzinfo is not None
+
+
+def test_errors_are_those_of_the_api(client: Any, url: str) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="Ask for 'fake'") as caught:
+        client.messages.create(**ASKED | {"model": "other"})
+    assert caught.value.request_id.startswith("req_")
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
+        client.messages.create(**ASKED | {"messages": [{"role": "wizard", "content": "x"}]})
+    stranger = anthropic.Anthropic(base_url=url, auth_token="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**ASKED)
+
+
+def test_the_async_client(url: str) -> None:
+    async def ask() -> tuple[Any, Any]:
+        async with anthropic.AsyncAnthropic(base_url=url, auth_token=KEY, max_retries=0) as client:
+            whole = await client.messages.create(**ASKED, temperature=0.0)
+            async with client.messages.stream(**ASKED, temperature=0.0) as stream:
+                return whole, await stream.get_final_message()
+
+    whole, streamed = asyncio.run(asyncio.wait_for(ask(), HANG_S))
+    assert whole.content == streamed.content
+
+
+# ---- answers of the model's own, which the fake runtime does not write
+
+
+def scripted(*answers: list[list[Delta]]) -> tuple[Any, list[httpx.Request]]:
+    """Returns a client whose server streams these answers, one after another, and the requests that it gets."""
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        script = answers[len(asked) - 1]
+        if b'"stream":true' not in request.content.replace(b" ", b""):
+            from server.anthropic.test_answers import whole
+
+            return httpx.Response(200, json=whole(script))
+        body = sse(format_of(script).stream(), len(script), finished())
+        return httpx.Response(200, text=body, headers={"content-type": "text/event-stream"})
+
+    transport = httpx.Client(transport=httpx.MockTransport(answer))
+    return anthropic.Anthropic(api_key="x", base_url="http://server", http_client=transport), asked
+
+
+CALLS: list[list[Delta]] = [
+    [ReasoningDelta("I should "), ReasoningDelta("look.")],
+    [TextDelta("Let me look."), *call(0, "weather", '{"city": ', '"Bern"}')],
+    call(1, "weather", '{"city": "Oslo"}'),
+]
+LAST: list[list[Delta]] = [[TextDelta("Both are "), TextDelta("sunny.")]]
+
+
+@pytest.mark.parametrize("beta", [False, True])
+def test_thinking_and_calls_of_a_stream_are_read(beta: bool) -> None:
+    client, _ = scripted(CALLS)
+    with (client.beta if beta else client).messages.stream(**ASKED) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert {"thinking", "signature", "text", "input_json", "content_block_stop", "message_stop"} <= set(kinds)
+    thinking, text, bern, oslo = message.content
+    assert thinking.thinking == "I should look."
+    assert thinking.signature
+    assert text.text == "Let me look."
+    assert (bern.input, oslo.input) == ({"city": "Bern"}, {"city": "Oslo"})
+    assert bern.id != oslo.id
+    assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_calls_and_goes_on(stream: bool) -> None:
+    client, asked = scripted(CALLS, LAST)
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather.
+
+        Args:
+            city: The city.
+        """
+        return f"sunny in {city}"
+
+    runner = client.beta.messages.tool_runner(**ASKED, tools=[weather], stream=stream)
+    message = runner.until_done()
+    assert message.content[0].text == "Both are sunny."
+    assert len(asked) == 2
+    assert b"sunny in Oslo" in asked[1].content
+
+
+def test_a_structured_answer_is_parsed() -> None:
+    from pydantic import BaseModel
+
+    class Town(BaseModel):
+        name: str
+
+    client, _ = scripted([[TextDelta('{"name": "Bern"}')]])
+    assert client.messages.parse(**ASKED, output_format=Town).parsed_output == Town(name="Bern")
