@@ -159,8 +159,6 @@ def test_the_reason_of_the_stop(end: Any, has_calls: bool, reason: str, sequence
         (PromptUsage(100, 99), 0, 99, 1),
         (PromptUsage(100, 99), 99, 0, 1),
         (PromptUsage(100, 0), 0, 0, 100),  # nothing is cached
-        (PromptUsage(100, 80), 60, 20, 20),  # a checkpoint within the prompt
-        (PromptUsage(100, 80), 90, 0, 10),
     ],
 )
 def test_the_parts_of_usage_are_disjoint_and_add_up(

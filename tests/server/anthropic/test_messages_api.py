@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rootstock.config import EngineConfig, ServerConfig
+from rootstock.config import ServerConfig
 from rootstock.testing.byte_tokenizer import ByteTokenizer
-from rootstock.testing.fake_runtime import FULL, window
 from server.anthropic.streams import events_in, message_of
 from server.conftest import GREEDY, user
 
@@ -21,7 +21,10 @@ LINE = "x-anthropic-billing-header: cc_version=1.2.3.4a5; cc_entrypoint=cli;"
 
 def ask(served: Any, text: str = "Hello?", headers: Any = None, **fields: Any) -> Any:
     body = {"model": "fake", "max_tokens": 8, "messages": user(text), **GREEDY, **fields}
-    return served.client.post(MESSAGES, json=body, headers=headers)
+    content = json.dumps(body)  # httpx spells no half of a surrogate pair
+    return served.client.post(
+        MESSAGES, content=content, headers={"content-type": "application/json", **(headers or {})}
+    )
 
 
 def streamed(served: Any, text: str = "Hello?", **fields: Any) -> list[Any]:
@@ -323,16 +326,3 @@ def test_edits_are_applied_and_told(serve: Any) -> None:
         assert told["applied_edits"] == [
             {"type": edit["type"], "cleared_tool_uses": 1, "cleared_input_tokens": cleared}
         ]
-
-
-def test_a_model_with_checkpoints_tells_the_tokens_that_it_can_resume(serve: Any) -> None:
-    text = "a question for a model of windows, long enough to have blocks " * 4
-    with serve(families=(FULL, window(16)), engine=EngineConfig()) as served:
-        first = ask(served, text, max_tokens=2).json()["usage"]
-        second = ask(served, text, max_tokens=2).json()["usage"]
-        assert first["cache_read_input_tokens"] == 0
-        assert second["cache_read_input_tokens"] <= first["cache_creation_input_tokens"]
-        tokens = len(served.chat_prompt(text))
-        for usage in (first, second):
-            parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-            assert sum(usage[part] for part in parts) == tokens

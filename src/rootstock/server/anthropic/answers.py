@@ -27,16 +27,16 @@ from rootstock.server.wire import ChoiceHistory, Json
 class PromptUsage:
     """The tokens of a prompt, of which Anthropic's usage tells three disjoint parts.
 
-    Tokens are *read* if the cache had them, and *created* if this request computed them and the same prompt would
-    read them next time. The rest is computed by every request, at least the last token: its logits are the answer's
-    first. Marks (`cache_control`) do not matter, because every prompt is cached.
+    Tokens are *read* if the cache had them, and *created* if this request computed and stored them. The rest is
+    computed by every request: the last token, whose logits are the answer's first, or all without prefix caching.
+    Marks (`cache_control`) do not matter, because every prompt is cached.
     """
 
     tokens: int
-    resumable_tokens: int  # that the same prompt would read
+    stored_tokens: int  # that later requests may read
 
     def body(self, cached_tokens: int, output_tokens: int) -> Json:
-        created = max(0, self.resumable_tokens - cached_tokens)
+        created = max(0, self.stored_tokens - cached_tokens)
         return {
             "input_tokens": self.tokens - cached_tokens - created,
             "cache_creation_input_tokens": created,

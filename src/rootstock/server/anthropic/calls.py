@@ -29,7 +29,7 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
         id,
         model.name,
         prompt.new_parser,
-        PromptUsage(len(prompt.tokens), _resumable_tokens(model, prompt)),
+        PromptUsage(len(prompt.tokens), len(prompt.tokens) - 1 if model.reuses_prefixes else 0),
         model.context_limit,
         AnswerStyle(body.thought().is_shown, conversation.tool_choice.parallel),
         applied,
@@ -72,16 +72,6 @@ def _prompt(
     found = edited(conversation, edits, count)
     applied = None if body.context_management is None else list(map(dict, found.applied))
     return found.conversation, model.chat_prompt(found.conversation, salt), applied
-
-
-def _resumable_tokens(model: ServedModel, prompt: ChatPrompt) -> int:
-    """Returns how many tokens of a prompt the same prompt would read from the cache next time."""
-    if not model.reuses_prefixes:
-        return 0
-    if model.wants_boundaries:  # only these positions get checkpoints
-        positions = (boundary.position for boundary in prompt.boundaries)
-        return max((at for at in positions if at < len(prompt.tokens)), default=0)
-    return len(prompt.tokens) - 1
 
 
 def _refuse_unenforced(body: MessagesRequest) -> None:
