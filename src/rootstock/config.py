@@ -225,6 +225,7 @@ class ServerConfig:
     explain: str = "own"
     # Read special tokens in messages as control tokens instead of plain text.
     parse_special_tokens: bool = False
+    drop_volatile: bool = True  # drop lines of known clients that change the head of every prompt
     max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048
     # Origins whose web pages may use the server; "*": all. The server's own origin is always allowed.

@@ -16,6 +16,9 @@
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
+    │   ├── RouteNotFound               404
+    │   ├── MethodNotAllowed            405
+    │   ├── HttpRefused                 400  by the web framework
     │   ├── Unauthorized                401
     │   │   └── KeysDiffer              401  two headers with different API keys
     │   ├── AdminOnly                   403
@@ -32,6 +35,7 @@
     │   ├── ClearUnderWay               429
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
+    ├── InternalError                   500  a bug in the server's own code
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: only the requests of that step fail
     │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
@@ -246,6 +250,26 @@ class ModelNotFound(RequestError):
         )
 
 
+class RouteNotFound(RequestError):
+    code = "not_found"
+    http_status = 404
+
+    def __init__(self, route: str) -> None:
+        super().__init__(f"There is no {route} here. GET /docs lists the routes.")
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
+    http_status = 405
+
+    def __init__(self, route: str) -> None:
+        super().__init__(f"{route} is not allowed; see the Allow header.")
+
+
+class HttpRefused(RequestError):
+    code = "http_error"
+
+
 class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
@@ -396,6 +420,12 @@ class TooManyBodyBytes(Overloaded):
             f"With this request, the bodies that the server holds would exceed {limit_bytes:,} bytes. Try again in a "
             "moment."
         )
+
+
+class InternalError(RootstockError):
+    def __init__(self, path: str, cause: Exception) -> None:
+        detail = f"{type(cause).__name__}. The server's log says more. Please report it."
+        super().__init__(f"The server failed on {path}: {detail}")
 
 
 class EngineError(RootstockError):

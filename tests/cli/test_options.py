@@ -66,6 +66,7 @@ VALUES = {
     "allowed-origins": "https://a.example,https://b.example",
     "allowed-hosts": "a.example",
     "parse-special-tokens": "true",
+    "drop-volatile": "off",
 }
 
 

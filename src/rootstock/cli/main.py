@@ -145,6 +145,7 @@ def serve(
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
+    drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
     _log_warnings()
@@ -199,6 +200,7 @@ def serve(
         parse_special_tokens=parse_special_tokens,
         aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
+        drop_volatile=drop_volatile,
     )
     template = None
     if chat_template is not None:

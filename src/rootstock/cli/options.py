@@ -382,3 +382,12 @@ ParseSpecialTokens = Annotated[
         "Parse special tokens in messages as control tokens instead of plain text.",
     ),
 ]
+DropVolatile = Annotated[
+    bool,
+    option(
+        SERVER,
+        "--drop-volatile/--no-drop-volatile",
+        "Drop lines of known clients that change the head of every prompt, such as Claude Code's billing header. "
+        "--no-drop-volatile: Keep them.",
+    ),
+]

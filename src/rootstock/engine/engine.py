@@ -166,6 +166,11 @@ class Engine:
         """Tokens that a prompt and its answer may have together."""
         return self._limits.context_limit
 
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether prefix caching is enabled."""
+        return self._cache.reuse
+
     def namespace(self, salt: str = "") -> Namespace:
         """Returns the cache namespace of requests with this salt."""
         return replace(self._namespace, salt=salt)

@@ -174,7 +174,7 @@ class Guard:
             scope.setdefault("state", {})[_STATE] = caller
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}

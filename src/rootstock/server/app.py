@@ -20,12 +20,13 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.metrics import Metrics
-from rootstock.server.model_card import numbers_of
+from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
@@ -52,6 +53,8 @@ def create_app(
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
         aliases=config.aliases,
+        reuses_prefixes=engine.reuses_prefixes,
+        drop_volatile=config.drop_volatile,
     )
     metrics = Metrics(engine)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
@@ -68,7 +71,9 @@ def create_app(
         )
     install_error_handlers(app)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
-    app.include_router(_generation_routes(model, Answerer(engine, metrics, queue, config.sse_keep_alive_s)))
+    answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
+    app.include_router(_generation_routes(model, answerer))
+    app.include_router(anthropic_routes(model, answerer, queue))
     app.include_router(cache_routes(engine, model, config, queue))
     app.include_router(
         _state_routes(
@@ -118,6 +123,7 @@ def _state_routes(
             "root": model.name,  # the model that an alias stands for
             "max_model_len": engine.context_limit,
             **numbers,
+            **anthropic_model_fields(name, model.created, engine.context_limit),
         }
 
     @router.get("/", include_in_schema=False)
@@ -127,7 +133,9 @@ def _state_routes(
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         """Lists the model and its aliases."""
-        return {"object": "list", "data": [described(name) for name in model.names]}
+        data = [described(name) for name in model.names]
+        ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return {"object": "list", "data": data, "has_more": False, **ids}
 
     @router.get("/v1/models/{name:path}", responses=documented_errors(404))
     def one_model(name: str) -> dict[str, Any]:

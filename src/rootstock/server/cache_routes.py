@@ -17,7 +17,7 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
-from rootstock.server.openai.calls import explained_tokens
+from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import ServedModel
@@ -48,11 +48,13 @@ def cache_routes(
         salt = salt_of(tenant, body.cache_salt)
 
         def explained() -> dict[str, Any]:
-            tokens = explained_tokens(model, body, salt)
+            tokens, dropped = explained_prompt(model, body, salt)
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()
-            return _explained(explanation, tokens, model.model_tokenizer)
+            told = _explained(explanation, tokens, model.model_tokenizer)
+            told["message"] = " ".join([told["message"], *map(str, dropped)])
+            return told | {"dropped": [asdict(head) for head in dropped]}
 
         return await queue.run(request, explained)
 

@@ -71,6 +71,7 @@ class Answerer:
             call = make_call()
             call.refuse_too_many_logprobs(self._engine.context_limit)
             generation.submit(call.requests)
+            self._metrics.dropped(call.dropped)
             return call
 
         try:

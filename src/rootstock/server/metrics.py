@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import accumulate
 
@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
@@ -34,6 +35,12 @@ class Metrics:
             "rootstock_cached_prompt_tokens", "Tokens of prompts that were found in the cache"
         )
         self.completion_tokens = counter("rootstock_completion_tokens", "Tokens generated")
+        self.dropped_blocks = counter(
+            "rootstock_dropped_volatile_blocks", "Volatile blocks dropped from system prompts", ["begins"]
+        )
+        self.dropped_chars = counter(
+            "rootstock_dropped_volatile_characters", "Characters of the volatile blocks dropped", ["begins"]
+        )
         self.queue_s = histogram("rootstock_queue_seconds", "Submission to admission", buckets=_LATENCY_S)
         self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
@@ -50,6 +57,11 @@ class Metrics:
             self.prompt_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_tokens)
             self.completion_tokens.inc(usage.completion_tokens)
+
+    def dropped(self, heads: Iterable[DroppedHead]) -> None:
+        for head in heads:
+            self.dropped_blocks.labels(head.begins).inc()
+            self.dropped_chars.labels(head.begins).inc(head.chars)
 
     def render(self) -> bytes:
         """Renders all metrics. Waits for the engine's thread: not for an event loop."""

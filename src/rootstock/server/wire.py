@@ -19,6 +19,7 @@ from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
+from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import DeltaParser, TextOnly
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
@@ -140,6 +141,7 @@ class Call:
     choices_per_prompt: int
     stream: bool
     lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
+    dropped: tuple[DroppedHead, ...] = ()  # from the prompt
 
     @property
     def headers(self) -> dict[str, str]:
@@ -182,6 +184,7 @@ class ChatPrompt:
     tokens: Tokens
     boundaries: tuple[Boundary, ...]
     new_parser: Callable[[], DeltaParser]
+    dropped: tuple[DroppedHead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,8 @@ class ServedModel:
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     aliases: tuple[str, ...] = ()  # further names; "*": any
+    reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
+    drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -218,13 +223,16 @@ class ServedModel:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
         if conversation.tool_choice.mode == "required":
             raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
+        dropped: tuple[DroppedHead, ...] = ()
+        if self.drop_volatile:
+            conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         if self.wants_boundaries:
             tokens, boundaries = chat_with_boundaries(template, self.tokenizer)
         else:
             tokens, boundaries = chat_tokens(template, self.tokenizer, salt), ()
-        return ChatPrompt(tokens, boundaries, TextOnly)
+        return ChatPrompt(tokens, boundaries, TextOnly, dropped)
 
     def call(
         self,
@@ -234,6 +242,7 @@ class ServedModel:
         choices_per_prompt: int = 1,
         stream: bool = False,
         strict_max_tokens: bool = False,
+        dropped: tuple[DroppedHead, ...] = (),
     ) -> Call:
         """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
         lowered = None
@@ -243,4 +252,4 @@ class ServedModel:
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
             requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-        return Call(format, requests, choices_per_prompt, stream, lowered)
+        return Call(format, requests, choices_per_prompt, stream, lowered, dropped)

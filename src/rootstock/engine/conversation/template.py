@@ -156,7 +156,7 @@ class _Builder:
             self._add_plain(role, plain, message.fields, path)
 
     def _add_plain(self, role: str, parts: Sequence[Part], fields: Mapping[str, Any], path: str) -> None:
-        content, ends = _joined(part for part in parts if isinstance(part, Text))
+        content, ends = self._content(parts)
         taken: dict[str, Any] = {**fields, "role": role, "content": content}
         if role == "assistant":
             reasoning = [part.text for part in parts if isinstance(part, Reasoning)]
@@ -188,8 +188,7 @@ class _Builder:
             self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, "")
 
     def _add_result(self, result: ToolResult, fields: Mapping[str, Any], path: str) -> None:
-        texts = [part if isinstance(part, Text) else Text(self._referred(part)) for part in result.parts]
-        content, ends = _joined(texts)
+        content, ends = self._content(result.parts)
         if result.is_error and not content:
             content, ends = "Error", []
         message = {**fields, "role": "tool", "content": content}
@@ -201,6 +200,14 @@ class _Builder:
         if content:
             self._refuse_dropped("tool", path)
         self._append(message, ends)
+
+    def _content(self, parts: Iterable[Part]) -> tuple[str, list[int]]:
+        """Returns the texts among parts as one content, and the characters at which its marked parts end."""
+        return _joined(
+            part if isinstance(part, Text) else Text(self._referred(part))
+            for part in parts
+            if isinstance(part, Text | ToolReference)
+        )
 
     def _referred(self, reference: ToolReference) -> str:
         """Returns the text that shows a deferred tool to the model: its definition once, later its name."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.engine.prompts.salt import salt_of
@@ -55,6 +56,7 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
         body,
         format,
         requests_for(id, [prompt.tokens], n, sampling, stop, salt=salt, boundaries=prompt.boundaries),
+        prompt.dropped,
     )
 
 
@@ -88,23 +90,33 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     )
 
 
-def explained_tokens(model: ServedModel, body: ExplainRequest, salt: str) -> Tokens:
-    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+def explained_prompt(
+    model: ServedModel, body: ExplainRequest, salt: str
+) -> tuple[Tokens, tuple[DroppedHead, ...]]:
+    """Returns a prompt, and the volatile heads dropped from it.
+
+    Renders and tokenizes: not for an event loop. Raises RequestError.
+    """
     model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     if body.messages is not None:
-        return model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt).tokens
+        prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
+        return prompt.tokens, prompt.dropped
     prompts = prompts_of(body.prompt, model.tokenizer)
     if len(prompts) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return prompts[0].tokens
+    return prompts[0].tokens, ()
 
 
 def _call(
-    model: ServedModel, body: GenerationFields, format: ChoiceFormat, requests: tuple[Request, ...]
+    model: ServedModel,
+    body: GenerationFields,
+    format: ChoiceFormat,
+    requests: tuple[Request, ...],
+    dropped: tuple[DroppedHead, ...] = (),
 ) -> Call:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return model.call(
@@ -113,6 +125,7 @@ def _call(
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
         strict_max_tokens=bool(body.strict_max_tokens),
+        dropped=dropped,
     )
 
 
