@@ -157,8 +157,9 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     conversation = conversation_of(agent.messages, TOOLS)
     prompt_ms, own_ms = [], []
     for _ in range(40):
+        tokenizer.forget(None)  # the text is new each time
         began = time.thread_time()
-        placed = placed_chat(conversation, tokenizer)
+        _, placed = placed_chat(conversation, tokenizer)
         half = time.thread_time()
         boundaries_of(model_tokenizer, conversation, placed)
         prompt_ms.append(1e3 * (half - began))

@@ -56,7 +56,7 @@ class VolatileSpan:
     position: int  # where it begins
     before: Tokens  # [≤ 64] the tokens before it
     after: Tokens  # [MIN_AGREED] the tokens after it
-    examples: tuple[Tokens, ...]  # [≤ MAX_SPAN] each: what prompts had there, the latest at the end
+    examples: tuple[Tokens, ...]  # [≤ MAX_SPAN] each: tokens of prompts there, the latest at the end
     count: int  # prompts that diverged in it
     recomputed_tokens: int  # which they would have found in the cache without it
     last_seen: float  # by the clock of the cache

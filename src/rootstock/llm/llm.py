@@ -30,8 +30,9 @@ from rootstock.engine.prompts.chat import (
     refuse_unread_variables,
 )
 from rootstock.engine.prompts.explained import explained_in_words
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared, EngineStats
@@ -63,6 +64,7 @@ class _Asked:
     text: str | None
     tokens: Tokens
     boundaries: tuple[Boundary, ...] = ()
+    place: AnswerPlace | None = None  # of a chat: the next turn's prompt gets the sampled ids back
 
 
 class LLM:
@@ -125,7 +127,10 @@ class LLM:
         self._description = made.description
         self._defaults = defaults
         self._parse_special_tokens = parse_special_tokens
-        self._tokenizer = PromptTokenizer(made.tokenizer, made.engine.context_limit)
+        engine = made.engine
+        self._tokenizer = PromptTokenizer(
+            made.tokenizer, engine.context_limit, engine.config.answer_memory_bytes
+        )
         families = made.description.families
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
@@ -367,9 +372,9 @@ class LLM:
         conversation: Conversation = conversation_of(messages, chosen_tools(tools, None), options)
         refuse_dropped_roles(tokenizer, conversation.messages)
         conversation = escaped(conversation, self._tokenizer, parse=self._parse_special_tokens)
-        if self._wants_boundaries:
-            return _Asked(None, *chat_with_boundaries(conversation, self._tokenizer))
-        return _Asked(None, chat_tokens(conversation, self._tokenizer, salt_of("", cache_salt)))
+        make = chat_with_boundaries if self._wants_boundaries else chat_prompt
+        prompt = make(conversation, self._tokenizer, salt_of("", cache_salt))
+        return _Asked(None, prompt.tokens, prompt.boundaries, prompt.place)
 
     def _requests(self, asked: _Asked, params: SamplingParams, cache_salt: str | None) -> tuple[Request, ...]:
         requests = requests_for(
@@ -381,6 +386,7 @@ class LLM:
             salt=salt_of("", cache_salt),
             prompt_logprobs=params.prompt_logprobs,
             boundaries=asked.boundaries,
+            place=asked.place,
         )
         return tuple(request.fitted(self.context_limit) for request in requests)
 

@@ -43,14 +43,14 @@ def create_app(
     model = ServedModel(
         description.name,
         description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit),
+        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
         defaults or SamplingDefaults(),
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
     )
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, model.tokenizer.answers)
     app = FastAPI(title="Rootstock", version=__version__, redoc_url=None)
     app.add_middleware(Guard, config=config)
     if config.allowed_origins:

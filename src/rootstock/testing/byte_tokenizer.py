@@ -53,7 +53,7 @@ class ByteTokenizer:
         ]
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        return PlacedTokens(rendered, self.encode_chat(rendered), not_told, not_told)
+        return PlacedTokens(rendered, self.encode_chat(rendered), not_told, not_told, self.encode_chat)
 
     @property
     def template_names(self) -> TemplateNames:
@@ -76,6 +76,9 @@ class ByteTokenizer:
 
     def is_hidden(self, token: int) -> bool:
         return token >= 256
+
+    def is_added(self, token: int) -> bool:
+        return 256 <= token < self.vocab_size
 
     def token_bytes(self, token: int) -> bytes:
         if token < 256:

@@ -25,7 +25,7 @@ def common_tokens(tokenizer: ModelTokenizer, placed: PlacedTokens, other: str) -
     if chars == len(placed.text) == len(other):
         return len(placed.tokens)
     near = _common_tokens_near(tokenizer, placed, other, chars)
-    return shared(placed.tokens, tokenizer.encode_chat(other)) if near is None else near
+    return shared(placed.tokens, placed.encode(other)) if near is None else near
 
 
 def _common_tokens_near(

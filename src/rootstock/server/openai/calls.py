@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.limits import MAX_LOGPROBS, MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.chat import Conversation
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
+from rootstock.engine.prompts.prompt_tokenizer import (
+    ChatPrompt,
+    PromptTokenizer,
+    chat_prompt,
+    escaped,
+    text_tokens,
+)
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
@@ -108,12 +113,21 @@ class ServedModel:
         sampling = body.sampling(self.vocab_size, self.defaults, top_logprobs)
         salt = salt_of(tenant, body.cache_salt)
         stop = body.stopping(max_tokens, self.vocab_size)
-        tokens, boundaries = self._chat_prompt(self._conversation(body, body.messages), salt)
+        prompt = self._chat_prompt(self._conversation(body, body.messages), salt, tenant)
         id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
         return self._call(
             body,
             ChatFormat(self._head(id, "chat.completion"), self.model_tokenizer),
-            requests_for(id, [tokens], n, sampling, stop, salt=salt, boundaries=boundaries),
+            requests_for(
+                id,
+                [prompt.tokens],
+                n,
+                sampling,
+                stop,
+                salt=salt,
+                boundaries=prompt.boundaries,
+                place=prompt.place,
+            ),
         )
 
     def completion_call(self, body: CompletionRequest, tenant: str) -> Call:
@@ -144,28 +158,32 @@ class ServedModel:
             ),
         )
 
-    def explained_tokens(self, body: ExplainRequest, salt: str) -> Tokens:
-        """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    def explained_prompt(self, body: ExplainRequest, salt: str, tenant: str) -> tuple[Tokens, int]:
+        """Returns a prompt's tokens and how many of them are sampled ids of earlier answers.
+
+        Renders and tokenizes: not for an event loop. Raises RequestError.
+        """
         self.refuse_other(body.model)
         if (body.messages is None) == (body.prompt is None):
             raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
         if body.messages is not None:
-            return chat_tokens(self._conversation(body, body.messages), self.tokenizer, salt)
+            prompt = chat_prompt(self._conversation(body, body.messages), self.tokenizer, salt, tenant)
+            return prompt.tokens, prompt.sampled_tokens
         prompts = prompts_of(body.prompt, self.tokenizer)
         if len(prompts) != 1:
             raise InvalidParameter("prompt", body.prompt, "one prompt")
         if len(prompts[0].tokens) == 0:
             raise EmptyPrompt
-        return prompts[0].tokens
+        return prompts[0].tokens, 0
 
     def _conversation(self, body: TemplateFields, messages: Sequence[Json]) -> Conversation:
         conversation = body.conversation(messages, self.model_tokenizer)
         return escaped(conversation, self.tokenizer, parse=self.parse_special_tokens)
 
-    def _chat_prompt(self, conversation: Conversation, salt: str) -> tuple[Tokens, tuple[Boundary, ...]]:
+    def _chat_prompt(self, conversation: Conversation, salt: str, tenant: str) -> ChatPrompt:
         if not self.wants_boundaries:
-            return chat_tokens(conversation, self.tokenizer, salt), ()
-        return chat_with_boundaries(conversation, self.tokenizer)
+            return chat_prompt(conversation, self.tokenizer, salt, tenant)
+        return chat_with_boundaries(conversation, self.tokenizer, salt, tenant)
 
     def _call(self, body: GenerationFields, format: WireFormat, requests: tuple[Request, ...]) -> Call:
         lowered = None
