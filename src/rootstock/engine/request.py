@@ -77,9 +77,7 @@ class Request:
         Boundary, ...
     ] = ()  # positions where later requests may diverge: each gets a checkpoint
     place: AnswerPlace | None = None  # to which the sampled ids are remembered; None: they are not
-    diagnose: bool = (
-        False  # the first token's event and the end tell why the prompt was not found in the cache
-    )
+    diagnose: bool = False  # its events tell why its prompt was not found in the cache
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""

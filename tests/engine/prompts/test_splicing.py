@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.helpers import Bench
 from engine.prompts.chat_tokenizers import TEMPLATES, tokenizer_of
+from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.chat import conversation_of
@@ -360,6 +361,25 @@ def test_parallel_calls_are_found_with_the_text_around_them() -> None:
     following = prompt_of(tokenizer, [*asked, turn, {"role": "tool", "content": "A plant."}], tools=TOOLS)
     assert_begins_with(following, cached)
     assert tokenizer.answers.counters.restored_calls == 3
+
+
+# ---- boundaries
+
+
+@pytest.mark.parametrize("told", ["The tool answers.", "The tool answers", "The"])
+def test_boundaries_behind_sampled_ids_are_those_of_the_next_prompts(told: str) -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    history = [user("What is a tree?")]
+    for _ in range(3):
+        ids = sampled(tokenizer, "The tool answers.", "<|im_end|>")
+        prompt_of(tokenizer, history).place.remember(ids)
+        history += [answer(told), user("Go on.")]
+    conversation = escaped(conversation_of(history), tokenizer)
+    prompt = chat_with_boundaries(conversation, tokenizer, "")
+    assert prompt.sampled_tokens > 0
+    [last] = [each.position for each in prompt.boundaries if each.kind is CheckpointKind.USER]
+    later = prompt_of(tokenizer, [*history, answer("Done.", reasoning_content="Well."), user("Go on.")])
+    assert 0 <= shared(prompt.tokens, later.tokens) - last < 4
 
 
 # ---- safety

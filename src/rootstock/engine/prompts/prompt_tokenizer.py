@@ -185,6 +185,7 @@ class PromptTokenizer:
             text.tokens(),
             places.token_at,
             places.char_at,
+            places.part_of,
             lambda other: self._spliced(other, asker).tokens(),
         )
 
@@ -273,3 +274,7 @@ class _Places:
             return None
         char = self._placed(at).char_at(token - self._tokens[at])
         return None if char is None else self._chars[at] + char
+
+    def part_of(self, token: int) -> tuple[int, int]:
+        at = min(bisect_right(self._tokens, token), len(self._parts)) - 1
+        return self._tokens[at], self._chars[at]
