@@ -158,8 +158,9 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     template = template_input(conversation_of(agent.messages, TOOLS), model_tokenizer)
     prompt_ms, own_ms = [], []
     for _ in range(40):
+        tokenizer.forget(None)  # the text is new each time
         began = time.thread_time()
-        placed = placed_chat(template, tokenizer)
+        _, placed = placed_chat(template, tokenizer)
         half = time.thread_time()
         boundaries_of(model_tokenizer, template, placed)
         prompt_ms.append(1e3 * (half - began))

@@ -167,6 +167,8 @@ class EngineConfig:
     # longer chunk costs less per token, and a new request waits for the same prompts either way.
     idle_chunk_tokens: int | None = None
     draft_tokens: int | None = 0  # draft tokens per request and step; None: as many as are expected to pay
+    # Memory of the ids that chats' answers were sampled with: later prompts that repeat an answer get them back.
+    answer_memory_bytes: int = 64 * MIB
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -178,6 +180,7 @@ class EngineConfig:
             ("--max-queue", self.max_queue, 1),
             ("--context-limit", self.context_limit, 2),
             ("--speculate", self.draft_tokens, 0),
+            ("--answer-memory", self.answer_memory_bytes, 0),
         ):
             if value is not None and value < least:
                 raise InvalidOption(option, value, f"at least {least}")

@@ -36,7 +36,8 @@ def useful_places(world: World, agent: Agent) -> list[Place]:
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
     template = template_input(conversation_of(agent.messages, TOOLS), model_tokenizer)
-    placed = placed_chat(template, PromptTokenizer(model_tokenizer, world.made.engine.context_limit))
+    tokenizer = PromptTokenizer(model_tokenizer, world.made.engine.context_limit)
+    _, placed = placed_chat(template, tokenizer)
     system = boundaries_of(model_tokenizer, template, placed)[0].position
     next_turn = max(shared(request.whole, placed.tokens) for request in asked)
     places += [(len(asked) - 1, system), (len(asked) - 1, next_turn)]

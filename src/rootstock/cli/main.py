@@ -129,6 +129,7 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
     host: options.Host = _SERVER.host,
@@ -178,6 +179,7 @@ def serve(
         itl_target_s=None if itl_target is None else parse_seconds(itl_target, "--itl-target"),
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
+        answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
     )
     tier_config = TierConfig(
         disk_dir,

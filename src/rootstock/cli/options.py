@@ -239,6 +239,15 @@ HostBudget = Annotated[
         "Host RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.",
     ),
 ]
+AnswerMemory = Annotated[
+    str,
+    option(
+        CACHE,
+        "--answer-memory",
+        "Memory for the token ids of answers, such as 64MiB. Prompts that repeat an answer get the ids that were "
+        "sampled, which are cached.",
+    ),
+]
 VerifyHits = Annotated[
     float,
     option(TIERS, "--verify-hits", "Fraction of hits to recompute in idle time and compare, such as 0.01."),

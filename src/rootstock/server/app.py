@@ -46,7 +46,7 @@ def create_app(
     model = ServedModel(
         description.name,
         description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit),
+        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
         defaults or SamplingDefaults(),
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
@@ -56,7 +56,7 @@ def create_app(
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
     )
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, model.tokenizer.answers)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, config=config)
     if config.allowed_origins:

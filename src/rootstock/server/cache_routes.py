@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from fastapi import APIRouter, Request
 
 from rootstock.cache.explain import Explanation
 from rootstock.cache.types import Tokens
+from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.explained import explained_in_words, text_before
+from rootstock.engine.prompts.explained import explained_in_words, text_before, volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
@@ -21,6 +23,9 @@ from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import ServedModel
+
+VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
+VOLATILE_EXAMPLE_CHARS = 200
 
 
 def cache_routes(
@@ -41,6 +46,28 @@ def cache_routes(
         told["cache"] |= derived
         return told
 
+    @router.get("/volatile", responses=documented_errors(401, 403))
+    def volatile(request: Request, tenant: Tenant, cache_salt: str | None = None) -> dict[str, Any]:
+        """Lists the spans of prompts that differ between requests which agree before and after them."""
+        salt = salt_of(tenant, cache_salt)
+        if salt:
+            spans = engine.volatile_spans(salt)
+        else:
+            refuse_unless(is_operator(request), config)
+            spans = engine.volatile_spans()
+        # Prompts of one salt may be of several parties, unless a key is bound to it.
+        caller = caller_of(request)
+        shows_texts = config.explain == "all" or caller.has_admin_key or bool(caller.tenant)
+        return {
+            "texts": "of your own prompts"
+            if shows_texts
+            else "withheld: the option --explain all shows them",
+            "spans": [
+                _volatile(span, shows_texts and span.namespace.salt == salt, model.model_tokenizer)
+                for span in spans
+            ],
+        }
+
     @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a prompt is cached, and why not more."""
@@ -48,13 +75,13 @@ def cache_routes(
         salt = salt_of(tenant, body.cache_salt)
 
         def explained() -> dict[str, Any]:
-            tokens, dropped = explained_prompt(model, body, salt)
+            tokens, sampled_tokens, dropped = explained_prompt(model, body, salt, tenant)
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()
             told = _explained(explanation, tokens, model.model_tokenizer)
             told["message"] = " ".join([told["message"], *map(str, dropped)])
-            return told | {"dropped": [asdict(head) for head in dropped]}
+            return told | {"sampled_tokens": sampled_tokens, "dropped": [asdict(head) for head in dropped]}
 
         return await queue.run(request, explained)
 
@@ -68,6 +95,27 @@ def cache_routes(
         return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
 
     return router
+
+
+def _volatile(span: VolatileSpan, shows_text: bool, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """Returns the JSON of a span, with the texts of the prompts if the sender may see them."""
+
+    def text(tokens: Tokens) -> str:
+        return tokenizer.decode(tokens.tolist())
+
+    return {
+        "position": span.position,
+        "tokens": span.longest,
+        "count": span.count,
+        "recomputed_tokens": span.recomputed_tokens,
+        "last_seen_s_ago": round(max(0.0, time.monotonic() - span.last_seen), 3),
+        "before": text(span.before)[-VOLATILE_CONTEXT_CHARS:] if shows_text else None,
+        "examples": [text(example)[:VOLATILE_EXAMPLE_CHARS] for example in span.examples]
+        if shows_text
+        else None,
+        "after": text(span.after)[:VOLATILE_CONTEXT_CHARS] if shows_text else None,
+        "hint": volatile_in_words(span),
+    }
 
 
 def _as_json(value: Any) -> Any:

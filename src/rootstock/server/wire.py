@@ -15,24 +15,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.cache.radix_node import Boundary
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import DeltaParser, TextOnly
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
+from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.engine.request import (
     Event,
     Finished,
     Logprobs,
     PromptScored,
     Request,
+    ResolvedSampling,
+    StopParams,
     TokenEvent,
     TokenLogprob,
     Usage,
+    requests_for,
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
@@ -178,13 +179,29 @@ def _most_tokens(request: Request, context_limit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation's prompt, and the parser of its answers."""
+class PreparedChat:
+    """A conversation's prompt, and all that its answers need."""
 
-    tokens: Tokens
-    boundaries: tuple[Boundary, ...]
+    prompt: ChatPrompt
+    salt: str
     new_parser: Callable[[], DeltaParser]
     dropped: tuple[DroppedHead, ...] = ()
+
+    def requests(
+        self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
+    ) -> tuple[Request, ...]:
+        """Makes the requests of the answers."""
+        return requests_for(
+            id,
+            [self.prompt.tokens],
+            choices,
+            sampling,
+            stop,
+            salt=self.salt,
+            boundaries=self.prompt.boundaries,
+            place=self.prompt.place,
+            diagnose=diagnose,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +236,7 @@ class ServedModel:
             raise ModelNotFound(asked, self.name)
         refuse_surrogates(asked, "model")
 
-    def chat_prompt(self, conversation: Conversation, salt: str) -> ChatPrompt:
+    def prepared_chat(self, conversation: Conversation, salt: str, tenant: str) -> PreparedChat:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
         if conversation.tool_choice.mode == "required":
             raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
@@ -228,11 +245,9 @@ class ServedModel:
             conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
-        if self.wants_boundaries:
-            tokens, boundaries = chat_with_boundaries(template, self.tokenizer)
-        else:
-            tokens, boundaries = chat_tokens(template, self.tokenizer, salt), ()
-        return ChatPrompt(tokens, boundaries, TextOnly, dropped)
+        make = chat_with_boundaries if self.wants_boundaries else chat_prompt
+        prompt = make(template, self.tokenizer, salt, tenant)
+        return PreparedChat(prompt, salt, TextOnly, dropped)
 
     def call(
         self,

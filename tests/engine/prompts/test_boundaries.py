@@ -52,7 +52,7 @@ def result(number: int) -> Json:
 
 
 def placed_in(tokenizer: ModelTokenizer, conversation: TemplateInput) -> PlacedTokens:
-    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))
+    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))[1]
 
 
 def found(

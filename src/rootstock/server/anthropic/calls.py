@@ -6,13 +6,12 @@ import uuid
 
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.request import requests_for
 from rootstock.errors import PromptTextTooLong, Unsupported
 from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
 from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
-from rootstock.server.wire import Call, ChatPrompt, Json, ServedModel
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 
 def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Call:
@@ -23,13 +22,14 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
     salt = salt_of(tenant, body.cache_salt)
-    conversation, prompt, applied = _prompt(model, body, salt)
+    conversation, chat, applied = _prepared(model, body, salt, tenant)
+    prompt_tokens = len(chat.prompt.tokens)
     id = f"msg_{uuid.uuid4().hex}"
     format = MessageFormat(
         id,
         model.name,
-        prompt.new_parser,
-        PromptUsage(len(prompt.tokens), len(prompt.tokens) - 1 if model.reuses_prefixes else 0),
+        chat.new_parser,
+        PromptUsage(prompt_tokens, prompt_tokens - 1 if model.reuses_prefixes else 0),
         model.context_limit,
         AnswerStyle(body.thought().is_shown, conversation.tool_choice.parallel),
         applied,
@@ -37,9 +37,9 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     )
     return model.call(
         format,
-        requests_for(id, [prompt.tokens], 1, sampling, stop, salt=salt, boundaries=prompt.boundaries),
+        chat.requests(id, 1, sampling, stop),
         stream=bool(body.stream),
-        dropped=prompt.dropped,
+        dropped=chat.dropped,
     )
 
 
@@ -48,30 +48,31 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
     model.refuse_other(body.model)
     body.refuse_unsupported()
     salt = salt_of(tenant, body.cache_salt)
-    _, prompt, applied = _prompt(model, body, salt)
-    counted: Json = {"input_tokens": len(prompt.tokens)}
+    _, chat, applied = _prepared(model, body, salt, tenant)
+    prompt_tokens = len(chat.prompt.tokens)
+    counted: Json = {"input_tokens": prompt_tokens}
     if applied is not None:
         cleared = sum(edit["cleared_input_tokens"] for edit in applied)
-        counted["context_management"] = {"original_input_tokens": len(prompt.tokens) + cleared}
+        counted["context_management"] = {"original_input_tokens": prompt_tokens + cleared}
     return counted
 
 
-def _prompt(
-    model: ServedModel, body: PromptFields, salt: str
-) -> tuple[Conversation, ChatPrompt, list[Json] | None]:
+def _prepared(
+    model: ServedModel, body: PromptFields, salt: str, tenant: str
+) -> tuple[Conversation, PreparedChat, list[Json] | None]:
     """Returns the conversation after its edits, its prompt, and the edits; None if the body asks for none."""
     conversation = body.conversation(model.model_tokenizer.template_names)
     edits = body.edits()
 
     def count(counted: Conversation) -> int:
         try:
-            return len(model.chat_prompt(counted, salt).tokens)
+            return len(model.prepared_chat(counted, salt, tenant).prompt.tokens)
         except PromptTextTooLong as error:
             return error.limit_tokens + 1  # at least: the edits may bring it below the limit
 
     found = edited(conversation, edits, count)
     applied = None if body.context_management is None else list(map(dict, found.applied))
-    return found.conversation, model.chat_prompt(found.conversation, salt), applied
+    return found.conversation, model.prepared_chat(found.conversation, salt, tenant), applied
 
 
 def _refuse_unenforced(body: MessagesRequest) -> None:

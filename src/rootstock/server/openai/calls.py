@@ -43,20 +43,20 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
     salt = salt_of(tenant, body.cache_salt)
     stop = body.stopping(max_tokens, model.vocab_size)
-    prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
+    chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
         model.model_tokenizer,
-        prompt.new_parser,
+        chat.new_parser,
         body.call_style(),
     )
     return _call(
         model,
         body,
         format,
-        requests_for(id, [prompt.tokens], n, sampling, stop, salt=salt, boundaries=prompt.boundaries),
-        prompt.dropped,
+        chat.requests(id, n, sampling, stop),
+        chat.dropped,
     )
 
 
@@ -91,9 +91,9 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
 
 
 def explained_prompt(
-    model: ServedModel, body: ExplainRequest, salt: str
-) -> tuple[Tokens, tuple[DroppedHead, ...]]:
-    """Returns a prompt, and the volatile heads dropped from it.
+    model: ServedModel, body: ExplainRequest, salt: str, tenant: str
+) -> tuple[Tokens, int, tuple[DroppedHead, ...]]:
+    """Returns a prompt, how many of its tokens are sampled ids of earlier answers, and the dropped volatile heads.
 
     Renders and tokenizes: not for an event loop. Raises RequestError.
     """
@@ -101,14 +101,14 @@ def explained_prompt(
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     if body.messages is not None:
-        prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
-        return prompt.tokens, prompt.dropped
+        chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
+        return chat.prompt.tokens, chat.prompt.sampled_tokens, chat.dropped
     prompts = prompts_of(body.prompt, model.tokenizer)
     if len(prompts) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return prompts[0].tokens, ()
+    return prompts[0].tokens, 0, ()
 
 
 def _call(
