@@ -1,4 +1,4 @@
-"""G2: all that the server has sampled is found again, however the client's text of it would be tokenized.
+"""G8: all that the server has sampled is found again, however the client's text of it would be tokenized.
 
 Answers are cut into tokens at random places, which is never the tokenizer's choice:
 
@@ -9,7 +9,7 @@ Answers are cut into tokens at random places, which is never the tokenizer's cho
 `found` is the share of the sampled tokens with which the next prompt begins, behind the prompt before them. `without`
 is the same share without a memory of answers.
 
-    python bench/show/g2_sampled_ids.py
+    python bench/show/g8_sampled_ids.py
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> None:
         **{f"without_{name}": at_most(0.9) for name in without},
         "new_prompts_have_the_tokenizers_own_tokens": exactly(True),
     }
-    conclude("G2", figures, bars)
+    conclude("G8", figures, bars)
 
 
 if __name__ == "__main__":
