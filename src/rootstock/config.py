@@ -228,6 +228,7 @@ class ServerConfig:
     explain: str = "own"
     # Read special tokens in messages as control tokens instead of plain text.
     parse_special_tokens: bool = False
+    tool_parser: str = "auto"  # format of the answers' tool calls; "auto": as the chat template writes them
     drop_volatile: bool = True  # drop lines of known clients that change the head of every prompt
     max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048

@@ -146,6 +146,7 @@ def serve(
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
+    tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
@@ -202,6 +203,7 @@ def serve(
         parse_special_tokens=parse_special_tokens,
         aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
+        tool_parser=tool_parser,
         drop_volatile=drop_volatile,
     )
     template = None

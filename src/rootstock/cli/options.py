@@ -391,6 +391,15 @@ ParseSpecialTokens = Annotated[
         "Parse special tokens in messages as control tokens instead of plain text.",
     ),
 ]
+ToolParser = Annotated[
+    str,
+    option(
+        SERVER,
+        "--tool-parser",
+        "Format of the tool calls in answers: the name of a format in docs/answers.md, or none. "
+        "auto: As the chat template writes calls.",
+    ),
+]
 DropVolatile = Annotated[
     bool,
     option(

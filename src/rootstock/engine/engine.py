@@ -191,7 +191,12 @@ class Engine:
         seed = request.sampling.seed
         detokenizer = None
         if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, request.stop.stop_strings, context=request.tokens)
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                request.stop.stop_strings,
+                context=request.tokens,
+                visible=request.visible_tokens,
+            )
         return Sequence(
             request=request,
             sink=sink,

@@ -76,6 +76,9 @@ class Request:
     boundaries: tuple[
         Boundary, ...
     ] = ()  # positions where later requests may diverge: each gets a checkpoint
+    visible_tokens: frozenset[int] = (
+        frozenset()
+    )  # special tokens that the text shows, for the parser of the answer
     place: AnswerPlace | None = None  # to which the sampled ids are remembered; None: they are not
     diagnose: bool = False  # its events tell why its prompt was not found in the cache
 
@@ -97,6 +100,7 @@ def requests_for(
     salt: str,
     prompt_logprobs: int | None = None,
     boundaries: tuple[Boundary, ...] = (),
+    visible_tokens: frozenset[int] = frozenset(),
     place: AnswerPlace | None = None,
     diagnose: bool = False,
 ) -> tuple[Request, ...]:
@@ -113,6 +117,7 @@ def requests_for(
             salt,
             prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
             boundaries,
+            visible_tokens,
             place,
             diagnose,
         )

@@ -139,6 +139,11 @@ def token_text(tokenizer: ModelTokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
 
+def text_with_special_tokens(tokenizer: ModelTokenizer, tokens: Tokens) -> str:
+    """Returns the text of tokens with the names of special ones. Halves of characters become U+FFFD."""
+    return b"".join(map(tokenizer.token_bytes, tokens.tolist())).decode("utf-8", errors="replace")
+
+
 class HFTokenizer:
     """A transformers tokenizer. Fast ones are called past their wrapper, whose settings are not thread-safe."""
 

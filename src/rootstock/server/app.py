@@ -14,6 +14,7 @@ from rootstock._version import __version__
 from rootstock.cache.families import FullAttention
 from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
@@ -43,6 +44,7 @@ def create_app(
 ) -> FastAPI:
     """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's."""
     config = config or ServerConfig()
+    output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
     model = ServedModel(
         description.name,
         description.vocab_size,
@@ -53,6 +55,8 @@ def create_app(
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
         aliases=config.aliases,
+        output=output,
+        visible_tokens=visible_tokens(output, tokenizer),
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
     )

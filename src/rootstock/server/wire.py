@@ -19,9 +19,12 @@ from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
-from rootstock.engine.output.deltas import DeltaParser, TextOnly
+from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
+from rootstock.engine.output.formats import PLAIN, OutputFormat
+from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
+from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import (
     Event,
     Finished,
@@ -36,12 +39,13 @@ from rootstock.engine.request import (
     requests_for,
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
 ANY_NAME = "*"  # an alias
+_PROMPT_END_TOKENS = 64  # in which the parser looks for the opening of reasoning
 
 Json = dict[str, Any]
 
@@ -185,6 +189,7 @@ class PreparedChat:
     prompt: ChatPrompt
     salt: str
     new_parser: Callable[[], DeltaParser]
+    visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     dropped: tuple[DroppedHead, ...] = ()
 
     def requests(
@@ -199,9 +204,35 @@ class PreparedChat:
             stop,
             salt=self.salt,
             boundaries=self.prompt.boundaries,
+            visible_tokens=self.visible_tokens,
             place=self.prompt.place,
             diagnose=diagnose,
         )
+
+
+class RememberingParser:
+    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them."""
+
+    def __init__(self, parser: DeltaParser, place: AnswerPlace) -> None:
+        self._parser = parser
+        self._place = place
+        self._started: dict[int, CallStarted] = {}
+
+    def push(self, text: str) -> list[Delta]:
+        return self._noted(self._parser.push(text))
+
+    def finish(self) -> list[Delta]:
+        return self._noted(self._parser.finish())
+
+    def _noted(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            match delta:
+                case CallStarted(index):
+                    self._started[index] = delta
+                case CallEnded(index, arguments, raw) if arguments is not None:
+                    call = self._started[index]
+                    self._place.remember_call(call.id, call.name, arguments, raw)
+        return deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +247,8 @@ class ServedModel:
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     aliases: tuple[str, ...] = ()  # further names; "*": any
     reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
+    output: OutputFormat = PLAIN  # of the model's answers
+    visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -247,7 +280,16 @@ class ServedModel:
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         make = chat_with_boundaries if self.wants_boundaries else chat_prompt
         prompt = make(template, self.tokenizer, salt, tenant)
-        return PreparedChat(prompt, salt, TextOnly, dropped)
+        tools = () if conversation.tool_choice.mode == "none" else conversation.tools
+        output = self.output
+        if not output.has_reasoning and not (tools and output.has_calls):
+            return PreparedChat(prompt, salt, TextOnly, dropped=dropped)
+        end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
+
+        def new_parser() -> DeltaParser:
+            return RememberingParser(OutputParser(output, tools, end), prompt.place)
+
+        return PreparedChat(prompt, salt, new_parser, self.visible_tokens, dropped)
 
     def call(
         self,

@@ -132,6 +132,11 @@ class OutputFormat:
         return isinstance(self.shape, Harmony) or self.shape.calls is not None
 
     @property
+    def has_reasoning(self) -> bool:
+        """Returns whether an answer may hold reasoning, or marks that no client sees."""
+        return isinstance(self.shape, Harmony) or self.shape.reasoning is not None or bool(self.shape.frame)
+
+    @property
     def marks(self) -> frozenset[str]:
         """Texts that special tokens may stand for, in whole or in part. They must stay visible in the text."""
         if isinstance(self.shape, Harmony):
