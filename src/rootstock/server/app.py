@@ -28,6 +28,10 @@ from rootstock.server.model_card import numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.responses.calls import Responses
+from rootstock.server.responses.routes import response_routes
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore
 from rootstock.server.wire import MAX_TOKENS_HEADER, ServedModel
 
 
@@ -59,14 +63,18 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=("GET", "HEAD", "POST"),
+            allow_methods=("DELETE", "GET", "HEAD", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=("Retry-After", MAX_TOKENS_HEADER),
         )
     install_error_handlers(app)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
-    app.include_router(_generation_routes(model, Answerer(engine, metrics, queue)))
+    answerer = Answerer(engine, metrics, queue)
+    app.include_router(_generation_routes(model, answerer))
+    store = ResponseStore.open(config.responses_store, config.responses_store_bytes)
+    responses = Responses(model, store, Sealer(store.sealing_key))
+    app.include_router(response_routes(responses, answerer, queue))
     app.include_router(cache_routes(engine, model, config, queue))
     app.include_router(
         _state_routes(
