@@ -27,20 +27,20 @@ class Answering:
     """The parts of a request that its answer needs."""
 
     fields: Json  # of the response's object: those that do not change
+    fields_text: str  # as JSON, encoded once: tools and instructions are long
     settings: OutputSettings
     new_parser: Callable[[], DeltaParser]
     tokenizer: ModelTokenizer
     keep: Keep | None = None  # stores the response; None: not asked for
 
-    def body(self, status: str, **changing: object) -> Json:
-        """Returns the response's object without its output."""
-        changes: Json = {"status": status, "error": None, "incomplete_details": None, "usage": None}
-        return {**self.fields, **changes, **changing}
+    def text(self, changing: Json) -> str:
+        """Returns the response's object without its output, as JSON."""
+        return f"{self.fields_text[:-1]},{_dumps(changing)[1:]}"
 
     def ended(self, end: Finished, usage: Usage, output: Output) -> Json:
-        """Returns the object of a response that has ended, without its output."""
+        """Returns the changing fields of a response that has ended."""
         cut = end.reason == "length"
-        return self.body(
+        return _changing(
             "incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage=usage_body(usage, output.reasoning_tokens),
@@ -77,10 +77,10 @@ class ResponseFormat:
         for text, logprob in itertools.zip_longest(texts, scored):
             output.push(text, logprob)
         output.finish(held_back, complete=history.end.reason == "stop")
-        body = answering.ended(history.end, usage, output)
+        changing = answering.ended(history.end, usage, output)
         if answering.keep is not None:
-            answering.keep(_dumps(body), _dumps(output.items))
-        return body | {"output": output.items}
+            answering.keep(answering.text(changing), _dumps(output.items))
+        return answering.fields | changing | {"output": output.items}
 
 
 class EventWriter:
@@ -99,7 +99,7 @@ class EventWriter:
         return self._lifecycle("response.in_progress")
 
     def _lifecycle(self, kind: str) -> str:
-        return self._event(kind, {"response": self._answering.body("in_progress") | {"output": []}})
+        return self._framed_response(kind, self._answering.text(_changing("in_progress")), "[]")
 
     def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
         match event:
@@ -122,11 +122,11 @@ class EventWriter:
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         [end] = ends
-        body = self._answering.ended(end, usage, self._output)
-        head, output = _dumps(body), _dumps(self._output.items)
+        changing = self._answering.ended(end, usage, self._output)
+        head, output = self._answering.text(changing), _dumps(self._output.items)
         if self._answering.keep is not None:
             self._answering.keep(head, output)
-        return self._framed(f"response.{body['status']}", f'"response":{head[:-1]},"output":{output}}}}}')
+        return self._framed_response(f"response.{changing['status']}", head, output)
 
     def error(self, error: RootstockError) -> str:
         """Returns the last event of a stream that fails. The output so far is part of it."""
@@ -134,8 +134,8 @@ class EventWriter:
         if error.http_status == 429:
             code = _LIMITED
         told = {"code": code, "message": error.message, "param": error.param, "type": error.code}
-        failed = self._answering.body("failed", error=told) | {"output": self._output.so_far()}
-        return self._event("response.failed", {"response": failed})
+        head = self._answering.text(_changing("failed", error=told))
+        return self._framed_response("response.failed", head, _dumps(self._output.so_far()))
 
     def _texts(self, events: Sequence[Event]) -> Iterator[str]:
         return (self._event(kind, fields) for kind, fields in events)
@@ -143,10 +143,18 @@ class EventWriter:
     def _event(self, kind: str, fields: Json) -> str:
         return self._framed(kind, _dumps(fields)[1:])
 
+    def _framed_response(self, kind: str, head: str, output: str) -> str:
+        return self._framed(kind, f'"response":{head[:-1]},"output":{output}}}}}')
+
     def _framed(self, kind: str, rest: str) -> str:
         """Returns an event. `rest` is the JSON of its other fields with the closing brace."""
         number, self._number = self._number, self._number + 1
         return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},{rest}\n\n'
+
+
+def _changing(status: str, **changes: object) -> Json:
+    """Returns the fields of a response's object that change until its end."""
+    return {"status": status, "error": None, "incomplete_details": None, "usage": None, **changes}
 
 
 def usage_body(usage: Usage, reasoning_tokens: int) -> Json:

@@ -60,8 +60,10 @@ class Responses:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
                 self.store.put(_owner(tenant), new)
 
+        fields = self._fields(body, prepared, settings.response_id, sampling.temperature, sampling.top_p)
         answering = Answering(
-            self._fields(body, prepared, settings.response_id, sampling.temperature, sampling.top_p),
+            fields,
+            json_text(fields, "body"),
             settings,
             prepared.prompt.new_parser,
             model.model_tokenizer,
