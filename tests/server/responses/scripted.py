@@ -105,7 +105,7 @@ class MarkedParser:
 
 
 class ScriptedRuntime(FakeRuntime):
-    """A runtime whose answer to a prompt is `script(prompt)`, and then the end token."""
+    """A runtime whose answer to a prompt is `script(prompt)`, and then the end token. A form feed fails the step."""
 
     def __init__(self, script: Callable[[str], str], context_limit: int) -> None:
         super().__init__(ByteTokenizer.vocab_size, context_limit, eos_token_ids=(ByteTokenizer.END,))
@@ -132,7 +132,10 @@ class ScriptedRuntime(FakeRuntime):
             ByteTokenizer.SPECIAL[token - 256] if token >= 256 else chr(token) for token in tokens[:at]
         )
         answer = [*self.script(prompt.encode("latin-1").decode()).encode(), ByteTokenizer.END]
-        return answer[len(tokens) - at] if len(tokens) - at < len(answer) else ByteTokenizer.END
+        token = answer[len(tokens) - at] if len(tokens) - at < len(answer) else ByteTokenizer.END
+        if token == ord("\f"):
+            raise RuntimeError("the script fails here")
+        return token
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ def scripted_server(
         return replace(of_model(model, conversation, salt), new_parser=MarkedParser)
 
     runtime = ScriptedRuntime(script, context_limit)
-    made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 22), EngineConfig())
+    made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 24), EngineConfig())
     app = create_app(made.engine, made.tokenizer, made.description, config or ServerConfig())
     with pytest.MonkeyPatch.context() as patch, made.engine, running(app, made.engine) as url:
         patch.setattr(ServedModel, "chat_prompt", chat_prompt)

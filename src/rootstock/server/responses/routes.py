@@ -19,6 +19,12 @@ from rootstock.server.responses.schema import ResponseRequest
 _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}
 
 
+def _rename(error: RequestError, body: ResponseRequest) -> None:
+    """Gives an error the client's name of a field."""
+    if error.param is not None and error.param not in (body.model_extra or {}):
+        error.param = _PARAMS.get(error.param, error.param)
+
+
 def response_routes(responses: Responses, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
     router = APIRouter(prefix="/v1/responses", tags=["Responses"], route_class=BoundedJsonRoute)
     store = responses.store
@@ -28,7 +34,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         try:
             return await answerer.answer(lambda: responses.call(body, tenant), request)
         except RequestError as error:
-            error.param = _PARAMS.get(error.param or "", error.param)
+            _rename(error, body)
             raise
 
     @router.post("/input_tokens")
@@ -37,7 +43,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         try:
             tokens = await queue.run(request, lambda: responses.tokens(body, tenant))
         except RequestError as error:
-            error.param = _PARAMS.get(error.param or "", error.param)
+            _rename(error, body)
             raise
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 

@@ -118,7 +118,7 @@ class ResponseStore:
         self._recount()
         with db:
             self._evict()
-        db.execute("PRAGMA incremental_vacuum").fetchall()
+        db.executescript("PRAGMA incremental_vacuum")  # `execute` would give back one page
         self.sealing_key = self._sealing_key()
 
     @classmethod
