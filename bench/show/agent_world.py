@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 import rootstock.engine.engine as engine_module
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig
 from rootstock.engine.build import Assembly, build_engine
-from rootstock.engine.prompts.chat import conversation_of
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import template_input
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.sampling import SampledToken, Sampler
 from rootstock.server.app import create_app
@@ -152,8 +153,8 @@ class World:
         self._lock = threading.Lock()
 
     def prompt_of(self, agent: Agent) -> Tokens:
-        conversation = conversation_of(agent.messages, TOOLS)
-        return self.made.tokenizer.encode_chat(conversation.render(self.made.tokenizer))
+        template = template_input(conversation_of(agent.messages, TOOLS), self.made.tokenizer)
+        return self.made.tokenizer.encode_chat(template.render(self.made.tokenizer))
 
     def ask(self, agent: Agent) -> Callable[[], None]:
         """Notes how much could be cached now. Returns a call that sends the request and waits for its end."""

@@ -30,8 +30,9 @@ from common import argument_parser, at_least, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import FullAttention
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import template_input
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
@@ -154,18 +155,19 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
         agent.heard(agent.will_say())
-    conversation = conversation_of(agent.messages, TOOLS)
+    template = template_input(conversation_of(agent.messages, TOOLS), model_tokenizer)
     prompt_ms, own_ms = [], []
     for _ in range(40):
+        tokenizer.forget(None)  # the text is new each time
         began = time.thread_time()
-        placed = placed_chat(conversation, tokenizer)
+        _, placed = placed_chat(template, tokenizer)
         half = time.thread_time()
-        boundaries_of(model_tokenizer, conversation, placed)
+        boundaries_of(model_tokenizer, template, placed)
         prompt_ms.append(1e3 * (half - began))
         own_ms.append(1e3 * (time.thread_time() - half))
     print(
         f"\n{len(agent.messages)} messages, {len(placed.tokens)} tokens:",
-        boundaries_of(model_tokenizer, conversation, placed),
+        boundaries_of(model_tokenizer, template, placed),
     )
     return {
         "prompt_of_100_messages_ms": round(statistics.median(prompt_ms), 2),

@@ -25,6 +25,7 @@ MAX_MODEL_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
+LEAST_KEEP_ALIVE_S = 0.1
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
 MAX_SALT_LENGTH = 1024  # characters; the limit of a tenant's name as well
@@ -75,6 +76,11 @@ def parse_draft_tokens(text: str) -> int | None:
 def _refuse_unless_in(allowed: Sequence[str], option: str, value: str) -> None:
     if value not in allowed:
         raise InvalidOption(option, value, " | ".join(allowed))
+
+
+def _refuse_unless_a_name(option: str, name: str) -> None:
+    if not (1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()):
+        raise InvalidOption(option, name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters")
 
 
 def is_key(text: str) -> bool:
@@ -161,6 +167,8 @@ class EngineConfig:
     # longer chunk costs less per token, and a new request waits for the same prompts either way.
     idle_chunk_tokens: int | None = None
     draft_tokens: int | None = 0  # draft tokens per request and step; None: as many as are expected to pay
+    # Memory of the ids that chats' answers were sampled with: later prompts that repeat an answer get them back.
+    answer_memory_bytes: int = 64 * MIB
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:
@@ -172,6 +180,7 @@ class EngineConfig:
             ("--max-queue", self.max_queue, 1),
             ("--context-limit", self.context_limit, 2),
             ("--speculate", self.draft_tokens, 0),
+            ("--answer-memory", self.answer_memory_bytes, 0),
         ):
             if value is not None and value < least:
                 raise InvalidOption(option, value, f"at least {least}")
@@ -201,13 +210,8 @@ class ModelConfig:
         _refuse_unless_in(ATTENTIONS, "--attention", self.attention)
         if self.threads is not None and not (1 <= self.threads <= MAX_THREADS):
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
-        name = self.served_name
-        if name is not None and not (
-            1 <= len(name) <= MAX_MODEL_NAME_CHARS and name.isprintable() and name.strip()
-        ):
-            raise InvalidOption(
-                "--served-model-name", name, f"a name of 1 to {MAX_MODEL_NAME_CHARS} printable characters"
-            )
+        if self.served_name is not None:
+            _refuse_unless_a_name("--served-model-name", self.served_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,7 @@ class ServerConfig:
     explain: str = "own"
     # Read special tokens in messages as control tokens instead of plain text.
     parse_special_tokens: bool = False
+    drop_volatile: bool = True  # drop lines of known clients that change the head of every prompt
     max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048
     # File of the Responses API's store; None: in memory, until the server stops.
@@ -234,6 +239,8 @@ class ServerConfig:
     # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
     # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names of the model in the API; "*": any
+    sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:
         for option, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
@@ -254,6 +261,11 @@ class ServerConfig:
             raise InvalidOption("--responses-store-bytes", self.responses_store_bytes, "at least 1MiB")
         if self.max_connections < 1:
             raise InvalidOption("--max-connections", self.max_connections, "at least 1")
+        if 0 < self.sse_keep_alive_s < LEAST_KEEP_ALIVE_S:
+            allowed = f"0s (off), or at least {LEAST_KEEP_ALIVE_S:g}s"
+            raise InvalidOption("--sse-keep-alive", f"{self.sse_keep_alive_s:g}s", allowed)
+        for alias in self.aliases:
+            _refuse_unless_a_name("--alias", alias)
         for origin in self.allowed_origins:
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+", origin):
                 raise InvalidOption(

@@ -19,7 +19,11 @@
     │   ├── ResponseNotFound            404  no stored response of the tenant has this id
     │   ├── PreviousResponseNotFound    400
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
+    │   ├── RouteNotFound               404
+    │   ├── MethodNotAllowed            405
+    │   ├── HttpRefused                 400  by the web framework
     │   ├── Unauthorized                401
+    │   │   └── KeysDiffer              401  two headers with different API keys
     │   ├── AdminOnly                   403
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
@@ -34,6 +38,7 @@
     │   ├── ClearUnderWay               429
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
+    ├── InternalError                   500  a bug in the server's own code
     ├── EngineError                     500
     │   ├── StepFailed                  500  a forward raised: only the requests of that step fail
     │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
@@ -243,7 +248,30 @@ class ModelNotFound(RequestError):
     http_status = 404
 
     def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"Model {shown(asked)} is not served here. Ask for {served!r}.", param="model")
+        super().__init__(
+            f"Model {shown(asked)} is not served here. Ask for {served!r}, or serve with --alias.",
+            param="model",
+        )
+
+
+class RouteNotFound(RequestError):
+    code = "not_found"
+    http_status = 404
+
+    def __init__(self, route: str) -> None:
+        super().__init__(f"There is no {route} here. GET /docs lists the routes.")
+
+
+class MethodNotAllowed(RequestError):
+    code = "method_not_allowed"
+    http_status = 405
+
+    def __init__(self, route: str) -> None:
+        super().__init__(f"{route} is not allowed; see the Allow header.")
+
+
+class HttpRefused(RequestError):
+    code = "http_error"
 
 
 class ResponseNotFound(RequestError):
@@ -282,8 +310,18 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
 
+    def __init__(
+        self,
+        message: str = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+    ) -> None:
+        super().__init__(message)
+
+
+class KeysDiffer(Unauthorized):
+    code = "api_keys_differ"
+
     def __init__(self) -> None:
-        super().__init__("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
+        super().__init__("The headers Authorization and x-api-key hold different API keys. Send one of them.")
 
 
 class AdminOnly(RequestError):
@@ -418,6 +456,12 @@ class TooManyBodyBytes(Overloaded):
             f"With this request, the bodies that the server holds would exceed {limit_bytes:,} bytes. Try again in a "
             "moment."
         )
+
+
+class InternalError(RootstockError):
+    def __init__(self, path: str, cause: Exception) -> None:
+        detail = f"{type(cause).__name__}. The server's log says more. Please report it."
+        super().__init__(f"The server failed on {path}: {detail}")
 
 
 class EngineError(RootstockError):

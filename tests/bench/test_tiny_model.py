@@ -10,6 +10,8 @@ import pytest
 
 from rootstock.bench.scenario import AGENTS, TOOLS, add_step, first_messages
 from rootstock.bench.tiny_model import DEMO_SPEC, TinyModelSpec, ensure_tiny_model, user_cache_folder
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import template_input
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed
 
@@ -77,7 +79,8 @@ def test_a_conversation_only_grows_at_its_end(folder: Path) -> None:
         messages, before = first_messages(), ""
         for step in agent.steps:
             add_step(messages, step)
-            rendered = model_tokenizer.render_chat(_as_the_server_does(messages), TOOLS)
+            template = template_input(conversation_of(messages, TOOLS), model_tokenizer)
+            rendered = template.render(model_tokenizer)
             assert rendered.startswith(before)
             assert rendered.endswith("<|assistant|>\n")
             before = rendered + "an answer"
@@ -101,13 +104,6 @@ def test_an_unknown_role_is_refused(folder: Path) -> None:
     model_tokenizer = HFTokenizer.load(str(made(folder)[0]))
     with pytest.raises(ChatTemplateFailed, match="no role oracle"):
         model_tokenizer.render_chat([{"role": "oracle", "content": "?"}], ())
-
-
-def _as_the_server_does(messages: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Arguments of calls as objects; the template takes strings as well, as JSON of JSON."""
-    from rootstock.engine.prompts.chat import template_messages
-
-    return [dict(message) for message in template_messages(messages)]
 
 
 def _digest(path: Path) -> str:

@@ -62,9 +62,13 @@ def refusal(rootstock: Run, *arguments: object) -> str:
     return line
 
 
-def run_process(*arguments: str) -> Ran:
+def run_process(*arguments: str, path: str | None = None) -> Ran:
     done = subprocess.run(
-        [sys.executable, "-m", "rootstock", *arguments], capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, "-m", "rootstock", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=None if path is None else {**os.environ, "PATH": path},
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

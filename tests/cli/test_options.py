@@ -55,15 +55,18 @@ VALUES = {
     "host": "127.0.0.2",
     "port": "1234",
     "served-model-name": "a name",
+    "alias": "gpt-4o,claude-sonnet",
     "api-key": "secret-1",
     "api-keys-file": "{keys}",
     "admin-key": "secret-2",
     "explain": "all",
     "max-body": "2MiB",
     "max-connections": "11",
+    "sse-keep-alive": "3s",
     "allowed-origins": "https://a.example,https://b.example",
     "allowed-hosts": "a.example",
     "parse-special-tokens": "true",
+    "drop-volatile": "off",
 }
 
 
@@ -156,6 +159,12 @@ def test_vllms_names_mean_the_same(configured: Any, tmp_path: Path, theirs: str,
     assert configured("m", "--config", tmp_path / "rootstock.yaml") == expected
 
 
+def test_an_alias_may_be_repeated(configured: Any, rootstock: Run) -> None:
+    server = configured("m", "--alias", "gpt-4o", "--alias", "a name,*")[4]
+    assert server.aliases == ("gpt-4o", "a name", "*")
+    assert "--alias is 'x\\ny'" in refusal(rootstock, "--alias", "x\ny")
+
+
 def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_path: Path) -> None:
     file = tmp_path / "rootstock.yaml"
     file.write_text(
@@ -164,6 +173,9 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
     _, cache, engine, _, server, _, _ = configured("m", "--config", file)
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert (engine.draft_tokens, cache.enabled) == (0, False)
+    assert server.aliases == ()
+    file.write_text("alias: [gpt-4o, 'another, and one more']\n")
+    assert configured("m", "--config", file)[4].aliases == ("gpt-4o", "another", "and one more")
     file.write_text("# only a remark\n")
     assert configured("m", "--config", file) == configured("m")
 

@@ -304,3 +304,34 @@ def test_a_truncation_saved_with_the_tokenizer_does_not_shorten_prompts() -> Non
     tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=truncated, eos_token="<|end|>"))
     text = "The quick brown fox jumps"
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+# ---- special tokens that are shown
+
+
+@every_tokenizer
+@given(parts=st.lists(texts, min_size=1, max_size=5))
+def test_visible_special_tokens_stand_in_the_text_by_their_names(
+    tokenizer: ModelTokenizer, parts: list[str]
+) -> None:
+    shown = tokenizer.eos_token_ids[0]
+    prompt = tokenizer.encode("The").tolist()  # the space before the first word is kept
+    tokens = [id for part in parts for id in (*tokenizer.encode(part).tolist(), shown)]
+    stream = Detokenizer(tokenizer, context=prompt, visible=[shown])
+    text = "".join(stream.push(token).text for token in tokens) + stream.finish()
+    name = token_text(tokenizer, shown)
+    space = " " if tokenizer is TOKENIZERS["sentencepiece"]() else ""
+    assert text == "".join(f"{space if part else ''}{part}{name}" for part in parts)
+
+
+def test_bytes_on_both_sides_of_a_visible_token_do_not_make_a_character() -> None:
+    shown = ByteTokenizer.END
+    stream = Detokenizer(ByteTokenizer(), visible=[shown])
+    text = "".join(stream.push(token).text for token in (0xE2, 0x82, shown, 0xAC, ord("x")))
+    assert text + stream.finish() == "\N{REPLACEMENT CHARACTER}<|end|>\N{REPLACEMENT CHARACTER}x"
+
+
+def test_a_stop_string_may_hold_the_name_of_a_visible_token() -> None:
+    stream = Detokenizer(ByteTokenizer(), ["b<|end|>"], visible=[ByteTokenizer.END])
+    assert [stream.push(token).text for token in (ord("a"), ord("b"))] == ["a", ""]
+    assert stream.push(ByteTokenizer.END).stopped_by == "b<|end|>"

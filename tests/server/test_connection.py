@@ -19,7 +19,7 @@ from rootstock.server import event_stream
 from rootstock.server.app import create_app
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
-from rootstock.server.event_stream import Bridge, Generation, Indexed, Mailbox, Shortcut
+from rootstock.server.event_stream import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
 from server.asgi import ask
 from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for
@@ -175,7 +175,7 @@ class Reader:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.offered: list[list[Indexed]] = []
-        self.taken: list[list[Indexed]] = []
+        self.taken: list[list[Indexed] | NoEvents] = []
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.mailbox.offer_to(self._shortcut)

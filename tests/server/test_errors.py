@@ -91,7 +91,8 @@ BODIES: list[Case] = [
     chat("is 1", max_tokens=1, min_tokens=2),
     chat("5,004 tokens", code=TOO_LONG, messages=[{"role": "user", "content": "x" * 5000}]),
     chat("not supported", code=UNSUPPORTED, response_format={"type": "json_object"}),
-    chat("forced", code=UNSUPPORTED, tool_choice="required"),
+    chat("'auto' or 'none' in a request without tools", tool_choice="required"),
+    chat("the name of a tool of the request", tool_choice={"type": "function", "function": {"name": "f"}}),
     chat(
         "--chat-template",
         "chat_template_kwargs.chat_template",
@@ -174,7 +175,6 @@ BODIES: list[Case] = [
         )
     ),
     chat("limited", "thinking.budget_tokens", UNSUPPORTED, thinking={"type": "enabled", "budget_tokens": 5}),
-    chat("forced", code=UNSUPPORTED, functions=[{"name": "f"}], function_call={"name": "f"}),
     chat("left out", "functions", functions=[{"name": "f"}], tools=[FUNCTION]),
     chat("'name'", "tools[0].function", tools=[{"name": "f"}]),
     chat("'web_search'", "tools[0].type", tools=[{"type": "web_search"}]),

@@ -12,20 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rootstock.config import ServerConfig
 from rootstock.engine.request import Event, Finished, Request, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.event_stream import Bridge, Generation, Mailbox
-from rootstock.server.openai.responses import ChatFormat, ChunkWriter, CompletionFormat, WireFormat
+from rootstock.server.event_stream import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
 from rootstock.testing.byte_tokenizer import ByteTokenizer
+from server.held import Held
+from server.raw_http import Clock, MovedClock
 
 HEAD = {"id": "an id", "object": "?", "created": 1, "model": 'a "model"'}
 ID = RequestId("r")
 
 
-def chat() -> WireFormat:
+def chat() -> ChoiceFormat:
     return ChatFormat(HEAD, ByteTokenizer())
 
 
-def completion() -> WireFormat:
+def completion() -> ChoiceFormat:
     return CompletionFormat(HEAD, ByteTokenizer(), None)
 
 
@@ -39,7 +42,7 @@ def written(chunks: Iterable[str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("include_usage", [False, True])
 @given(texts=st.lists(st.text(max_size=8), min_size=1, max_size=5))
 def test_a_chunk_with_text_alone_equals_that_of_its_choice(
-    make: Callable[[], WireFormat], include_usage: bool, texts: list[str]
+    make: Callable[[], ChoiceFormat], include_usage: bool, texts: list[str]
 ) -> None:
     writer, format = ChunkWriter(make(), include_usage), make()
     head = HEAD | {"object": format.chunk_object}
@@ -50,7 +53,7 @@ def test_a_chunk_with_text_alone_equals_that_of_its_choice(
     for event in events:
         for index in (0, 3):
             expected = [head | {"choices": [choice]} | tail for choice in format.choices(index, event)]
-            assert written(writer.chunks(index, event)) == expected
+            assert written(writer.events(index, event)) == expected
 
 
 class _Engine:
@@ -92,3 +95,105 @@ def test_events_for_a_closed_loop_do_not_pile_up() -> None:
         bridge.send(Mailbox(), (0, TokenEvent(ID, 1, "x")))
         bridge._wake()
         assert not bridge._arrived
+
+
+# ---- keep-alives
+
+EVERY_S = 10_000.0  # far more than a busy machine takes
+
+
+class _Untimed(_Nothing):
+    def timing(self, _requests: int) -> _Nothing:
+        return _Nothing()
+
+
+def test_a_keep_alive_is_sent_when_no_text_was_sent_for_the_time() -> None:
+    sent: list[str] = []
+
+    async def send(text: str) -> None:
+        sent.append(text)
+
+    def write(chunk: bytes) -> bool:
+        sent.append(chunk.decode())
+        return True
+
+    async def pass_time(seconds: float) -> list[str]:
+        """Returns the texts that were sent meanwhile."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MovedClock)
+        loop.ahead_s += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+        texts = sent.copy()
+        sent.clear()
+        return texts
+
+    async def run() -> None:
+        keep_alive = KeepAlive(send, write, EVERY_S, lambda: "keep-alive")
+        generation = Generation(_Engine(lambda: None), _Nothing(), _Untimed())  # type: ignore[arg-type]
+        generation.submit([Request(ID, np.array([1], np.int32))])
+        generation.keep_alive(keep_alive)
+
+        def written(events: list[Indexed]) -> bool:
+            if not all(isinstance(event, TokenEvent) for _, event in events):
+                return False
+            text = "".join(event.text for _, event in events if isinstance(event, TokenEvent))
+            assert keep_alive.write is not None
+            return not text or keep_alive.write(text.encode())
+
+        generation.offer_to(written)
+        waiting = asyncio.create_task(generation.next())
+        assert await pass_time(EVERY_S - 100) == []
+        generation._mailbox.put([(0, TokenEvent(ID, 1, "text"))])
+        assert await pass_time(EVERY_S - 100) == ["text"]
+        generation._mailbox.put([(0, TokenEvent(ID, 2, ""))])  # the client gets none of it
+        assert await pass_time(101) == ["keep-alive"]
+        assert await pass_time(EVERY_S - 100) == []
+        assert await pass_time(101) == ["keep-alive"]
+        await keep_alive.send("more")
+        assert await pass_time(EVERY_S - 100) == ["more"]
+        end = (0, Finished(ID, "stop", Usage(1, 0, 2)))
+        generation._mailbox.put([end])
+        assert await waiting == [end]
+        assert await pass_time(EVERY_S * 3) == []
+
+    with asyncio.Runner(loop_factory=MovedClock) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_has_keep_alives_before_its_first_token(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    clock, held = Clock(monkeypatch), Held()
+    body = {"stream": True, "max_tokens": 3, "ignore_eos": True}
+    body |= (
+        {"prompt": "x"}
+        if path.endswith("v1/completions")
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    with (
+        serve(server=ServerConfig(sse_keep_alive_s=EVERY_S), fault=held) as served,
+        served.client.stream("POST", path, json=body) as response,
+    ):
+        lines = response.iter_lines()
+        for _ in range(2):
+            clock.pass_time(EVERY_S + 1)
+            assert (next(lines), next(lines)) == (": keep-alive", "")
+        held.let_go()
+        rest = [line for line in lines if line]
+        assert rest.pop() == "data: [DONE]"
+        assert rest
+        assert all(line.startswith("data: {") for line in rest)
+
+
+def test_keep_alives_can_be_switched_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, held = Clock(monkeypatch), Held()
+    body = {"prompt": "x", "stream": True, "max_tokens": 1}
+    with (
+        serve(server=ServerConfig(sse_keep_alive_s=0), fault=held) as served,
+        served.client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        clock.pass_time(EVERY_S)
+        held.let_go()
+        assert ": keep-alive" not in list(response.iter_lines())

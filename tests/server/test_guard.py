@@ -135,22 +135,28 @@ def test_answers_have_no_cors_headers_without_the_option(served: Any) -> None:
 
 
 def test_a_page_of_an_allowed_origin_gets_cors_headers(serve: Any) -> None:
+    asked_headers = ("authorization", "content-type", "x-stainless-os", "x-api-key")
+    asked_headers += ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
     with serve(server=ServerConfig(api_key="s3cret", allowed_origins=(PAGE,))) as served:
         preflight = served.client.options(
             CHAT,
             headers={
                 "Origin": PAGE,
                 "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+                "Access-Control-Request-Headers": ",".join(asked_headers),
             },
         )
         assert preflight.status_code == 200, "a preflight has no key"
         assert preflight.headers["access-control-allow-origin"] == PAGE
-        assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
+        allowed_headers = preflight.headers["access-control-allow-headers"].lower()
+        assert all(name in allowed_headers for name in asked_headers)
+        assert "DELETE" in preflight.headers["access-control-allow-methods"]
         asked = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site", **JSON}
         answer = served.client.post(TEXT, content=BODY, headers={**asked, "Authorization": "Bearer s3cret"})
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == PAGE
+        answer = served.client.post(TEXT, content=BODY, headers={**asked, "x-api-key": "s3cret"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
         refused = served.client.post(TEXT, content=BODY, headers=asked)
         assert_error(refused, 401, "invalid_api_key")
         assert refused.headers["access-control-allow-origin"] == PAGE, "the page can read the refusal"
@@ -223,6 +229,44 @@ def test_the_scheme_of_a_key_has_no_case_and_a_key_beyond_ascii_is_wrong(serve: 
             assert asked(f"{scheme} s3cret").status_code == 200
             assert_error(asked(f"{scheme} S3CRET"), 401, "invalid_api_key")
         assert_error(asked("Bearer é"), 401, "invalid_api_key")
+
+
+def test_a_key_is_accepted_in_the_header_of_anthropics_clients(serve: Any) -> None:
+    config = ServerConfig(api_key="s3cret", admin_key="adm1n", tenant_keys={"t3nant": "a"})
+    with serve(server=config) as served:
+
+        def asked(path: str = "/v1/models", **headers: str) -> httpx.Response:
+            return served.client.get(path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+        for name in ("x_api_key", "X_API_KEY"):
+            assert asked(**{name: "s3cret"}).status_code == 200
+            assert_error(asked(**{name: "S3CRET"}), 401, "invalid_api_key", "x-api-key")
+            assert_error(asked(**{name: ""}), 401, "invalid_api_key")
+            assert_error(asked(**{name: "Bearer s3cret"}), 401, "invalid_api_key")
+        assert asked(STATS, x_api_key="adm1n").status_code == 200
+        assert_error(asked(STATS, x_api_key="s3cret"), 403, "admin_only")
+        assert_error(asked("/metrics", x_api_key="t3nant"), 403, "admin_only")
+
+
+def test_two_headers_with_different_keys_are_refused(serve: Any) -> None:
+    config = ServerConfig(api_key="s3cret", tenant_keys={"t3nant": "a"})
+    with serve(server=config) as served:
+
+        def asked(authorization: str, api_key: str, path: str = "/v1/models") -> httpx.Response:
+            return served.client.get(path, headers={"Authorization": authorization, "x-api-key": api_key})
+
+        assert asked("Bearer s3cret", "s3cret").status_code == 200
+        assert asked("Bearer s3cret", "").status_code == 200
+        assert asked("Bearer", "s3cret").status_code == 200
+        assert asked("Basic dXNlcjpwYXNz", "s3cret").status_code == 200, "a proxy's own"
+        for bearer, api_key in (("s3cret", "wrong"), ("wrong", "s3cret"), ("s3cret", "t3nant"), ("a", "b")):
+            refused = asked(f"Bearer {bearer}", api_key)
+            assert_error(refused, 401, "api_keys_differ", "Authorization", "x-api-key")
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert asked("Bearer s3cret", "wrong", "/health").status_code == 200
+    with serve() as served:  # it has no keys, and reads none
+        headers = {"Authorization": "Bearer a", "x-api-key": "b"}
+        assert served.client.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_head_is_get_without_a_body(serve: Any) -> None:

@@ -32,9 +32,8 @@ from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
-from rootstock.server.openai import responses
-from rootstock.server.openai.calls import Call
-from rootstock.server.openai.responses import ChoiceHistory
+from rootstock.server.openai import answers
+from rootstock.server.wire import Call, ChoiceHistory
 from server.asgi import ask
 from waiting import HANG_S
 
@@ -205,7 +204,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
         encoded.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(responses, "items_text", noted)
+    monkeypatch.setattr(answers, "items_text", noted)
     n, prompt = 16, "0123456789" * 30
     body = {**ECHO, "prompt": prompt, "logprobs": 20, "n": n, "max_tokens": 0, "stream": stream}
     with serve() as served:
@@ -295,7 +294,7 @@ def call_of(
         for prompt, tokens in enumerate(prompts)
         for choice in range(n)
     )
-    return Call(None, requests, n, stream=False, include_usage=False)  # type: ignore[arg-type]
+    return Call(None, requests, n, stream=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +329,7 @@ def test_the_bound_holds_for_the_product_and_the_context_limits_the_tokens() -> 
 def test_too_many_logprobs_are_refused_before_the_first_step(
     serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("rootstock.server.openai.calls.MAX_LOGPROBS", 2 * (5 + 3) * 4)
+    monkeypatch.setattr("rootstock.server.wire.MAX_LOGPROBS", 2 * (5 + 3) * 4)
     with serve() as served:
         fields = {"n": 2, "max_tokens": 3, "logprobs": 3, "echo": True, "stream": stream}
         assert served.complete("12345", **fields).status_code == 200

@@ -19,7 +19,7 @@ from rootstock.server.listen import running
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FULL, FakeRuntime
 from rootstock.tiers.base import Refusal
-from server.conftest import GREEDY, user
+from server.conftest import GREEDY, assert_error, user
 from waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
@@ -435,6 +435,40 @@ def test_metrics_show_the_prefill_tokens_that_fit_the_itl_target(serve: Any) -> 
     with serve(EngineConfig(itl_target_s=3600.0, chunk_tokens=100)) as served:
         served.complete("count these", max_tokens=4, ignore_eos=True)
         assert served.metric("rootstock_prefill_chunk_tokens") == 99, "one token of the step is a decode"
+
+
+def test_an_alias_names_the_model_in_requests_answers_and_lists(serve: Any) -> None:
+    with serve(server=ServerConfig(aliases=("gpt-4o", "a/b"))) as served:
+        name = served.assembly.description.name
+        listed = served.client.get("/v1/models").json()["data"]
+        assert [(one["id"], one["root"]) for one in listed] == [(name, name), ("gpt-4o", name), ("a/b", name)]
+        for asked, answered in (("gpt-4o", "gpt-4o"), ("a/b", "a/b"), (name, name), (None, name)):
+            for answer in (
+                served.chat("x", max_tokens=1, model=asked),
+                served.complete("x", max_tokens=1, model=asked),
+            ):
+                assert answer.json()["model"] == answered
+            chunks = served.chunks("/v1/completions", prompt="x", max_tokens=1, model=asked)
+            assert {chunk["model"] for chunk in chunks} == {answered}
+            assert served.client.get(f"/v1/models/{answered}").json()["id"] == answered
+        assert_error(served.chat("x", model="gpt-4"), 404, "model_not_found", "gpt-4", "--alias")
+        assert_error(served.chat("x", model="*"), 404, "model_not_found")
+        assert served.client.get("/v1/models/gpt-4").status_code == 404
+
+
+def test_the_alias_for_any_name_accepts_every_valid_one(serve: Any) -> None:
+    with serve(server=ServerConfig(aliases=("*", "gpt-4o"))) as served:
+        name = served.assembly.description.name
+        assert [one["id"] for one in served.client.get("/v1/models").json()["data"]] == [name, "gpt-4o"]
+        assert served.client.get("/v1/models/any/thing").json()["id"] == "any/thing"
+        for asked, answered in (("any \u2713", "any \u2713"), ("*", "*"), ("", name)):
+            assert served.chat("x", max_tokens=1, model=asked).json()["model"] == answered
+        half = served.client.post(
+            "/v1/completions",
+            content=b'{"model": "\\ud800", "prompt": "x"}',
+            headers={"Content-Type": "application/json"},
+        )
+        assert_error(half, 400, "invalid_parameter", param="model")
 
 
 def test_the_openapi_schema_is_published(served: Any) -> None:

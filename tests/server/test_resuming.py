@@ -9,8 +9,9 @@ import pytest
 
 from engine.prompts.chat_tokenizers import chat_tokenizer, tokenizer_of
 from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import TemplateInput, template_input
 from rootstock.engine.prompts import boundaries
-from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.testing.fake_runtime import FULL
@@ -49,14 +50,14 @@ class Chat:
         return found
 
     def prompt(self, messages: list[Json], **fields: Any) -> np.ndarray[Any, Any]:
-        return self._tokenizer.encode_chat(
-            conversation_of(messages, fields.get("tools", ())).render(self._tokenizer)
-        )
+        return self._tokenizer.encode_chat(self._template(messages, fields).render(self._tokenizer))
+
+    def _template(self, messages: list[Json], fields: Json) -> TemplateInput:
+        return template_input(conversation_of(messages, fields.get("tools", ())), self._tokenizer)
 
     def upto(self, text: str, messages: list[Json], **fields: Any) -> int:
         """Counts the tokens of a prompt up to the end of the last occurrence of `text`."""
-        conversation = conversation_of(messages, fields.get("tools", ()))
-        placed = self._tokenizer.place_chat(conversation.render(self._tokenizer))
+        placed = self._tokenizer.place_chat(self._template(messages, fields).render(self._tokenizer))
         at = placed.token_at(placed.text.rindex(text) + len(text))
         assert at is not None
         return at

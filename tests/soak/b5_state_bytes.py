@@ -19,8 +19,9 @@ from common import argument_parser, at_most, conclude
 
 from checkpoints import save_chat
 from rootstock.cache.families import Family, FullAttention, RecurrentState, row_bytes
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import template_input
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import conversation_of
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import shared
 
@@ -34,9 +35,10 @@ def useful_places(world: World, agent: Agent) -> list[Place]:
     asked, model_tokenizer = world.asked, world.made.tokenizer
     places = [(at, request.best) for at, request in enumerate(asked) if request.best]
     agent.messages.append({"role": "user", "content": "And now?"})
-    conversation = conversation_of(agent.messages, TOOLS)
-    placed = placed_chat(conversation, PromptTokenizer(model_tokenizer, world.made.engine.context_limit))
-    system = boundaries_of(model_tokenizer, conversation, placed)[0].position
+    template = template_input(conversation_of(agent.messages, TOOLS), model_tokenizer)
+    tokenizer = PromptTokenizer(model_tokenizer, world.made.engine.context_limit)
+    _, placed = placed_chat(template, tokenizer)
+    system = boundaries_of(model_tokenizer, template, placed)[0].position
     next_turn = max(shared(request.whole, placed.tokens) for request in asked)
     places += [(len(asked) - 1, system), (len(asked) - 1, next_turn)]
     return _distinct(_first_that_has(asked, place) for place in places)

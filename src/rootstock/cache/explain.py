@@ -7,6 +7,7 @@ from typing import Literal
 
 from rootstock.cache.eviction import EvictionHistory
 from rootstock.cache.lease import Match
+from rootstock.cache.volatile import Realignment
 
 Cap = Literal[
     "cache_off",
@@ -61,6 +62,8 @@ class Explanation:
     capped_by: str | None  # the family that cannot resume as far as that
     message: str
     below: LoadChoice | None = None  # of a deeper hit in the tier below; None: there is none
+    # The span in which the prompt diverges, if a cached prefix agrees with it again soon after. None: none does.
+    volatile: Realignment | None = None
 
     def of_the_prompt(self) -> Explanation:
         """The part that a client may see: how much of its own prompt is cached. Withholds tokens, evictions and
@@ -82,10 +85,13 @@ class Explanation:
             evicted_tokens=None,
             pending_tokens=None,
             below=None,
+            volatile=None,
         )
 
 
-def explain_match(match: Match, history: EvictionHistory, reuse: bool) -> Explanation:
+def explain_match(
+    match: Match, history: EvictionHistory, reuse: bool, volatile: Realignment | None = None
+) -> Explanation:
     """Derives the reason from the match and from the history of evictions."""
     tokens, found = match.tokens, match.found
     all_cached = found == len(tokens)
@@ -124,11 +130,14 @@ def explain_match(match: Match, history: EvictionHistory, reuse: bool) -> Explan
         pending_tokens=0 if match.pending is None else max(0, match.pending.until - found),
         found_tokens=found,
         capped_by=match.capped_by,
-        message=_message(cap, match, alternatives, evicted),
+        message=_message(cap, match, alternatives, evicted, volatile),
+        volatile=volatile,
     )
 
 
-def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int) -> str:
+def _message(
+    cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int, volatile: Realignment | None
+) -> str:
     of = f"{match.length:,} of {len(match.tokens):,} tokens are cached"
     match cap:
         case "cache_off":
@@ -149,11 +158,19 @@ def _message(cap: Cap, match: Match, alternatives: tuple[int, ...], evicted: int
             there = ", ".join(map(str, alternatives))
             asked = int(match.tokens[match.found])
             where = f"at position {match.found:,} the prompt has token {asked}"
-            return f"{of}; {where}, cached prefixes go on with {there}."
+            told = f"{of}; {where}, cached prefixes go on with {there}."
+            return told if volatile is None else f"{told} {_volatile_message(volatile)}"
         case "end_of_cached":
             return f"{of}; no cached prefix is longer."
         case "not_cached":
             raise AssertionError("only `of_the_prompt` answers this")
+
+
+def _volatile_message(volatile: Realignment) -> str:
+    return (
+        f"{len(volatile.asked):,} tokens differ (in the cached prefix {len(volatile.cached):,}), and the next "
+        f"{volatile.agreed:,} are cached behind other tokens."
+    )
 
 
 _NOTHING_CACHED = "Nothing cached begins with this prompt's first token."

@@ -38,6 +38,7 @@ from rootstock.cache.resume_point import resume_point
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
+from rootstock.cache.volatile import Realignment, VolatileSpans, realignment
 from rootstock.cache.write_back import WriteBackQueue
 
 
@@ -83,6 +84,7 @@ class KVCache:
             None if self.stored is None else WriteBackQueue(pools, self.stored, through=self._through)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
+        self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._checkpoints = CheckpointWriter(pools, tree, self.counters, self._clock, self.write_back)
         self._admission = Admission(
@@ -167,7 +169,11 @@ class KVCache:
 
     def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        return explain_match(self.match(tokens, namespace), self.tree.evicted, self.reuse)
+        return self.explain_hit(self.match(tokens, namespace))
+
+    def explain_hit(self, match: Match) -> Explanation:
+        """Tells how much a current match hits, and why no more. Changes nothing."""
+        return explain_match(match, self.tree.evicted, self.reuse, self._realignment(match))
 
     # --------------------------------------------------------------------------- the cycle of a request
 
@@ -203,6 +209,7 @@ class KVCache:
             self._leases[answer.lease.id] = answer.lease
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
+                self._count_volatile(match)
         return answer
 
     def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
@@ -211,6 +218,24 @@ class KVCache:
         counters.asked_tokens += prompt_tokens
         counters.hit_tokens += hit_tokens
         counters.missed_tokens += prompt_tokens - hit_tokens
+
+    def _realignment(self, match: Match) -> Realignment | None:
+        """Finds where a prompt that diverges from the cached prefixes agrees with one of them again."""
+        node, found = match.node, match.found
+        if node is None or found >= len(match.tokens):
+            return None
+        if found == node.end and self.tree.evicted.evicted_after(node, match.tokens[found:]):
+            return None  # it was cached: it misses by eviction
+        return realignment(node, found, match.tokens)
+
+    def _count_volatile(self, match: Match) -> None:
+        """Counts an admitted prompt that diverges in a volatile span. A split of the node changes nothing here."""
+        place = self._realignment(match)
+        if place is None:
+            return
+        self.counters.volatile_misses += 1
+        self.counters.volatile_tokens += place.agreed
+        self.volatile.add(match.namespace, match.tokens, match.found, place, self._clock())
 
     def _verified(self, match: Match) -> Match:
         """Drops a matched checkpoint whose digest is not that of the prefix, and matches again. Such a checkpoint is
@@ -403,6 +428,7 @@ class KVCache:
             self.tree.clear()
         else:
             self.tree.clear_namespace(namespace)
+        self.volatile.forget(namespace)
         if self.write_back is not None:
             self.write_back.forget(namespace)
         return self.pool.free_blocks - before
@@ -457,6 +483,7 @@ class KVCache:
             namespaces=len(self.tree.roots),
             cached_tokens=sum(node.end - node.start for node in nodes),
             leases=len(self._leases),
+            volatile_spans=len(self.volatile),
             **asdict(self.counters),
         )
 

@@ -24,6 +24,8 @@ class Counters:
     checkpoints_refused: int = (
         0  # found where they do not belong: a bug, and a miss rather than a wrong answer
     )
+    volatile_misses: int = 0  # admissions that diverged in a volatile span
+    volatile_tokens: int = 0  # that they would have found behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class CacheStats:
     namespaces: int
     cached_tokens: int  # findable
     leases: int
+    volatile_spans: int  # kept for reports
     admissions: int
     asked_tokens: int
     hit_tokens: int
@@ -70,6 +73,8 @@ class CacheStats:
     checkpoints_evicted: int
     checkpoints_skipped: int
     checkpoints_refused: int
+    volatile_misses: int
+    volatile_tokens: int
 
     @property
     def resident_bytes(self) -> int:

@@ -25,7 +25,7 @@ def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     A callback of `--config`: it runs before other options are read, so that the command line and the environment
     override the file."""
     if path is not None:
-        values, places = dict[str, str](), dict[str, str]()
+        values, places = dict[str, str | list[str]](), dict[str, str]()
         known, our_name = _options_of(ctx), ctx.token_normalize_func or str
         for key, node in _entries(read_bounded("--config", path, MAX_CONFIG_BYTES), path):
             line: int = key.start_mark.line + 1
@@ -89,11 +89,16 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, Any]]:
         yield key, value
 
 
-def _value(ctx: typer.Context, path: Path, key: str, node: Any, parameter: Any, negated: bool) -> str:
+def _value(
+    ctx: typer.Context, path: Path, key: str, node: Any, parameter: Any, negated: bool
+) -> str | list[str]:
     """Return the value in the form of the command line, checked for the type of the option."""
     import yaml
 
     line = node.start_mark.line + 1
+    if parameter.multiple:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        return [_scalar(path, key, item) for item in items]
     if isinstance(node, yaml.SequenceNode) and parameter.name in _LISTS:
         return json.dumps([_scalar(path, key, item) for item in node.value])
     value = _scalar(path, key, node)

@@ -14,6 +14,7 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
 from rootstock.config import (
@@ -128,11 +129,13 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
+    alias: options.Alias = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
@@ -141,9 +144,11 @@ def serve(
     max_connections: options.MaxConnections = _SERVER.max_connections,
     responses_store: options.ResponsesStore = None,
     responses_store_bytes: options.ResponsesStoreBytes = "128MiB",
+    sse_keep_alive: options.SSEKeepAlive = "10s",
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
+    drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
     _log_warnings()
@@ -176,6 +181,7 @@ def serve(
         itl_target_s=None if itl_target is None else parse_seconds(itl_target, "--itl-target"),
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
+        answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
     )
     tier_config = TierConfig(
         disk_dir,
@@ -198,6 +204,9 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
+        drop_volatile=drop_volatile,
     )
     template = None
     if chat_template is not None:
@@ -373,6 +382,9 @@ def bench(
         quantize,
     )
     raise typer.Exit(run_bench(config, own))
+
+
+app.command(cls=options.Command)(launch)
 
 
 def _budget_bytes(kv_budget: str) -> int | None:

@@ -110,6 +110,15 @@ ServedModelName = Annotated[
         SERVER, "--served-model-name", "Model name in the API.", show_default="the last part of MODEL's name"
     ),
 ]
+Alias = Annotated[
+    list[str] | None,
+    option(
+        SERVER,
+        "--alias",
+        "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
+        metavar="NAME",
+    ),
+]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]
 DTYPE = option(MODEL, "--dtype", "Data type of the model: auto, float32, bfloat16 or float16.")
 Dtype = Annotated[str, DTYPE]
@@ -228,6 +237,15 @@ HostBudget = Annotated[
         TIERS,
         "--host-budget",
         "Host RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.",
+    ),
+]
+AnswerMemory = Annotated[
+    str,
+    option(
+        CACHE,
+        "--answer-memory",
+        "Memory for the token ids of answers, such as 64MiB. Prompts that repeat an answer get the ids that were "
+        "sampled, which are cached.",
     ),
 ]
 VerifyHits = Annotated[
@@ -356,6 +374,15 @@ ResponsesStoreBytes = Annotated[
         "Maximum size of stored responses, such as 1GiB. The least recently used conversations are removed first.",
     ),
 ]
+SSEKeepAlive = Annotated[
+    str,
+    option(
+        SERVER,
+        "--sse-keep-alive",
+        "Time after which a stream that has nothing to send sends a comment, which keeps clients and proxies from "
+        "giving up, such as 10s. 0s: never.",
+    ),
+]
 AllowedOrigins = Annotated[
     str,
     option(
@@ -379,5 +406,14 @@ ParseSpecialTokens = Annotated[
         SERVER,
         "--parse-special-tokens",
         "Parse special tokens in messages as control tokens instead of plain text.",
+    ),
+]
+DropVolatile = Annotated[
+    bool,
+    option(
+        SERVER,
+        "--drop-volatile/--no-drop-volatile",
+        "Drop lines of known clients that change the head of every prompt, such as Claude Code's billing header. "
+        "--no-drop-volatile: Keep them.",
     ),
 ]

@@ -65,8 +65,9 @@ class LoadProgress:
         return self
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
-        os.write(self._console.file.fileno(), _CLEAR_LINE_SHOW_CURSOR)
         signal.signal(number, signal.SIG_DFL)
+        # Last of all: the bar's own thread may draw it again meanwhile. It does not hide the cursor again.
+        os.write(self._console.file.fileno(), _CLEAR_LINE_SHOW_CURSOR)
         signal.raise_signal(number)
 
     def __exit__(

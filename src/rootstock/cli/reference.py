@@ -21,8 +21,8 @@ A value comes from the command line, else from the environment, else from the fi
 default. An empty environment variable counts as not set.
 
 `rootstock serve --config FILE` reads options from a YAML file. Its keys are option names without leading dashes, with
-`-` or `_`, and `model`. Lists are allowed for `allowed-origins` and `allowed-hosts`. Paths are relative to the
-working directory.
+`-` or `_`, and `model`. Lists are allowed for `alias`, `allowed-origins` and `allowed-hosts`. Paths are relative
+to the working directory.
 
 ```yaml
 model: path/to/model

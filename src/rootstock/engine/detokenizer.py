@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rootstock.cache.types import Tokens
-from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # decoders return it for bytes that are no UTF-8, or not yet
 _CONTEXT_TOKENS = 16
@@ -26,6 +26,8 @@ class Detokenizer:
     complete stop string (the longer of two that end at one place). With the end of the prompt as `context`, a
     tokenizer that drops the space before the first word drops none here.
 
+    Special tokens are left out, except those in `visible`: they are shown by their names.
+
     Holds back a character whose bytes are incomplete, and text that may begin a stop string. Decodes a window of the
     last tokens only. (DecodeStream of tokenizers does the same, but drops incomplete bytes at the end, and raises if
     a decoder's text is not append-only.)
@@ -36,9 +38,11 @@ class Detokenizer:
         tokenizer: ModelTokenizer,
         stop_strings: Sequence[str] = (),
         context: Sequence[int] | Tokens = (),
+        visible: Collection[int] = (),
     ) -> None:
         assert all(stop_strings), "an empty stop string"
         self._tokenizer = tokenizer
+        self._visible = frozenset(visible)
         self._stop_strings = tuple(stop_strings)
         self._longest_stop = max(map(len, self._stop_strings), default=0)
         self._window = _clean_end(tokenizer, context)
@@ -52,7 +56,7 @@ class Detokenizer:
         """Returns the text that became certain with `token`. Do not call it after a stop string."""
         assert not self._stopped
         if self._tokenizer.is_hidden(token):
-            return StreamDelta("", None)
+            return self._until_stop(self._named(token)) if token in self._visible else StreamDelta("", None)
         self._window.append(token)
         return self._until_stop(self._decode_window())
 
@@ -63,6 +67,17 @@ class Detokenizer:
         self._stopped = True
         text = self._tokenizer.decode(self._window)
         return self._held + text[self._given_in(text) :]
+
+    def _named(self, token: int) -> str:
+        """Returns the text before a special token, which completes no character, and the token's name."""
+        text = self._tokenizer.decode(self._window)
+        rest = text[self._given_in(text) :]
+        if text.endswith(_UNDECODED):  # the bytes after the token are another character's
+            self._window = []
+            self._context_text = ""
+        self._given_tokens = len(self._window)
+        self._given_chars = len(text) if self._window else 0
+        return rest + token_text(self._tokenizer, token)
 
     def _decode_window(self) -> str:
         text = self._tokenizer.decode(self._window)

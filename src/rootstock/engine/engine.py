@@ -21,6 +21,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
 from rootstock.cache.types import Tokens
+from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.limits import RequestLimits
@@ -166,6 +167,11 @@ class Engine:
         """Tokens that a prompt and its answer may have together."""
         return self._limits.context_limit
 
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether prefix caching is enabled."""
+        return self._cache.reuse
+
     def namespace(self, salt: str = "") -> Namespace:
         """Returns the cache namespace of requests with this salt."""
         return replace(self._namespace, salt=salt)
@@ -251,6 +257,11 @@ class Engine:
             return explanation if choice is None else replace(explanation, below=choice)
 
         return self.call(explain)
+
+    def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
+        """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
+        namespace = None if salt is None else self.namespace(salt)
+        return self.call(lambda: self._cache.volatile.of(namespace))
 
     def stats(self) -> EngineStats:
         space = UNMEASURED if self.tier_connector is None else self.tier_connector.measure()

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
+from rootstock.engine.diagnosis import Diagnosis
+from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.errors import RootstockError
 
 RequestId = NewType("RequestId", str)
@@ -74,6 +76,8 @@ class Request:
     boundaries: tuple[
         Boundary, ...
     ] = ()  # positions where later requests may diverge: each gets a checkpoint
+    place: AnswerPlace | None = None  # to which the sampled ids are remembered; None: they are not
+    diagnose: bool = False  # its events tell why its prompt was not found in the cache
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -93,6 +97,8 @@ def requests_for(
     salt: str,
     prompt_logprobs: int | None = None,
     boundaries: tuple[Boundary, ...] = (),
+    place: AnswerPlace | None = None,
+    diagnose: bool = False,
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -107,6 +113,8 @@ def requests_for(
             salt,
             prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
             boundaries,
+            place,
+            diagnose,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)
@@ -182,6 +190,7 @@ class TokenEvent:
     text: str  # text that became certain with this token: empty, or of several tokens
     logprob: TokenLogprob | None = None
     cached_tokens: int = 0  # of the request's prompt, as in Usage: known with the first token
+    diagnosis: Diagnosis | None = None  # with the first token, if the request asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +200,7 @@ class Finished:
     usage: Usage
     text: str = ""  # text held back until the end, to be appended
     stopped_by: str | int | None = None  # the stop string or token
+    diagnosis: Diagnosis | None = None  # if the request asks for it
 
 
 @dataclass(frozen=True, slots=True)

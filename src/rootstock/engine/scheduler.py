@@ -276,6 +276,8 @@ class Scheduler:
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
             match = self._match(sequence)
+            if sequence.request.diagnose and sequence.admitted_at is None:
+                sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
                 continue
             admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)

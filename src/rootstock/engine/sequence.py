@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rootstock.cache.explain import LoadChoice
+from rootstock.cache.explain import Explanation, LoadChoice
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
 from rootstock.cache.types import Tokens
 from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.diagnosis import Diagnosis, diagnosis_of
 from rootstock.engine.request import Event, Logprobs, Request, Sink, Terminal, Usage
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.speculation.draft_cost import AcceptanceRate
@@ -95,6 +96,7 @@ class Sequence:
     plan: Plan = NOTHING  # to be executed before its next forward
     hit_protection: HitProtection | None = None
     load_choice: LoadChoice | None = None  # the last decision about loading
+    explanation: Explanation | None = None  # of the hit, if the request asks for a diagnosis
     may_load: bool = True  # from a tier: False after a load that took too long
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)  # of its drafts
     draft_tokens: int = 0  # verified
@@ -132,6 +134,14 @@ class Sequence:
             case _:
                 return None
 
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The diagnosis of the first admission; None if the request does not ask for it."""
+        if self.explanation is None or self.cached_tokens is None:
+            return None
+        told = replace(self.explanation, below=self.load_choice)
+        return diagnosis_of(told, self.cached_tokens, scored=self.request.prompt_logprobs is not None)
+
     def rest_of_text(self) -> str:
         """Returns the text held back so far, now that no token follows. Call it once, at the end."""
         return "" if self.detokenizer is None else self.detokenizer.finish()
@@ -159,4 +169,13 @@ class Sequence:
         """Emits the terminal event. Called by the request table, once."""
         assert not isinstance(self.state, Ended), "a request ended twice"
         self.state = Ended()
+        self._remember_answer()  # before a client can send it back
         self.emit(event)
+
+    def _remember_answer(self) -> None:
+        if self.request.place is None:
+            return
+        try:
+            self.request.place.remember(self.generated)
+        except Exception:  # costs a later hit, and no request
+            log.exception("the answer of request %s could not be remembered", self.request.id)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -209,6 +209,17 @@ class EscapedNames:
             before += match.start() - at + len(self._spelled(match[1]))
             at = match.end()
         return found + [at + max(0, count - before) for count in chars[len(found) :]]
+
+
+def escape_strings(value: Any, escape: Callable[[str], str]) -> Any:
+    """Returns a JSON value with all of its strings escaped. Its depth was bounded when it was parsed."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, Mapping):
+        return {escape(name): escape_strings(each, escape) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [escape_strings(each, escape) for each in value]
+    return value
 
 
 class LiteralTokenizer:

@@ -251,7 +251,14 @@ class StepRunner:
             delta = sequence.detokenizer.push(sampled.token)
             text, stop_string = delta.text, delta.stopped_by
         sequence.emit(
-            TokenEvent(sequence.request.id, sampled.token, text, sampled.logprob, sequence.cached_tokens or 0)
+            TokenEvent(
+                sequence.request.id,
+                sampled.token,
+                text,
+                sampled.logprob,
+                sequence.cached_tokens or 0,
+                sequence.diagnosis if len(sequence.generated) == 1 else None,
+            )
         )
         if stop_string is not None:
             self._finish(sequence, lease, "stop", stop_string)
@@ -268,7 +275,8 @@ class StepRunner:
     ) -> None:
         self._scheduler.complete(sequence, lease)
         usage = sequence.usage(self._clock())
-        self._requests.end(sequence, Finished(sequence.request.id, reason, usage, text, stopped_by))
+        finished = Finished(sequence.request.id, reason, usage, text, stopped_by, sequence.diagnosis)
+        self._requests.end(sequence, finished)
 
     # ----------------------------------------------------------------------------------- between steps
 

@@ -45,6 +45,9 @@ class PlacedTokens:
     tokens: Tokens
     token_at: Callable[[int], int | None]  # the index of the token that a character belongs to
     char_at: Callable[[int], int | None]  # the character at which the token of an index begins
+    # The start (token, character) of the part that holds a token. A part's tokens are those of its text alone.
+    part_of: Callable[[int], tuple[int, int]]
+    encode: Callable[[str], Tokens]  # tokenizes another text in the same way
 
 
 class KeptTokens(Enum):
@@ -121,6 +124,10 @@ class ModelTokenizer(Protocol):
 
     def is_hidden(self, token: int) -> bool:
         """Returns whether a token never has text: it is special, or not in the vocabulary."""
+        ...
+
+    def is_added(self, token: int) -> bool:
+        """Returns whether a token is found in a text before the rest is tokenized, as special tokens are."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -280,7 +287,8 @@ class HFTokenizer:
 
     def place_chat(self, rendered: str) -> PlacedTokens:
         if self._fast is None or MARK in rendered:
-            return PlacedTokens(rendered, self.encode_chat(rendered), not_told, not_told)
+            tokens = self.encode_chat(rendered)
+            return PlacedTokens(rendered, tokens, not_told, not_told, one_part, self.encode_chat)
         encoding = self._fast.encode_batch([rendered], add_special_tokens=False)[0]
 
         def char_at(token: int) -> int | None:
@@ -288,7 +296,7 @@ class HFTokenizer:
             return None if span is None else int(span[0])
 
         tokens = np.array(encoding.ids, dtype=np.int32)
-        return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at)
+        return PlacedTokens(rendered, tokens, encoding.char_to_token, char_at, one_part, self.encode_chat)
 
     @cached_property
     def template_names(self) -> TemplateNames:
@@ -327,6 +335,9 @@ class HFTokenizer:
 
     def is_hidden(self, token: int) -> bool:
         return token in self._special or self._piece(token) is None
+
+    def is_added(self, token: int) -> bool:
+        return token in self._added
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._added.get(token)
@@ -415,6 +426,10 @@ def _refuse_broken_template(template: Any, source: str) -> None:
 
 def not_told(_: int) -> None:
     return None
+
+
+def one_part(_: int) -> tuple[int, int]:
+    return 0, 0
 
 
 def _byte_of_char() -> dict[str, int]:

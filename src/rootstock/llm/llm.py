@@ -25,8 +25,9 @@ from rootstock.engine.conversation.template import refuse_unread_variables, temp
 from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.explained import explained_in_words
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped, text_tokens
+from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_prompt, escaped, text_tokens
 from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import Finished, Request, TokenEvent, requests_for
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.stats import Cleared, EngineStats
@@ -58,6 +59,7 @@ class _Asked:
     text: str | None
     tokens: Tokens
     boundaries: tuple[Boundary, ...] = ()
+    place: AnswerPlace | None = None  # of a chat: the next turn's prompt gets the sampled ids back
 
 
 class LLM:
@@ -120,7 +122,10 @@ class LLM:
         self._description = made.description
         self._defaults = defaults
         self._parse_special_tokens = parse_special_tokens
-        self._tokenizer = PromptTokenizer(made.tokenizer, made.engine.context_limit)
+        engine = made.engine
+        self._tokenizer = PromptTokenizer(
+            made.tokenizer, engine.context_limit, engine.config.answer_memory_bytes
+        )
         families = made.description.families
         self._wants_boundaries = not all(isinstance(family, FullAttention) for family in families)
         self._closed = threading.Event()
@@ -361,9 +366,9 @@ class LLM:
         )
         template = template_input(conversation_of(messages, tools, options=options), tokenizer)
         template = escaped(template, self._tokenizer, parse=self._parse_special_tokens)
-        if self._wants_boundaries:
-            return _Asked(None, *chat_with_boundaries(template, self._tokenizer))
-        return _Asked(None, chat_tokens(template, self._tokenizer, salt_of("", cache_salt)))
+        make = chat_with_boundaries if self._wants_boundaries else chat_prompt
+        prompt = make(template, self._tokenizer, salt_of("", cache_salt))
+        return _Asked(None, prompt.tokens, prompt.boundaries, prompt.place)
 
     def _requests(self, asked: _Asked, params: SamplingParams, cache_salt: str | None) -> tuple[Request, ...]:
         requests = requests_for(
@@ -375,6 +380,7 @@ class LLM:
             salt=salt_of("", cache_salt),
             prompt_logprobs=params.prompt_logprobs,
             boundaries=asked.boundaries,
+            place=asked.place,
         )
         return tuple(request.fitted(self.context_limit) for request in requests)
 

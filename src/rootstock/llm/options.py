@@ -27,9 +27,10 @@ _COMMAND_LINE = {
     "host-budget": "host_budget_bytes",
     "itl-target": "itl_target_s",
     "speculate": "draft_tokens",
+    "answer-memory": "answer_memory_bytes",
     "served-model-name": "served_name",
 }
-_SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes")
+_SIZES = ("budget_bytes", "disk_budget_bytes", "host_budget_bytes", "queue_bytes", "answer_memory_bytes")
 
 
 class Options(TypedDict, total=False):
@@ -70,6 +71,7 @@ class Options(TypedDict, total=False):
     itl_target_s: float | None
     idle_chunk_tokens: int | None
     draft_tokens: int | None
+    answer_memory_bytes: int | str
     # vLLM's names of some of them
     max_model_len: int | None
     max_num_seqs: int

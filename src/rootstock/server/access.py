@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from rootstock.errors import (
     ContentTypeNotJson,
     HostNotAllowed,
     InvalidParameter,
+    KeysDiffer,
     MalformedHttp,
     OriginNotAllowed,
     RootstockError,
@@ -70,15 +71,26 @@ class Keys:
             admin = Caller(has_admin_key=True, is_operator=True)
             self._callers[self._digest(config.admin_key.encode())] = admin
 
-    def caller(self, authorization: bytes) -> Caller | None:
-        """Returns the sender whose key an Authorization header holds; None if the server requires a key."""
-        scheme, _, key = authorization.partition(b" ")
-        found = self._callers.get(self._digest(key.strip())) if scheme.lower() == b"bearer" else None
-        return found or self._anonymous
+    def caller(self, headers: Headers) -> Caller | Unauthorized:
+        """Returns the sender whose key Authorization or x-api-key holds, or why the headers name none."""
+        sent = {self._digest(key) for key in _keys_in(headers)}
+        if len(sent) > 1 and self._callers:  # a server without keys reads none
+            return KeysDiffer()
+        found = self._callers.get(sent.pop()) if sent else None
+        return found or self._anonymous or Unauthorized()
 
     def _digest(self, key: bytes) -> bytes:
         # Keyed with a secret of this process: the time of a lookup tells nothing about the API keys.
         return hmac.digest(self._secret, key, "sha256")
+
+
+def _keys_in(headers: Headers) -> Iterator[bytes]:
+    """Yields the keys that are sent: OpenAI's clients use Authorization, Anthropic's use either header."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and bearer.strip():
+        yield bearer.strip()
+    if key := headers.get(b"x-api-key", b"").strip():
+        yield key
 
 
 def caller_of(request: Request) -> Caller:
@@ -157,12 +169,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Headers = dict(reversed(scope["headers"]))  # the first of repeated headers, as in the routes
-        caller = self._keys.caller(headers.get(b"authorization", b""))
-        if caller is not None:
+        caller = self._keys.caller(headers)
+        if isinstance(caller, Caller):
             scope.setdefault("state", {})[_STATE] = caller
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
@@ -186,14 +198,14 @@ class Guard:
             self._held_bytes -= held_bytes
 
     def _refusal(
-        self, method: str, path: str, headers: Headers, caller: Caller | None
+        self, method: str, path: str, headers: Headers, caller: Caller | Unauthorized
     ) -> RootstockError | None:
         if not self._knows_host(headers.get(b"host")):
             return HostNotAllowed(_text(headers[b"host"]))
         if self._is_foreign(method, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
-        if path not in OPEN_PATHS and caller is None:
-            return Unauthorized()
+        if path not in OPEN_PATHS and isinstance(caller, Unauthorized):
+            return caller
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")

@@ -17,14 +17,16 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ModelNotFound, RequestError
+from rootstock.errors import RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
-from rootstock.server.errors import install_error_handlers
+from rootstock.server.docs_page import install_docs
+from rootstock.server.errors import MODEL_ROUTE, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.metrics import Metrics
-from rootstock.server.model_card import numbers_of
+from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
@@ -48,30 +50,34 @@ def create_app(
     model = ServedModel(
         description.name,
         description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit),
+        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
         defaults or SamplingDefaults(),
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
+        aliases=config.aliases,
+        reuses_prefixes=engine.reuses_prefixes,
+        drop_volatile=config.drop_volatile,
     )
-    metrics = Metrics(engine)
-    app = FastAPI(title="Rootstock", version=__version__, redoc_url=None)
+    metrics = Metrics(engine, model.tokenizer.answers)
+    app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, config=config)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=("DELETE", "GET", "HEAD", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=("Retry-After", MAX_TOKENS_HEADER),
         )
     install_error_handlers(app)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
-    answerer = Answerer(engine, metrics, queue)
+    answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
     app.include_router(_generation_routes(model, answerer))
+    app.include_router(anthropic_routes(model, answerer, queue))
     store = ResponseStore.open(config.responses_store, config.responses_store_bytes)
     responses = Responses(model, store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, queue))
@@ -81,14 +87,20 @@ def create_app(
             engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config
         )
     )
+    install_docs(app)
     return app
 
 
 def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], route_class=BoundedJsonRoute)
+    router = APIRouter(
+        tags=["OpenAI"],
+        route_class=BoundedJsonRoute,
+        responses={200: {"content": {"text/event-stream": {}}}, **documented_errors(*MODEL_ROUTE)},
+    )
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
+        """Answers a conversation, whole or as server-sent events."""
         try:
             return await answerer.answer(lambda: chat_call(model, body, tenant), request)
         except RequestError as error:
@@ -98,6 +110,7 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+        """Continues text or token ids, whole or as server-sent events."""
         return await answerer.answer(lambda: completion_call(model, body, tenant), request)
 
     return router
@@ -106,16 +119,18 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
 def _state_routes(
     engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any], config: ServerConfig
 ) -> APIRouter:
-    router = APIRouter(tags=["State"])
+    router = APIRouter(tags=["State"], responses=documented_errors())
 
-    def described() -> dict[str, Any]:
+    def described(name: str) -> dict[str, Any]:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "rootstock",
+            "root": model.name,  # the model that an alias stands for
             "max_model_len": engine.context_limit,
             **numbers,
+            **anthropic_model_fields(name, model.created, engine.context_limit),
         }
 
     @router.get("/", include_in_schema=False)
@@ -124,24 +139,32 @@ def _state_routes(
 
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described()]}
+        """Lists the model and its aliases."""
+        data = [described(name) for name in model.names]
+        ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return {"object": "list", "data": data, "has_more": False, **ids}
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=documented_errors(404))
     def one_model(name: str) -> dict[str, Any]:
-        if name != model.name:
-            raise ModelNotFound(name, model.name)
-        return described()
+        """Describes the model."""
+        model.refuse_other(name)
+        return described(name)
 
-    @router.get("/health")
+    @router.get(
+        "/health",
+        responses={503: {"description": "The engine is dead.", "content": {"application/json": {}}}},
+    )
     async def health(request: Request) -> Response:
+        """Tells whether the engine runs."""
         found = engine.health()
         told = {"status": "ok" if found.alive else "dead", "alive": found.alive, "detail": found.detail}
         if is_operator(request):
             told |= asdict(found)  # the number of running requests tells about other tenants
         return JSONResponse(told, 200 if found.alive else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def prometheus(request: Request) -> Response:
+        """Exports metrics for Prometheus."""
         refuse_unless(not names_tenant(request), config)
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

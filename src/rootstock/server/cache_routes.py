@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
@@ -10,26 +11,34 @@ from fastapi import APIRouter, Request
 
 from rootstock.cache.explain import Explanation
 from rootstock.cache.types import Tokens
+from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.explained import explained_in_words, text_before
+from rootstock.engine.prompts.explained import explained_in_words, text_before, volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
-from rootstock.server.openai.calls import explained_tokens
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import ServedModel
+
+VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
+VOLATILE_EXAMPLE_CHARS = 200
 
 
 def cache_routes(
     engine: Engine, model: ServedModel, config: ServerConfig, queue: PreparationQueue
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
+    router = APIRouter(
+        prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute, responses=documented_errors()
+    )
 
     # A plain function runs on another thread: it waits for the engine's.
     @router.get("/stats")
     def stats(request: Request) -> dict[str, Any]:
+        """Counts hits, misses, blocks and bytes."""
         refuse_unless(is_operator(request), config)
         found = engine.stats()
         derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
@@ -37,22 +46,48 @@ def cache_routes(
         told["cache"] |= derived
         return told
 
-    @router.post("/explain")
+    @router.get("/volatile", responses=documented_errors(401, 403))
+    def volatile(request: Request, tenant: Tenant, cache_salt: str | None = None) -> dict[str, Any]:
+        """Lists the spans of prompts that differ between requests which agree before and after them."""
+        salt = salt_of(tenant, cache_salt)
+        if salt:
+            spans = engine.volatile_spans(salt)
+        else:
+            refuse_unless(is_operator(request), config)
+            spans = engine.volatile_spans()
+        # Prompts of one salt may be of several parties, unless a key is bound to it.
+        caller = caller_of(request)
+        shows_texts = config.explain == "all" or caller.has_admin_key or bool(caller.tenant)
+        return {
+            "texts": "of your own prompts"
+            if shows_texts
+            else "withheld: the option --explain all shows them",
+            "spans": [
+                _volatile(span, shows_texts and span.namespace.salt == salt, model.model_tokenizer)
+                for span in spans
+            ],
+        }
+
+    @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Explains how much of a prompt is cached, and why not more."""
         refuse_unless(config.admin_key is None or caller_of(request).has_admin_key, config)
         salt = salt_of(tenant, body.cache_salt)
 
         def explained() -> dict[str, Any]:
-            tokens = explained_tokens(model, body, salt)
+            tokens, sampled_tokens, dropped = explained_prompt(model, body, salt, tenant)
             explanation = engine.explain(tokens, salt)
             if config.explain == "own":
                 explanation = explanation.of_the_prompt()
-            return _explained(explanation, tokens, model.model_tokenizer)
+            told = _explained(explanation, tokens, model.model_tokenizer)
+            told["message"] = " ".join([told["message"], *map(str, dropped)])
+            return told | {"sampled_tokens": sampled_tokens, "dropped": [asdict(head) for head in dropped]}
 
         return await queue.run(request, explained)
 
-    @router.post("/clear")
+    @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
+        """Removes cached prefixes: those of one salt, or all."""
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if not salt:
             refuse_unless(is_operator(request), config)
@@ -60,6 +95,27 @@ def cache_routes(
         return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
 
     return router
+
+
+def _volatile(span: VolatileSpan, shows_text: bool, tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """Returns the JSON of a span, with the texts of the prompts if the sender may see them."""
+
+    def text(tokens: Tokens) -> str:
+        return tokenizer.decode(tokens.tolist())
+
+    return {
+        "position": span.position,
+        "tokens": span.longest,
+        "count": span.count,
+        "recomputed_tokens": span.recomputed_tokens,
+        "last_seen_s_ago": round(max(0.0, time.monotonic() - span.last_seen), 3),
+        "before": text(span.before)[-VOLATILE_CONTEXT_CHARS:] if shows_text else None,
+        "examples": [text(example)[:VOLATILE_EXAMPLE_CHARS] for example in span.examples]
+        if shows_text
+        else None,
+        "after": text(span.after)[:VOLATILE_CONTEXT_CHARS] if shows_text else None,
+        "hint": volatile_in_words(span),
+    }
 
 
 def _as_json(value: Any) -> Any:

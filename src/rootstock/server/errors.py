@@ -1,29 +1,76 @@
-"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}} and a status."""
+"""Errors as responses, in the form of the API that the route belongs to.
+
+Rootstock's own routes have the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from rootstock.errors import (
+    HttpRefused,
+    InternalError,
     InvalidJson,
     InvalidParameter,
+    MethodNotAllowed,
     MissingParameter,
     Overloaded,
     RootstockError,
+    RouteNotFound,
     Unauthorized,
 )
+from rootstock.server.anthropic.errors import error_body as anthropic_error_body
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_GONE_STATUS = 499  # nginx's; no client reads it
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of an error, for the OpenAPI document."""
+
+    error: ErrorDetail
+
+
+_MEANINGS = {
+    400: "The request is wrong: the message says how, and param names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The host, the web page or the key may not do this.",
+    404: "The model, or the object, is not here.",
+    408: "The request came too slowly.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    415: "The body is not JSON in UTF-8.",
+    429: "The server is full. Try again after Retry-After.",
+    431: "The head is too large.",
+    500: "The server failed.",
+    503: "The server stops, or has too many connections or bodies. Try again.",
+}
+_ANY_ROUTE = (400, 401, 403, 408, 413, 414, 431, 500, 503)  # of the connection, the guard and the engine
+MODEL_ROUTE = (404, 415, 429)  # further ones, of a route with a body that names a model and waits for a turn
+
+
+def documented_errors(*more: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Returns the error statuses of a route for the OpenAPI document: those of any route, and `more`."""
+    return {
+        status: {"model": body, "description": _MEANINGS[status]} for status in sorted({*_ANY_ROUTE, *more})
+    }
 
 
 class ClientGone(Exception):
@@ -39,41 +86,63 @@ class BodyRefused(HTTPException):
 
 
 def error_body(error: RootstockError) -> dict[str, Any]:
-    return _body(error.http_status, error.message, error.code, error.param)
+    kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
+    if error.http_status == 429:
+        kind = "rate_limit_error"
+    param = error.param and _utf8(error.param)
+    return {"error": {"message": _utf8(error.message), "type": kind, "param": param, "code": error.code}}
 
 
-def error_response(error: RootstockError) -> JSONResponse:
-    headers = {}
+ErrorForm = Callable[[RootstockError], dict[str, Any]]
+
+_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": anthropic_error_body}  # by the path that routes begin with
+
+
+def error_form_of(path: str) -> ErrorForm:
+    """Returns the form of the errors of a route."""
+    for root, form in _FORMS.items():
+        if path == root or path.startswith(f"{root}/"):
+            return form
+    return error_body
+
+
+def error_response(error: RootstockError, path: str = "") -> JSONResponse:
+    body, headers = error_form_of(path)(error), {}
+    if "request_id" in body:
+        headers["request-id"] = body["request_id"]
     match error:
         case Overloaded():
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case Unauthorized():
             headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), error.http_status, headers)
+    return JSONResponse(body, error.http_status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RootstockError)
-    async def on_rootstock_error(_request: Request, error: RootstockError) -> Response:
-        return error_response(error)
+    async def on_rootstock_error(request: Request, error: RootstockError) -> Response:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def on_wrong_body(_request: Request, error: RequestValidationError) -> Response:
-        return error_response(wrong_body(error.errors(), error.body))
+    async def on_wrong_body(request: Request, error: RequestValidationError) -> Response:
+        return error_response(wrong_body(error.errors(), error.body), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if isinstance(error, BodyRefused):
-            return error_response(error.error)
+            return error_response(error.error, request.url.path)
         route = f"{request.method} {request.url.path}"
         match error.status_code:
             case 404:
-                message, code = f"There is no {route} here. GET /docs lists the routes.", "not_found"
+                refusal: RootstockError = RouteNotFound(route)
             case 405:
-                message, code = f"{route} is not allowed; see the Allow header.", "method_not_allowed"
+                refusal = MethodNotAllowed(route)
             case _:
-                message, code = str(error.detail), "http_error"
-        return JSONResponse(_body(error.status_code, message, code, None), error.status_code, error.headers)
+                refusal = HttpRefused(str(error.detail))
+        response = error_response(refusal, request.url.path)
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(_request: Request, _error: ClientGone) -> Response:
@@ -81,9 +150,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        detail = f"{type(error).__name__}. The server's log says more. Please report it."
-        message = f"The server failed on {request.url.path}: {detail}"
-        return JSONResponse(_body(500, message, "internal_error", None), 500)
+        return error_response(InternalError(request.url.path, error), request.url.path)
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
@@ -140,13 +207,6 @@ def _locate(loc: Sequence[int | str], body: Any) -> tuple[str, Any]:
         elif isinstance(body, dict) and part in body:
             path, body = f"{path}.{part}" if path else str(part), body[part]
     return path, body
-
-
-def _body(status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    if status == 429:
-        kind = "rate_limit_error"
-    return {"error": {"message": _utf8(message), "type": kind, "param": param and _utf8(param), "code": code}}
 
 
 def _utf8(text: str) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -47,10 +48,13 @@ Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the 
 class Answerer:
     """Answerer of calls: prepares a call, submits its requests to the engine, and makes the response."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, queue: PreparationQueue) -> None:
+    def __init__(
+        self, engine: Engine, metrics: Metrics, queue: PreparationQueue, keep_alive_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._queue = queue
+        self._keep_alive_s = keep_alive_s  # 0: streams have no keep-alives
         self._bridge: Bridge | None = None
         # One thread for all large answers: the engine then waits for the interpreter behind one of them at most.
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
@@ -67,6 +71,7 @@ class Answerer:
             call = make_call()
             call.refuse_too_many_logprobs(self._engine.context_limit)
             generation.submit(call.requests)
+            self._metrics.dropped(call.dropped)
             return call
 
         try:
@@ -130,6 +135,10 @@ class Answerer:
         Raises ClientGone, CancelledError and OSError, after which no client is left.
         """
         writer = call.format.stream()
+        if self._keep_alive_s > 0:
+            keep_alive = KeepAlive(send, write, self._keep_alive_s, writer.keep_alive)
+            generation.keep_alive(keep_alive)
+            send, write = keep_alive.send, keep_alive.write
         unsent: list[
             tuple[int, str]
         ] = []  # how many of the next events, and their text, which was not written
@@ -265,6 +274,48 @@ class Bridge:
             mailbox.put(events)
 
 
+class KeepAlive:
+    """Sender of a stream's text, and of a keep-alive whenever the client has got no text for some time.
+
+    A long prompt takes minutes, and so does reasoning that is not shown. Clients and proxies give up before that.
+    """
+
+    def __init__(
+        self, send: SendText, write: WriteChunk | None, every_s: float, text: Callable[[], str]
+    ) -> None:
+        self._send = send
+        self._write = write
+        self._every_s = every_s
+        self._text = text
+        self._now = asyncio.get_running_loop().time
+        self._sent_s = self._now()
+
+    async def send(self, text: str) -> None:
+        await self._send(text)
+        self._sent_s = self._now()
+
+    @property
+    def write(self) -> WriteChunk | None:
+        return None if self._write is None else self._written
+
+    def _written(self, chunk: bytes) -> bool:
+        assert self._write is not None
+        self._sent_s = self._now()
+        return self._write(chunk)
+
+    def due_in_s(self) -> float:
+        return self._sent_s + self._every_s - self._now()
+
+    async def send_if_due(self) -> None:
+        if self.due_in_s() <= 0:
+            await self.send(self._text())
+
+
+@dataclass(frozen=True, slots=True)
+class NoEvents:
+    """Result of a wait for events, none of which came in time."""
+
+
 class Mailbox:
     """The events of one HTTP request, for one task. Used on the event loop's thread."""
 
@@ -294,16 +345,22 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[Indexed]:
-        """Returns all events that have arrived, at least one. Raises ClientGone."""
+    async def take(self, within_s: float | None = None) -> list[Indexed] | NoEvents:
+        """Returns all events that have arrived, at least one unless the time passes. Raises ClientGone."""
         if not self._events and not self.hung_up:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, self._wake)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         if not self._events:
-            raise ClientGone
+            if self.hung_up:
+                raise ClientGone
+            return NoEvents()
         events, self._events = self._events, []
         return events
 
@@ -326,6 +383,7 @@ class Generation:
         self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
         self._error: RootstockError | None = None  # raised after the events that precede it
+        self._keep_alive: KeepAlive | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -399,6 +457,10 @@ class Generation:
 
         self._mailbox.offer_to(timed)
 
+    def keep_alive(self, sender: KeepAlive) -> None:
+        """Makes `next` send keep-alives while it waits for events."""
+        self._keep_alive = sender
+
     async def next(self) -> list[Indexed]:
         """Returns all events that have arrived, in order, and none when all requests have ended.
 
@@ -408,7 +470,7 @@ class Generation:
             raise self._error
         if not self._open:
             return []
-        events = await self._mailbox.take()
+        events = await self._take()
         now = self._timing.now()
         for at, (index, event) in enumerate(events):
             if isinstance(event, TokenEvent):
@@ -420,6 +482,15 @@ class Generation:
                     raise self._error
                 return events[:at]
         return events
+
+    async def _take(self) -> list[Indexed]:
+        while True:
+            sender = self._keep_alive
+            events = await self._mailbox.take(None if sender is None else sender.due_in_s())
+            if not isinstance(events, NoEvents):
+                return events
+            if sender is not None:
+                await sender.send_if_due()
 
     def _ended(self, index: int, event: Event) -> RootstockError | None:
         """Records the end of a request, and returns the error that ended it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import accumulate
 
@@ -14,7 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped
@@ -24,7 +26,7 @@ _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, answers: SampledAnswers) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -34,11 +36,18 @@ class Metrics:
             "rootstock_cached_prompt_tokens", "Tokens of prompts that were found in the cache"
         )
         self.completion_tokens = counter("rootstock_completion_tokens", "Tokens generated")
+        self.dropped_blocks = counter(
+            "rootstock_dropped_volatile_blocks", "Volatile blocks dropped from system prompts", ["begins"]
+        )
+        self.dropped_chars = counter(
+            "rootstock_dropped_volatile_characters", "Characters of the volatile blocks dropped", ["begins"]
+        )
         self.queue_s = histogram("rootstock_queue_seconds", "Submission to admission", buckets=_LATENCY_S)
         self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
         self.registry.register(self.itl_s)
         self.registry.register(_EngineCollector(engine))
+        self.registry.register(_AnswersCollector(answers))
 
     def timing(self, requests: int) -> Timing:
         return Timing(self, requests)
@@ -50,6 +59,11 @@ class Metrics:
             self.prompt_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_tokens)
             self.completion_tokens.inc(usage.completion_tokens)
+
+    def dropped(self, heads: Iterable[DroppedHead]) -> None:
+        for head in heads:
+            self.dropped_blocks.labels(head.begins).inc()
+            self.dropped_chars.labels(head.begins).inc(head.chars)
 
     def render(self) -> bytes:
         """Renders all metrics. Waits for the engine's thread: not for an event loop."""
@@ -145,6 +159,11 @@ class _EngineCollector(Collector):
             evicted=cache.checkpoints_evicted,
             skipped=cache.checkpoints_skipped,
         )
+        yield _counter(
+            "volatile_prompt_tokens",
+            "Tokens computed again behind a volatile span, such as a date or an id",
+            cache.volatile_tokens,
+        )
         yield _counter("draft_tokens", "Draft tokens verified", counters.draft_tokens)
         yield _counter("accepted_draft_tokens", "Draft tokens accepted", counters.accepted_draft_tokens)
         yield _counters("hits_verified", "Recomputed hits by result", "result", **stats.verified)
@@ -156,6 +175,31 @@ class _EngineCollector(Collector):
                 "loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens
             )
             yield from _tier(stats.tier)
+
+
+class _AnswersCollector(Collector):
+    """The memory of sampled answers at each scrape."""
+
+    def __init__(self, answers: SampledAnswers) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._answers.counters
+        yield _counter(
+            "spliced_prompt_tokens",
+            "Prompt tokens that got the ids with which the server had sampled them",
+            counters.spliced_tokens,
+        )
+        yield _counters(
+            "sampled_answers",
+            "Answers and tool calls by event",
+            "event",
+            remembered=counters.answers,
+            calls_remembered=counters.calls,
+            calls_restored=counters.restored_calls,
+            dropped=self._answers.dropped,
+        )
+        yield _gauge("sampled_answers_bytes", "Memory of sampled answers", self._answers.held_bytes)
 
 
 def _tier(tier: TierStats) -> Iterator[Metric]:

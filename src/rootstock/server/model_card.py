@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from rootstock.cache.families import Family, FullAttention, RecurrentState
@@ -26,6 +27,18 @@ def bytes_per_checkpoint(families: Sequence[Family], block_size: int) -> int:
             blocks = (positions + block_size - 2) // block_size + 1
             total += blocks * block_size * family.bytes_per_token
     return total
+
+
+def anthropic_model_fields(name: str, created_s: int, context_limit: int) -> dict[str, Any]:
+    """Returns the fields of a model in Anthropic's API. The object has those of OpenAI's, too."""
+    return {
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context_limit,
+        "max_tokens": context_limit,
+    }
 
 
 def numbers_of(

@@ -15,30 +15,33 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.cache.radix_node import Boundary
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.limits import MAX_LOGPROBS
+from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
+from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import DeltaParser, TextOnly
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, chat_tokens, escaped
+from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.engine.request import (
     Event,
     Finished,
     Logprobs,
     PromptScored,
     Request,
+    ResolvedSampling,
+    StopParams,
     TokenEvent,
     TokenLogprob,
     Usage,
+    requests_for,
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs
+from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
+ANY_NAME = "*"  # an alias
 
 Json = dict[str, Any]
 
@@ -149,6 +152,7 @@ class Call:
     choices_per_prompt: int
     stream: bool
     lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
+    dropped: tuple[DroppedHead, ...] = ()  # from the prompt
 
     @property
     def headers(self) -> dict[str, str]:
@@ -185,12 +189,29 @@ def _most_tokens(request: Request, context_limit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation's prompt, and the parser of its answers."""
+class PreparedChat:
+    """A conversation's prompt, and all that its answers need."""
 
-    tokens: Tokens
-    boundaries: tuple[Boundary, ...]
+    prompt: ChatPrompt
+    salt: str
     new_parser: Callable[[], DeltaParser]
+    dropped: tuple[DroppedHead, ...] = ()
+
+    def requests(
+        self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
+    ) -> tuple[Request, ...]:
+        """Makes the requests of the answers."""
+        return requests_for(
+            id,
+            [self.prompt.tokens],
+            choices,
+            sampling,
+            stop,
+            salt=self.salt,
+            boundaries=self.prompt.boundaries,
+            place=self.prompt.place,
+            diagnose=diagnose,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,25 +224,40 @@ class ServedModel:
     most_requests: int  # running and waiting in the engine at once
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
+    aliases: tuple[str, ...] = ()  # further names; "*": any
+    reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
+    drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer.model_tokenizer
 
-    def refuse_other(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
-            raise ModelNotFound(asked, self.name)
+    @property
+    def names(self) -> list[str]:
+        """The model's name and its aliases, without the alias for any name."""
+        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
 
-    def chat_prompt(self, conversation: Conversation, salt: str) -> ChatPrompt:
+    def refuse_other(self, asked: str | None) -> None:
+        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
+        if asked is None or asked in self.names:
+            return
+        if ANY_NAME not in self.aliases:
+            raise ModelNotFound(asked, self.name)
+        refuse_surrogates(asked, "model")
+
+    def prepared_chat(self, conversation: Conversation, salt: str, tenant: str) -> PreparedChat:
         """Renders and tokenizes: not for an event loop. Raises RequestError."""
+        if conversation.tool_choice.mode == "required":
+            raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
+        dropped: tuple[DroppedHead, ...] = ()
+        if self.drop_volatile:
+            conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
-        if self.wants_boundaries:
-            tokens, boundaries = chat_with_boundaries(template, self.tokenizer)
-        else:
-            tokens, boundaries = chat_tokens(template, self.tokenizer, salt), ()
-        return ChatPrompt(tokens, boundaries, TextOnly)
+        make = chat_with_boundaries if self.wants_boundaries else chat_prompt
+        prompt = make(template, self.tokenizer, salt, tenant)
+        return PreparedChat(prompt, salt, TextOnly, dropped)
 
     def call(
         self,
@@ -231,6 +267,7 @@ class ServedModel:
         choices_per_prompt: int = 1,
         stream: bool = False,
         strict_max_tokens: bool = False,
+        dropped: tuple[DroppedHead, ...] = (),
     ) -> Call:
         """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
         lowered = None
@@ -240,4 +277,4 @@ class ServedModel:
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
             requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-        return Call(format, requests, choices_per_prompt, stream, lowered)
+        return Call(format, requests, choices_per_prompt, stream, lowered, dropped)

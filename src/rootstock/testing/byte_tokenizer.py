@@ -12,7 +12,7 @@ import numpy as np
 from rootstock.cache.types import Tokens
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.special_tokens import EscapedNames
-from rootstock.engine.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told
+from rootstock.engine.tokenizer import KeptTokens, Message, PlacedTokens, Tool, not_told, one_part
 from rootstock.errors import ChatTemplateFailed
 
 
@@ -53,7 +53,8 @@ class ByteTokenizer:
         ]
 
     def place_chat(self, rendered: str) -> PlacedTokens:
-        return PlacedTokens(rendered, self.encode_chat(rendered), not_told, not_told)
+        tokens = self.encode_chat(rendered)
+        return PlacedTokens(rendered, tokens, not_told, not_told, one_part, self.encode_chat)
 
     @property
     def template_names(self) -> TemplateNames:
@@ -76,6 +77,9 @@ class ByteTokenizer:
 
     def is_hidden(self, token: int) -> bool:
         return token >= 256
+
+    def is_added(self, token: int) -> bool:
+        return 256 <= token < self.vocab_size
 
     def token_bytes(self, token: int) -> bytes:
         if token < 256:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rootstock.engine.tokenizer import HFTokenizer
+from rootstock.engine.conversation.openai import conversation_of
+from rootstock.engine.conversation.template import TemplateInput, template_input
+from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 # Many newer templates open the reasoning at the end of the prompt.
@@ -56,3 +60,13 @@ def tokenizer_of(kind: str) -> Tokenizer:
 def chat_tokenizer(template: str, kind: str = "bytes") -> HFTokenizer:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(kind), eos_token="<|im_end|>")
     return HFTokenizer(wrapped, TEMPLATES[template])
+
+
+def template_of(
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> TemplateInput:
+    """Translates OpenAI's messages and tools to the arguments of the tokenizer's template."""
+    return template_input(conversation_of(messages, tools, options=options), tokenizer)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, tokenizer_of
+from engine.prompts.chat_tokenizers import TEMPLATES, WITHOUT_TOOLS, chat_tokenizer, template_of, tokenizer_of
 from rootstock.cache.radix_node import CheckpointKind
+from rootstock.engine.conversation.template import TemplateInput
 from rootstock.engine.prompts.boundaries import boundaries_of
-from rootstock.engine.prompts.chat import Conversation, conversation_of
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens, shared
 from rootstock.engine.tokenizer import HFTokenizer, Message, ModelTokenizer, PlacedTokens
@@ -51,8 +51,8 @@ def result(number: int) -> Json:
     return {"role": "tool", "tool_call_id": f"call{number:05}", "content": f"w{number} is a plant."}
 
 
-def placed_in(tokenizer: ModelTokenizer, conversation: Conversation) -> PlacedTokens:
-    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))
+def placed_in(tokenizer: ModelTokenizer, conversation: TemplateInput) -> PlacedTokens:
+    return placed_chat(conversation, PromptTokenizer(tokenizer, 10**6))[1]
 
 
 def found(
@@ -60,7 +60,7 @@ def found(
 ) -> dict[CheckpointKind, list[str]]:
     """Returns the last 80 characters of the prompt before each boundary."""
     tokenizer = chat_tokenizer(template, kind)
-    conversation = conversation_of(messages, tools or [], options)
+    conversation = template_of(tokenizer, messages, tools or [], options)
     placed = placed_in(tokenizer, conversation)
     told: dict[CheckpointKind, list[str]] = {}
     for boundary in boundaries_of(tokenizer, conversation, placed):
@@ -130,7 +130,7 @@ def test_a_rendering_that_the_template_refuses_yields_no_boundary_and_no_error(t
         "{%- if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
     tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("bytes")), only_user)
-    conversation = conversation_of([user("What?")])
+    conversation = template_of(tokenizer, [user("What?")])
     assert boundaries_of(tokenizer, conversation, placed_in(tokenizer, conversation)) == ()
 
 
@@ -172,7 +172,7 @@ def conversations(template: str, seed: int) -> Iterator[tuple[list[Json], list[J
 
 
 def by_the_whole_rendering(
-    tokenizer: HFTokenizer, conversation: Conversation, following: list[Message]
+    tokenizer: HFTokenizer, conversation: TemplateInput, following: list[Message]
 ) -> int | None:
     try:
         rendered = tokenizer.render_chat([*conversation.messages, *following], conversation.tools)
@@ -194,7 +194,7 @@ def test_boundaries_equal_the_positions_at_which_whole_renderings_diverge(templa
     ]
     for seed in range(3):
         for messages, tools in conversations(template, seed):
-            conversation = conversation_of(messages, tools)
+            conversation = template_of(tokenizer, messages, tools)
             placed = placed_in(tokenizer, conversation)
             boundaries = boundaries_of(tokenizer, conversation, placed)
             positions = [boundary.position for boundary in boundaries]
@@ -218,7 +218,7 @@ def test_each_request_of_an_agent_diverges_at_a_boundary_of_an_earlier_one_or_co
     for seed in range(3):
         known: list[tuple[np.ndarray[Any, Any], set[int]]] = []
         for messages, tools in conversations(template, seed):
-            conversation = conversation_of(messages, tools)
+            conversation = template_of(tokenizer, messages, tools)
             placed = placed_in(tokenizer, conversation)
             if known:
                 longest, at = max((shared(tokens, placed.tokens), at) for at, (tokens, _) in enumerate(known))
@@ -255,7 +255,7 @@ def test_common_tokens_by_a_window_equal_those_of_the_whole_texts(kind: str) -> 
 
 def test_a_tokenizer_without_places_of_tokens_tokenizes_whole_texts() -> None:
     tokenizer = ByteTokenizer()
-    conversation = conversation_of([RULES, user("What is a tree?")])
+    conversation = template_of(tokenizer, [RULES, user("What is a tree?")])
     placed = placed_in(tokenizer, conversation)
     system, turn = boundaries_of(tokenizer, conversation, placed)
     assert system.kind is SYSTEM
@@ -276,7 +276,9 @@ def test_a_clients_marks_are_boundaries_and_do_not_reach_the_template(template: 
     assert end.endswith("A long document.")
     plain = [RULES, user("A long document.\nWhat does it say?")]
     tokenizer = chat_tokenizer(template)
-    assert conversation_of(messages).render(tokenizer) == conversation_of(plain).render(tokenizer)
+    assert template_of(tokenizer, messages).render(tokenizer) == template_of(tokenizer, plain).render(
+        tokenizer
+    )
 
 
 def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
@@ -289,9 +291,10 @@ def test_marks_on_messages_and_on_tools_are_boundaries() -> None:
         told[MARK][2][-20:],
     ]
     assert told[MARK][2].endswith("assistant\nHello.")
-    conversation = conversation_of(messages, marked_tools)
+    tokenizer = chat_tokenizer("qwen3")
+    conversation = template_of(tokenizer, messages, marked_tools)
     assert conversation.tools == TOOLS
-    assert "cache_control" not in conversation.render(chat_tokenizer("qwen3"))
+    assert "cache_control" not in conversation.render(tokenizer)
 
 
 def test_marks_in_texts_that_a_template_rewrites_are_ignored() -> None:
@@ -317,7 +320,7 @@ def test_the_cost_of_boundaries_does_not_grow_with_the_history(
         messages = [RULES, *[m for _ in range(49) for m in (user(long), answer(long, long))], user(long)]
     else:
         messages = [RULES, user(long), *[m for i in range(49) for m in (call(i, long), result(i))]]
-    conversation = conversation_of(messages, TOOLS)
+    conversation = template_of(tokenizer, messages, TOOLS)
     placed = placed_in(tokenizer, conversation)
 
     prompt_calls = calls_of(lambda: placed_in(tokenizer, conversation))
@@ -377,7 +380,7 @@ def test_boundaries_of_any_conversation_lie_within_its_prompt() -> None:
         "é\ue000",
         "<|im_end|>",
     ]
-    all_tools = [[], TOOLS, [{"function": "look_up"}], [{"name": "look_up"}]]
+    all_tools = [[], TOOLS, TOOLS[1:], [{"function": {"name": "look_up"}}]]
     all_options = [
         {},
         {"add_generation_prompt": False},
@@ -397,7 +400,7 @@ def test_boundaries_of_any_conversation_lie_within_its_prompt() -> None:
     while rendered < 300:
         tokenizer = chat_tokenizer(rng.choice(sorted(TEMPLATES)), rng.choice(["bytes", "pieces"]))
         messages = [message() for _ in range(rng.randint(1, 24))]
-        conversation = conversation_of(messages, rng.choice(all_tools), rng.choice(all_options))
+        conversation = template_of(tokenizer, messages, rng.choice(all_tools), rng.choice(all_options))
         try:
             placed = placed_in(tokenizer, conversation)
         except RootstockError:  # the template refuses it

@@ -25,7 +25,7 @@ from rootstock.engine.output.deltas import (
 from rootstock.runtime.base import Batch, Logits
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
-from rootstock.server.wire import ChatPrompt, ServedModel
+from rootstock.server.wire import PreparedChat, ServedModel
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from rootstock.testing.fake_runtime import FakeRuntime
 
@@ -143,16 +143,16 @@ def scripted_server(
     script: Callable[[str], str], config: ServerConfig | None = None, context_limit: int = 16_384
 ) -> Iterator[str]:
     """Yields the URL of a server. Its prompts show calls and reasoning as MarkedParser reads them."""
-    of_model = ServedModel.chat_prompt
+    of_model = ServedModel.prepared_chat
 
-    def chat_prompt(model: ServedModel, conversation: Conversation, salt: str) -> ChatPrompt:
-        return replace(of_model(model, conversation, salt), new_parser=MarkedParser)
+    def prepared_chat(model: ServedModel, conversation: Conversation, salt: str, tenant: str) -> PreparedChat:
+        return replace(of_model(model, conversation, salt, tenant), new_parser=MarkedParser)
 
     runtime = ScriptedRuntime(script, context_limit)
     made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 24), EngineConfig())
     app = create_app(made.engine, made.tokenizer, made.description, config or ServerConfig())
     with pytest.MonkeyPatch.context() as patch, made.engine, running(app, made.engine) as url:
-        patch.setattr(ServedModel, "chat_prompt", chat_prompt)
+        patch.setattr(ServedModel, "prepared_chat", prepared_chat)
         yield url
 
 

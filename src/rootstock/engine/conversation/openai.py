@@ -301,7 +301,7 @@ def tool_choice_of(choice: Any, tools: Sequence[Tool], path: str, *, parallel: b
         if name not in known:
             raise InvalidParameter(path, name, "the name of a tool of the request")
     if not known:
-        raise InvalidParameter(path, choice, "left out in a request without tools")
+        raise InvalidParameter(path, choice, "'auto' or 'none' in a request without tools")
     return found
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from rootstock.engine.chat_template import TemplateNames
@@ -77,18 +78,36 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
     A system message that the template does not render in its place is shown in a message of the user instead. Raises
     InvalidParameter, for a message that the template drops, and ChatTemplateMissing.
     """
-    builder = _Builder(conversation, tokenizer)
-    for index, message in enumerate(conversation.messages):
-        builder.add(index, message)
-    shown = (
-        []
-        if conversation.tool_choice.mode == "none"
-        else [tool for tool in conversation.tools if not tool.deferred]
-    )
+    builder = _built(conversation, tokenizer, moves_system=False)
+    if _has_late_system(builder.messages) and not _is_accepted(builder.messages, tokenizer):
+        builder = _built(conversation, tokenizer, moves_system=True)
+    shown = [tool for tool in conversation.tools if not tool.deferred]
+    if conversation.tool_choice.mode == "none":
+        shown = []
     marks = ([Mark(None)] if any(tool.marked for tool in shown) else []) + builder.marks
     return TemplateInput(
         builder.messages, list(map(template_tool, shown)), conversation.options, tuple(dict.fromkeys(marks))
     )
+
+
+def _built(conversation: Conversation, tokenizer: ModelTokenizer, *, moves_system: bool) -> _Builder:
+    builder = _Builder(conversation, tokenizer, moves_system)
+    for index, message in enumerate(conversation.messages):
+        builder.add(index, message)
+    return builder
+
+
+def _has_late_system(messages: Sequence[TemplateMessage]) -> bool:
+    return any(b["role"] == "system" != a["role"] for a, b in pairwise(messages))
+
+
+def _is_accepted(messages: Sequence[TemplateMessage], tokenizer: ModelTokenizer) -> bool:
+    """Returns whether the template renders a conversation of these roles. The contents are left out to save time."""
+    try:
+        tokenizer.render_chat([{**message, "content": "x"} for message in messages], [])
+    except ChatTemplateFailed:
+        return False
+    return True
 
 
 def template_tool(tool: Tool) -> TemplateTool:
@@ -106,10 +125,12 @@ def template_tool(tool: Tool) -> TemplateTool:
 class _Builder:
     """Builder of the template's messages. One of the conversation's messages may become several of the template's."""
 
-    def __init__(self, conversation: Conversation, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, conversation: Conversation, tokenizer: ModelTokenizer, moves_system: bool) -> None:
+        """With `moves_system`, later system messages are shown in messages of the user."""
         self.messages: list[dict[str, Any]] = []
         self.marks: list[Mark] = []
         self._tokenizer = tokenizer
+        self._moves_system = moves_system
         self._referable = {tool.name: tool for tool in conversation.tools if tool.deferred}
         self._names_of_calls: dict[str, str] = {}
         attributes = tokenizer.template_names.attributes
@@ -135,7 +156,7 @@ class _Builder:
             self._add_plain(role, plain, message.fields, path)
 
     def _add_plain(self, role: str, parts: Sequence[Part], fields: Mapping[str, Any], path: str) -> None:
-        content, ends = _joined(part for part in parts if isinstance(part, Text))
+        content, ends = self._content(parts)
         taken: dict[str, Any] = {**fields, "role": role, "content": content}
         if role == "assistant":
             reasoning = [part.text for part in parts if isinstance(part, Reasoning)]
@@ -155,7 +176,8 @@ class _Builder:
     def _add_system(self, message: dict[str, Any], ends: Sequence[int]) -> None:
         text = message["content"]
         is_first = not self.messages
-        if not text or _shown(self._tokenizer, "system", is_first) is _Shown.YES:
+        moves = self._moves_system and not is_first
+        if not text or (not moves and _shown(self._tokenizer, "system", is_first) is _Shown.YES):
             self._append(message, ends)
         elif all(each["role"] == "system" for each in self.messages) and not is_first:
             self._join_last(text, ends)
@@ -166,8 +188,7 @@ class _Builder:
             self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, "")
 
     def _add_result(self, result: ToolResult, fields: Mapping[str, Any], path: str) -> None:
-        texts = [part if isinstance(part, Text) else Text(self._referred(part)) for part in result.parts]
-        content, ends = _joined(texts)
+        content, ends = self._content(result.parts)
         if result.is_error and not content:
             content, ends = "Error", []
         message = {**fields, "role": "tool", "content": content}
@@ -179,6 +200,14 @@ class _Builder:
         if content:
             self._refuse_dropped("tool", path)
         self._append(message, ends)
+
+    def _content(self, parts: Iterable[Part]) -> tuple[str, list[int]]:
+        """Returns the texts among parts as one content, and the characters at which its marked parts end."""
+        return _joined(
+            part if isinstance(part, Text) else Text(self._referred(part))
+            for part in parts
+            if isinstance(part, Text | ToolReference)
+        )
 
     def _referred(self, reference: ToolReference) -> str:
         """Returns the text that shows a deferred tool to the model: its definition once, later its name."""

@@ -47,7 +47,25 @@ class CallEnded:
     raw: str  # the model's text of the call, with the markers around it
 
 
-Delta = TextDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Text that is no content: markers, and the whitespace beside them. No client sees it."""
+
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | CallStarted | CallArguments | CallEnded | Markup
+
+
+def source(delta: Delta) -> str:
+    """Returns the model's text that a delta stands for. All of an answer's, joined, are the text of the answer."""
+    match delta:
+        case TextDelta(text) | ReasoningDelta(text) | Markup(text):
+            return text
+        case CallEnded(raw=raw):
+            return raw
+        case CallStarted() | CallArguments():
+            return ""  # within the `raw` of the call's end
 
 
 class DeltaParser(Protocol):
@@ -111,4 +129,6 @@ def answer_of(parser: DeltaParser, text: str) -> Answer:
                     texts.append(raw)
                 else:
                     calls.append(Call(start.id, start.name, arguments, "".join(parts)))
+            case Markup():
+                pass
     return Answer("".join(texts), "".join(reasoning), tuple(calls))

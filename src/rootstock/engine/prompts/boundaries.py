@@ -13,13 +13,12 @@ position would waste a checkpoint and never change an answer: requests share a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from rootstock.cache.radix_node import Boundary, CheckpointKind
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.template import TemplateInput
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, placed_chat
+from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, placed_chat
 from rootstock.engine.prompts.text_alignment import common_chars, common_tokens
 from rootstock.engine.tokenizer import Message, ModelTokenizer, PlacedTokens, Tool
 from rootstock.errors import ChatTemplateFailed
@@ -48,11 +47,11 @@ def boundaries_of(
 
 
 def chat_with_boundaries(
-    conversation: TemplateInput, tokenizer: PromptTokenizer
-) -> tuple[Tokens, tuple[Boundary, ...]]:
-    """Renders and tokenizes like `chat_tokens`, and finds the boundaries: for models that cannot resume anywhere."""
-    placed = placed_chat(conversation, tokenizer)
-    return placed.tokens, boundaries_of(tokenizer.model_tokenizer, conversation, placed)
+    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+) -> ChatPrompt:
+    """Renders and tokenizes like `chat_prompt`, and finds the boundaries: for models that cannot resume anywhere."""
+    prompt, placed = placed_chat(conversation, tokenizer, salt, tenant)
+    return replace(prompt, boundaries=boundaries_of(tokenizer.model_tokenizer, conversation, placed))
 
 
 @dataclass(frozen=True, slots=True)

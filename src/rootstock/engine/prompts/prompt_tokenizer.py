@@ -7,16 +7,24 @@ of their own: the time of an answer tells nothing about the texts of other tenan
 
 from __future__ import annotations
 
+import functools
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
+from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
+from rootstock.config import EngineConfig
 from rootstock.engine.conversation.template import Mark, TemplateInput
 from rootstock.engine.limits import refuse_surrogates
+from rootstock.engine.prompts.same_call import returned_calls
+from rootstock.engine.prompts.sampled_answers import AnswerPlace, SampledAnswers
+from rootstock.engine.prompts.splicing import Asker, SplicedText, splice
+from rootstock.engine.special_tokens import escape_strings
 from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer, PlacedTokens
 from rootstock.errors import EmptyPrompt, PromptTextTooLong
 from rootstock.units import MIB
@@ -48,7 +56,7 @@ def escaped(conversation: TemplateInput, tokenizer: PromptTokenizer, *, parse: b
         return model_tokenizer.escape(text, of_answers)
 
     messages = [
-        _escaped(message, escape_answer if message["role"] == "assistant" else escape)
+        escape_strings(message, escape_answer if message["role"] == "assistant" else escape)
         for message in conversation.messages
     ]
     marks = [mark for mark in conversation.marks if mark.message is None]
@@ -58,7 +66,7 @@ def escaped(conversation: TemplateInput, tokenizer: PromptTokenizer, *, parse: b
             marks += [
                 Mark(index, at) for at in model_tokenizer.escaped_positions(messages[index]["content"], chars)
             ]
-    tools, options = (_escaped(value, escape) for value in (conversation.tools, conversation.options))
+    tools, options = (escape_strings(value, escape) for value in (conversation.tools, conversation.options))
     return TemplateInput(messages, tools, options, tuple(marks))
 
 
@@ -76,42 +84,52 @@ def _chars_in(value: Any) -> int:
     return chars
 
 
-def _escaped(value: Any, escape: Callable[[str], str]) -> Any:
-    """Returns a JSON value with all of its strings escaped. Its depth was bounded when it was parsed."""
-    if isinstance(value, str):
-        return escape(value)
-    if isinstance(value, Mapping):
-        return {escape(name): _escaped(each, escape) for name, each in value.items()}
-    if isinstance(value, Sequence):
-        return [_escaped(each, escape) for each in value]
-    return value
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a conversation."""
+
+    tokens: Tokens
+    place: AnswerPlace  # to which the answer is remembered
+    sampled_tokens: int  # of the prompt: ids that earlier answers were sampled with
+    boundaries: tuple[Boundary, ...] = ()
 
 
-def chat_tokens(conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str) -> Tokens:
+def chat_prompt(
+    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str, tenant: str = ""
+) -> ChatPrompt:
     """Renders and tokenizes the prompt. Slow for long conversations: not for an event loop.
 
-    Raises InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
+    The memory of answers is divided among tenants, or among salts where there are no tenants. Raises
+    InvalidParameter, ChatTemplateMissing, ChatTemplateFailed, PromptTextTooLong and EmptyPrompt.
     """
-    return _refuse_empty(tokenizer.encode_chat(_rendered(conversation, tokenizer), salt))
+    text = tokenizer.encode_chat(_rendered(conversation, tokenizer), _asker(conversation, salt, tenant))
+    return ChatPrompt(_refuse_empty(text.tokens()), text.place, text.sampled_tokens)
 
 
-def placed_chat(conversation: TemplateInput, tokenizer: PromptTokenizer) -> PlacedTokens:
-    """Renders and tokenizes like `chat_tokens`, and returns the places of the tokens too."""
-    placed = tokenizer.place_chat(_rendered(conversation, tokenizer))
-    _refuse_empty(placed.tokens)
-    return placed
+def placed_chat(
+    conversation: TemplateInput, tokenizer: PromptTokenizer, salt: str = "", tenant: str = ""
+) -> tuple[ChatPrompt, PlacedTokens]:
+    """Renders and tokenizes like `chat_prompt`, and returns the places of the tokens too."""
+    asker = _asker(conversation, salt, tenant)
+    text = tokenizer.encode_chat(_rendered(conversation, tokenizer), asker)
+    placed = tokenizer.placed(text, asker)
+    return ChatPrompt(_refuse_empty(placed.tokens), text.place, text.sampled_tokens), placed
 
 
-def _rendered(conversation: TemplateInput, tokenizer: PromptTokenizer) -> str:
-    rendered = conversation.render(tokenizer.model_tokenizer)
-    refuse_surrogates(rendered, "messages")
-    return rendered
+def _asker(conversation: TemplateInput, salt: str, tenant: str) -> Asker:
+    return Asker(salt, tenant or salt, returned_calls(conversation.messages))
 
 
 def _refuse_empty(tokens: Tokens) -> Tokens:
     if len(tokens) == 0:
         raise EmptyPrompt("messages")
     return tokens
+
+
+def _rendered(conversation: TemplateInput, tokenizer: PromptTokenizer) -> str:
+    rendered = conversation.render(tokenizer.model_tokenizer)
+    refuse_surrogates(rendered, "messages")
+    return rendered
 
 
 def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
@@ -123,8 +141,14 @@ def text_tokens(tokenizer: PromptTokenizer, text: str) -> Tokens:
 class PromptTokenizer:
     """A tokenizer of prompts that refuses those that cannot fit, before the work is done. For any thread."""
 
-    def __init__(self, tokenizer: ModelTokenizer, limit_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        limit_tokens: int,
+        answer_memory_bytes: int = EngineConfig().answer_memory_bytes,
+    ) -> None:
         self.model_tokenizer = tokenizer
+        self.answers = SampledAnswers(tokenizer, answer_memory_bytes)
         self._limit_tokens = limit_tokens
         self._pieces = TokenizedPieces(tokenizer)
 
@@ -134,23 +158,37 @@ class PromptTokenizer:
             raise PromptTextTooLong(chars, self._limit_tokens)
 
     def forget(self, salt: str | None) -> None:
-        """Drops the texts kept for one salt, or for all."""
+        """Drops the texts and the answers kept for one salt, or for all."""
         self._pieces.forget(salt)
+        self.answers.forget(salt)
 
     def encode(self, text: str) -> Tokens:
         """Tokenizes a plain prompt. Raises PromptTextTooLong."""
         self._refuse_too_long(text)
         return self.model_tokenizer.encode(text)
 
-    def encode_chat(self, rendered: str, salt: str) -> Tokens:
-        """Tokenizes a rendered conversation. The caller owns the returned array. Raises PromptTextTooLong."""
+    def encode_chat(self, rendered: str, asker: Asker) -> SplicedText:
+        """Tokenizes a rendered conversation, with sampled ids for its answers. Raises PromptTextTooLong."""
         self._refuse_too_long(rendered)
-        return self._pieces.encode_chat(rendered, salt)
+        text = self._spliced(rendered, asker)
+        self.answers.count_splice(text.sampled_tokens, text.restored_calls)
+        return text
 
-    def place_chat(self, rendered: str) -> PlacedTokens:
-        """Tokenizes like `encode_chat`, and returns the places of the tokens too. Raises PromptTextTooLong."""
-        self._refuse_too_long(rendered)
-        return self.model_tokenizer.place_chat(rendered)
+    def _spliced(self, rendered: str, asker: Asker) -> SplicedText:
+        pieces = self.model_tokenizer.pieces(rendered)
+        return splice(pieces, self._pieces.encoder(pieces, asker.salt), self.answers, asker)
+
+    def placed(self, text: SplicedText, asker: Asker) -> PlacedTokens:
+        """Returns the tokens of a spliced text and their places. Sampled ids have none."""
+        places = _Places(text, self.model_tokenizer)
+        return PlacedTokens(
+            places.text,
+            text.tokens(),
+            places.token_at,
+            places.char_at,
+            places.part_of,
+            lambda other: self._spliced(other, asker).tokens(),
+        )
 
     def _refuse_too_long(self, text: str) -> None:
         """Refuses a text by its characters, or because its slices have more than twice as many tokens as the limit.
@@ -182,13 +220,11 @@ class TokenizedPieces:
     def held_bytes(self) -> int:
         return self._bytes
 
-    def encode_chat(self, rendered: str, salt: str) -> Tokens:
-        """Encodes like the tokenizer. The caller owns the returned array."""
-        pieces = self._tokenizer.pieces(rendered)
+    def encoder(self, pieces: Sequence[str], salt: str) -> Callable[[int], Tokens]:
+        """Returns a function that encodes a piece of a text by its index. The arrays stay the memory's."""
         if len(pieces) < 2:  # no piece that a longer text could share
-            return self._tokenizer.encode_chat(rendered)
-        found = [self._piece((salt, at == 0, piece)) for at, piece in enumerate(pieces)]
-        return np.concatenate(found)
+            return functools.cache(lambda at: self._tokenizer.encode_chat(pieces[at]))
+        return lambda at: self._piece((salt, at == 0, pieces[at]))
 
     def forget(self, salt: str | None) -> None:
         """Drops the pieces of one salt, or all."""
@@ -214,3 +250,32 @@ class TokenizedPieces:
 
 def _size(key: _Key, tokens: Tokens) -> int:
     return _ENTRY_BYTES + 4 * len(key[2]) + tokens.nbytes
+
+
+class _Places:
+    """The places of a spliced text's tokens, found part by part when they are asked for."""
+
+    def __init__(self, text: SplicedText, tokenizer: ModelTokenizer) -> None:
+        self.text = "".join(part.text for part in text.parts)
+        self._parts = text.parts
+        self._chars = [0, *accumulate(len(part.text) for part in text.parts)]
+        self._tokens = [0, *accumulate(len(part.tokens) for part in text.parts)]
+        self._placed = functools.cache(lambda at: tokenizer.place_chat(text.parts[at].text))
+
+    def token_at(self, char: int) -> int | None:
+        at = bisect_right(self._chars, char) - 1
+        if not 0 <= at < len(self._parts) or self._parts[at].is_spliced:
+            return None
+        token = self._placed(at).token_at(char - self._chars[at])
+        return None if token is None else self._tokens[at] + token
+
+    def char_at(self, token: int) -> int | None:
+        at = bisect_right(self._tokens, token) - 1
+        if not 0 <= at < len(self._parts) or self._parts[at].is_spliced:
+            return None
+        char = self._placed(at).char_at(token - self._tokens[at])
+        return None if char is None else self._chars[at] + char
+
+    def part_of(self, token: int) -> tuple[int, int]:
+        at = min(bisect_right(self._tokens, token), len(self._parts)) - 1
+        return self._tokens[at], self._chars[at]

@@ -25,7 +25,7 @@ def common_tokens(tokenizer: ModelTokenizer, placed: PlacedTokens, other: str) -
     if chars == len(placed.text) == len(other):
         return len(placed.tokens)
     near = _common_tokens_near(tokenizer, placed, other, chars)
-    return shared(placed.tokens, tokenizer.encode_chat(other)) if near is None else near
+    return shared(placed.tokens, placed.encode(other)) if near is None else near
 
 
 def _common_tokens_near(
@@ -37,11 +37,14 @@ def _common_tokens_near(
     first = max(0, at - _WINDOW_TOKENS)
     start = placed.char_at(first)
     if start is None:
-        return None
+        first, start = placed.part_of(at)
+        if first >= at:  # the other text may not begin a part here
+            return None
+    begins_part = placed.part_of(first) == (first, start)
     own = tokenizer.encode_chat(placed.text[start : chars + _WINDOW_CHARS])
     count = shared(own, tokenizer.encode_chat(other[start : chars + _WINDOW_CHARS]))
-    certain = count if first == 0 else min(count, _CERTAIN_TOKENS)
-    if certain == 0 and first > 0:
+    certain = count if begins_part else min(count, _CERTAIN_TOKENS)
+    if certain == 0 and not begins_part:
         return None
     for extra in (0, 1, -1):  # the window may begin with one token more or less than the text has there
         end = first + count - extra

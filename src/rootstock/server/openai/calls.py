@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.engine.prompts.salt import salt_of
@@ -42,16 +43,20 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
     salt = salt_of(tenant, body.cache_salt)
     stop = body.stopping(max_tokens, model.vocab_size)
-    prompt = model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt)
+    chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     format = ChatFormat(
-        _head(model, id, "chat.completion"), model.model_tokenizer, prompt.new_parser, body.call_style()
+        _head(model, id, "chat.completion", body.model),
+        model.model_tokenizer,
+        chat.new_parser,
+        body.call_style(),
     )
     return _call(
         model,
         body,
         format,
-        requests_for(id, [prompt.tokens], n, sampling, stop, salt=salt, boundaries=prompt.boundaries),
+        chat.requests(id, n, sampling, stop),
+        chat.dropped,
     )
 
 
@@ -72,7 +77,7 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     return _call(
         model,
         body,
-        CompletionFormat(_head(model, id, "text_completion"), model.model_tokenizer, echo),
+        CompletionFormat(_head(model, id, "text_completion", body.model), model.model_tokenizer, echo),
         requests_for(
             id,
             [prompt.tokens for prompt in prompts],
@@ -85,23 +90,33 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     )
 
 
-def explained_tokens(model: ServedModel, body: ExplainRequest, salt: str) -> Tokens:
-    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+def explained_prompt(
+    model: ServedModel, body: ExplainRequest, salt: str, tenant: str
+) -> tuple[Tokens, int, tuple[DroppedHead, ...]]:
+    """Returns a prompt, how many of its tokens are sampled ids of earlier answers, and the dropped volatile heads.
+
+    Renders and tokenizes: not for an event loop. Raises RequestError.
+    """
     model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     if body.messages is not None:
-        return model.chat_prompt(body.conversation(body.messages, model.model_tokenizer), salt).tokens
+        chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
+        return chat.prompt.tokens, chat.prompt.sampled_tokens, chat.dropped
     prompts = prompts_of(body.prompt, model.tokenizer)
     if len(prompts) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return prompts[0].tokens
+    return prompts[0].tokens, 0, ()
 
 
 def _call(
-    model: ServedModel, body: GenerationFields, format: ChoiceFormat, requests: tuple[Request, ...]
+    model: ServedModel,
+    body: GenerationFields,
+    format: ChoiceFormat,
+    requests: tuple[Request, ...],
+    dropped: tuple[DroppedHead, ...] = (),
 ) -> Call:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return model.call(
@@ -110,11 +125,12 @@ def _call(
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
         strict_max_tokens=bool(body.strict_max_tokens),
+        dropped=dropped,
     )
 
 
-def _head(model: ServedModel, id: str, object: str) -> Json:
-    return {"id": id, "object": object, "created": int(time.time()), "model": model.name}
+def _head(model: ServedModel, id: str, object: str, asked: str | None) -> Json:
+    return {"id": id, "object": object, "created": int(time.time()), "model": asked or model.name}
 
 
 def prompts_of(prompt: Any, tokenizer: PromptTokenizer) -> list[Prompt]:

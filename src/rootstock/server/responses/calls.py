@@ -14,7 +14,6 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.types import Conversation, Message, Text
 from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.request import requests_for
 from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
 from rootstock.server.responses.answers import Answering, ResponseFormat
 from rootstock.server.responses.items import kind_of, messages_of
@@ -23,7 +22,7 @@ from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.server.responses.tools import Toolbox, tool_choice_of
-from rootstock.server.wire import Call, ChatPrompt, Json, ServedModel
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 # Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
 MAX_RESPONSE_LOGPROBS = 131_072
@@ -65,29 +64,22 @@ class Responses:
             fields,
             json_text(fields, "body"),
             settings,
-            prepared.prompt.new_parser,
+            prepared.chat.new_parser,
             model.model_tokenizer,
             keep,
         )
         call = model.call(
             ResponseFormat(answering),
-            requests_for(
-                settings.response_id,
-                [prepared.prompt.tokens],
-                1,
-                sampling,
-                stop,
-                salt=salt_of(tenant, body.cache_salt),
-                boundaries=prepared.prompt.boundaries,
-            ),
+            prepared.chat.requests(settings.response_id, 1, sampling, stop),
             stream=bool(body.stream),
+            dropped=prepared.chat.dropped,
         )
         _refuse_many_logprobs(call, model.context_limit)
         return call
 
     def tokens(self, body: ResponseRequest, tenant: str) -> Tokens:
         """Returns the prompt. Not for an event loop. Raises RequestError."""
-        return self._prepared(body, tenant).prompt.tokens
+        return self._prepared(body, tenant).chat.prompt.tokens
 
     def _prepared(self, body: ResponseRequest, tenant: str) -> _Prepared:
         self.model.refuse_other(body.model)
@@ -106,8 +98,8 @@ class Responses:
         choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
         options, effort = body.template_options(self.model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options)
-        prompt = self.model.chat_prompt(conversation, salt_of(tenant, body.cache_salt))
-        return _Prepared(own, tools, effort, prompt)
+        chat = self.model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant)
+        return _Prepared(own, tools, effort, chat)
 
     def _own_items(self, body: ResponseRequest, tenant: str) -> list[Any]:
         """Returns the request's own items, with stored items in the place of references."""
@@ -147,7 +139,7 @@ class Responses:
             "id": id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": self.model.name,
+            "model": body.model or self.model.name,
             "background": False,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
@@ -184,7 +176,7 @@ class _Prepared:
     own: Sequence[Any]  # items of the request itself
     tools: Toolbox
     effort: str | None  # of reasoning, if the template knows it
-    prompt: ChatPrompt
+    chat: PreparedChat
 
 
 def _owner(tenant: str) -> str:

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, RequestError, Unsupported
 from rootstock.server.access import Tenant
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.calls import Responses, input_items
@@ -26,10 +27,15 @@ def _rename(error: RequestError, body: ResponseRequest) -> None:
 
 
 def response_routes(responses: Responses, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses", tags=["Responses"], route_class=BoundedJsonRoute)
+    router = APIRouter(
+        prefix="/v1/responses",
+        tags=["Responses"],
+        route_class=BoundedJsonRoute,
+        responses=documented_errors(*MODEL_ROUTE),
+    )
     store = responses.store
 
-    @router.post("")
+    @router.post("", responses={200: {"content": {"text/event-stream": {}}}})
     async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         try:
             return await answerer.answer(lambda: responses.call(body, tenant), request)

@@ -1,0 +1,71 @@
+"""instructor: an object by each of its modes, a stream of partial objects, and the cached share of a second turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import checks
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Report(BaseModel):
+    city: str
+    degrees: int
+
+
+def client(mode: instructor.Mode) -> Any:
+    return instructor.from_openai(
+        OpenAI(base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0), mode=mode
+    )
+
+
+def structured_in(mode: instructor.Mode) -> Callable[[], str]:
+    def structured() -> str:
+        report = client(mode).chat.completions.create(
+            model=checks.MODEL,
+            messages=[{"role": "user", "content": checks.ASK_JSON}],
+            response_model=Report,
+            max_retries=0,
+        )
+        return checks.reported(report.city, report.degrees)
+
+    structured.__name__ = f"structured_{mode.name.lower()}"
+    return structured
+
+
+def stream() -> str:
+    parts = client(instructor.Mode.JSON).chat.completions.create_partial(
+        model=checks.MODEL,
+        messages=[{"role": "user", "content": checks.ASK_JSON}],
+        response_model=Report,
+        max_retries=0,
+    )
+    *_, last = parts
+    return checks.reported(last.city, last.degrees)
+
+
+def second_turn() -> str:
+    messages: list[Any] = [
+        {"role": "system", "content": checks.LONG},
+        {"role": "user", "content": checks.ASK_JSON},
+    ]
+    asker = client(instructor.Mode.JSON_SCHEMA).chat.completions
+
+    def asked() -> Any:
+        return asker.create_with_completion(
+            model=checks.MODEL, messages=messages, response_model=Report, max_retries=0
+        )[1]
+
+    messages += [
+        {"role": "assistant", "content": asked().choices[0].message.content},
+        {"role": "user", "content": checks.ASK_JSON},
+    ]
+    usage = asked().usage
+    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+
+
+MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.MD_JSON)
+checks.run([*map(structured_in, MODES), stream, second_turn])

@@ -1,0 +1,80 @@
+"""openai-agents over the Responses API, its default, and over chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import checks
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from openai.types.responses import ResponseTextDeltaEvent
+from pydantic import BaseModel
+
+set_tracing_disabled(True)
+cities: list[str] = []
+
+
+class Report(BaseModel):
+    city: str
+    degrees: int
+
+
+@function_tool
+def get_weather(city: str) -> str:
+    """Tells the weather."""
+    cities.append(city)
+    return checks.TOOL_RESULT
+
+
+def checks_of(api: type[Any], prefix: str) -> list[Any]:
+    def agent(**fields: Any) -> Any:
+        client = AsyncOpenAI(base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0)
+        return Agent(name="driver", model=api(model=checks.MODEL, openai_client=client), **fields)
+
+    def chat() -> str:
+        return checks.said(str(Runner.run_sync(agent(), checks.ASK).final_output))
+
+    def stream() -> str:
+        async def parts() -> list[str]:
+            events = Runner.run_streamed(agent(), checks.ASK).stream_events()
+            return [
+                event.data.delta
+                async for event in events
+                if event.type == "raw_response_event" and isinstance(event.data, ResponseTextDeltaEvent)
+            ]
+
+        return checks.streamed(asyncio.run(parts()))
+
+    def tool() -> str:
+        cities.clear()
+        result = Runner.run_sync(agent(tools=[get_weather]), checks.ASK_TOOL)
+        checks.said(str(result.final_output), checks.TOOL_RESULT)
+        [city] = cities
+        return checks.called(checks.TOOL, city)
+
+    def structured() -> str:
+        report = Runner.run_sync(agent(output_type=Report), checks.ASK_JSON).final_output
+        return checks.reported(report.city, report.degrees)
+
+    def second_turn() -> str:
+        one = agent(instructions=checks.LONG)
+        first = Runner.run_sync(one, checks.ASK)
+        second = Runner.run_sync(one, [*first.to_input_list(), {"role": "user", "content": checks.ASK}])
+        usage = second.raw_responses[-1].usage
+        return checks.share(usage.input_tokens_details.cached_tokens, usage.input_tokens)
+
+    found = [chat, stream, tool, structured, second_turn]
+    for check in found:
+        check.__name__ = prefix + check.__name__
+    return found
+
+
+checks.run([*checks_of(OpenAIResponsesModel, ""), *checks_of(OpenAIChatCompletionsModel, "chat_api_")])

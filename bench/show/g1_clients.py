@@ -1,0 +1,248 @@
+"""G1: real clients from their registries' packages against the real server.
+
+The server is bench/show/scripted_server.py: everything is real but the choice of tokens, which follows a script: the
+model calls a tool and then answers. Each Python client runs in a virtual environment of its own (bench/show/clients
+has the drivers), each coding agent non-interactively, started by `rootstock launch`, with a home and a working
+directory of its own. Missing packages are installed with pip and npm into --folder, which later runs use again.
+
+A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
+tokens of a second turn ÷ its prompt. An agent is asked to run a command with its shell tool and to tell the output,
+then goes on in a second process. Its share is that of all its requests in that process, by the server's counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from common import argument_parser, at_least, conclude, could_not, exactly
+from peers import PeerProcess, PeerUnavailable, free_port
+from scripted_server import ANSWER, COMMAND, NAME
+
+SHOW = "G1"
+HERE = Path(__file__).parent
+LEAST_SHARE = 0.95
+# A first start of an agent takes long on a busy machine.
+INSTALL_S, RUN_S = 1800, 600
+OUTPUT = COMMAND.removeprefix("echo ")
+RUN_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
+GO_ON = "Say who you are."
+
+
+@dataclass(frozen=True, slots=True)
+class PythonClient:
+    driver: str  # a file of `clients`
+    package: str
+    version_of: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAgent:
+    launched_as: str  # by `rootstock launch`
+    package: str
+    install: str  # a script of the package's that puts its binary in place; "": it has none
+    first: tuple[str, ...]  # arguments; the prompt follows
+    second: tuple[str, ...]
+
+
+PYTHON = {
+    "openai": PythonClient("use_openai.py", "openai", "openai"),
+    "anthropic": PythonClient("use_anthropic.py", "anthropic", "anthropic"),
+    "litellm": PythonClient("use_litellm.py", "litellm", "litellm"),
+    "langchain-openai": PythonClient("use_langchain.py", "langchain-openai", "langchain-openai"),
+    "llama-index": PythonClient(
+        "use_llama_index.py", "llama-index-llms-openai-like", "llama-index-llms-openai-like"
+    ),
+    "pydantic-ai": PythonClient("use_pydantic_ai.py", "pydantic-ai-slim[openai]", "pydantic-ai-slim"),
+    "instructor": PythonClient("use_instructor.py", "instructor", "instructor"),
+    "openai-agents": PythonClient("use_openai_agents.py", "openai-agents", "openai-agents"),
+}
+NODE = {
+    "Claude Code": NodeAgent(
+        "claude",
+        "@anthropic-ai/claude-code",
+        "install.cjs",
+        ("-p", "--allowedTools", "Bash", "--"),
+        ("-p", "--continue", "--"),
+    ),
+    # Its own sandbox needs namespaces, which containers often forbid. The script runs one harmless command.
+    "Codex": NodeAgent(
+        "codex",
+        "@openai/codex",
+        "",
+        ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+        ("exec", "resume", "--last", "--skip-git-repo-check"),
+    ),
+    "opencode": NodeAgent("opencode", "opencode-ai", "postinstall.mjs", ("run",), ("run", "--continue")),
+    "Qwen Code": NodeAgent("qwen-code", "@qwen-code/qwen-code", "", ("--yolo",), ("--yolo", "--continue")),
+}
+
+
+def main() -> None:
+    options = argument_parser(__doc__)
+    options.add_argument(
+        "--folder", type=Path, help="for the clients' packages; a temporary folder if left out"
+    )
+    options.add_argument("--only", nargs="+", choices=[*PYTHON, *NODE], default=[*PYTHON, *NODE])
+    given = options.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        command = [sys.executable, str(HERE / "scripted_server.py"), "--port", str(port)]
+        try:
+            server = stack.enter_context(PeerProcess(command, port, ready_within_s=RUN_S))
+        except PeerUnavailable as error:
+            could_not(SHOW, str(error))
+        figures = measure(server.url, folder.resolve(), given.only)
+    # A figure of no client is no figure: the bars hold for the clients that were asked for.
+    bars = {f"{name}: failed": exactly(0) for name in given.only}
+    bars |= {f"{name}: share": at_least(LEAST_SHARE) for name in given.only}
+    conclude(SHOW, figures, bars)
+
+
+def measure(url: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name in names:
+        try:
+            if name in PYTHON:
+                version, lines = run_driver(PYTHON[name], name, url, folder)
+            else:
+                version, lines = run_agent(NODE[name], url, folder)
+        except (subprocess.SubprocessError, OSError) as error:
+            version, lines = "", [{"check": "run", "ok": False, "detail": f"{type(error).__name__}: {error}"}]
+        failed = {line["check"]: line["detail"] for line in lines if not line["ok"]}
+        shares = [share_of(line["detail"]) for line in lines if line["ok"] and "second_turn" in line["check"]]
+        figures |= {
+            f"{name}: version": version,
+            f"{name}: passed": len(lines) - len(failed),
+            f"{name}: failed": len(failed),
+            f"{name}: share": min(shares, default=0.0),
+        }
+        print(f"{name} {version}: {len(lines) - len(failed)} of {len(lines)} checks", flush=True)
+        for line in lines:
+            print(f"    {'passed' if line['ok'] else 'FAILED'} {line['check']}: {line['detail']}", flush=True)
+    return figures
+
+
+def share_of(detail: str) -> float:
+    cached, prompt = map(int, detail.split("/"))
+    return round(cached / prompt, 4)
+
+
+# ---- Python's clients
+
+
+def run_driver(client: PythonClient, name: str, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    venv = folder / name
+    python = venv / "bin" / "python"
+    done = venv / "installed"
+    if not done.exists():
+        quietly([sys.executable, "-m", "venv", str(venv)], INSTALL_S)
+        quietly([str(python), "-m", "pip", "install", "--quiet", client.package], INSTALL_S)
+        done.touch()
+    told = f"import importlib.metadata; print(importlib.metadata.version({client.version_of!r}))"
+    version = quietly([str(python), "-c", told], RUN_S).strip()
+    with home() as environment:
+        ran = subprocess.run(
+            [str(python), str(HERE / "clients" / client.driver), url, NAME],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+        )
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"check"')]
+    if ran.returncode or not lines:
+        lines.append({"check": "run", "ok": False, "detail": (ran.stderr or ran.stdout)[-600:]})
+    return version, lines
+
+
+# ---- agents
+
+
+def run_agent(agent: NodeAgent, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    modules = folder / "node" / "node_modules"
+    package = modules / agent.package
+    if not (package / "package.json").exists():
+        node = [
+            "npm",
+            "install",
+            "--prefix",
+            str(folder / "node"),
+            "--no-fund",
+            "--no-audit",
+            "--ignore-scripts",
+        ]
+        quietly([*node, agent.package], INSTALL_S)
+        if agent.install:
+            quietly(["node", agent.install], INSTALL_S, cwd=package)
+    version = json.loads((package / "package.json").read_text())["version"]
+    lines = []
+    with home(modules / ".bin") as environment, tempfile.TemporaryDirectory() as work:
+        quietly(["git", "init", "--quiet", work], RUN_S)
+
+        def ask(arguments: Sequence[str], prompt: str) -> str:
+            command = [sys.executable, "-m", "rootstock", "launch", agent.launched_as, "--url", url, "--"]
+            ran = subprocess.run(
+                [*command, *arguments, prompt],
+                env=environment,
+                cwd=work,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=RUN_S,
+            )
+            return f"{ran.stdout}\n{'' if ran.returncode == 0 else ran.stderr}"
+
+        text = ask(agent.first, RUN_COMMAND)
+        found = re.search(rf"The tool says:[^\n]*{OUTPUT}", text)
+        lines.append({"check": "tool", "ok": found is not None, "detail": found[0] if found else text[-600:]})
+        before = counted(url)
+        text = ask(agent.second, GO_ON)
+        cached, prompt = (now - then for now, then in zip(counted(url), before, strict=True))
+        lines.append(
+            {"check": "chat", "ok": ANSWER in text, "detail": ANSWER if ANSWER in text else text[-600:]}
+        )
+        lines.append({"check": "second_turn", "ok": prompt > 0, "detail": f"{cached}/{prompt}"})
+    return version, lines
+
+
+def counted(url: str) -> tuple[int, int]:
+    """Returns the cached tokens and the prompt tokens of all requests so far."""
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found = dict(re.findall(r"^rootstock_(cached_prompt|prompt)_tokens_total ([\d.e+]+)$", text, re.M))
+    return int(float(found.get("cached_prompt", 0))), int(float(found.get("prompt", 0)))
+
+
+# ---- processes
+
+
+@contextlib.contextmanager
+def home(*path: Path) -> Iterator[dict[str, str]]:
+    """Yields an environment without this user's settings and keys, whose home is a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {name: os.environ[name] for name in ("LANG", "TERM", "PYTHONPATH") if name in os.environ}
+        paths = os.pathsep.join([*map(str, path), os.environ["PATH"]])
+        yield {**kept, "PATH": paths, "HOME": folder, "NO_PROXY": "127.0.0.1"}
+
+
+def quietly(command: Sequence[str], within_s: float, cwd: Path | None = None) -> str:
+    """Runs a command and returns its output. Raises SubprocessError with the end of its errors."""
+    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=within_s)
+    if ran.returncode:
+        raise subprocess.SubprocessError(f"{command[0]} {command[1]}: {ran.stderr[-400:]}")
+    return ran.stdout
+
+
+if __name__ == "__main__":
+    main()

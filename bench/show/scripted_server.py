@@ -1,0 +1,111 @@
+"""`rootstock serve` with a model that calls a tool and then answers, because its sampler follows a script.
+
+Server, engine, cache, tokenizer and forward are the real ones. The model is a small, untrained Llama. The sampler
+raises the logit of the script's next token, which the last turn of the rendered prompt decides: a call of a known
+tool where the user asks for one, JSON where the user asks for JSON, the result of a tool, or a sentence. Penalties,
+masks of a grammar and temperature apply as they do to any model. Where a mask forbids the script's token, the sampler
+closes the JSON that it is in.
+
+    python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import rootstock.engine.engine
+from rootstock.bench.tiny_model import TURN_END, TinyModelSpec, ensure_tiny_model
+from rootstock.engine.sampling import SampledToken, Sampler
+
+NAME = "scripted"
+TEMPLATE = Path(__file__).with_name("clients") / "hermes.jinja"
+SPEC = TinyModelSpec(
+    hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
+)
+RAISED = 1e4  # far above the model's own logits
+# Where the script is left, the first of these that a mask allows.
+CLOSING = (TURN_END, "}", "]", '"', "0", "true")
+
+COMMAND = "echo rootstock-42"
+ANSWER = "Hello. This is the scripted model."
+OBJECT = {"city": "Paris", "degrees": 21}
+# Arguments by the name of a tool: the drivers' own, and the shells of Claude Code, Codex, opencode and Qwen Code.
+CALLS: dict[str, dict[str, Any]] = {
+    "get_weather": {"city": "Paris"},
+    "Bash": {"command": COMMAND, "description": "Print a word"},
+    "exec_command": {"cmd": COMMAND},
+    "shell_command": {"command": COMMAND},
+    "shell": {"command": ["bash", "-lc", COMMAND]},
+    "bash": {"command": COMMAND, "description": "Print a word"},
+    "run_shell_command": {"command": COMMAND, "is_background": False},
+}
+
+
+def script_for(prompt: str) -> str:
+    """Returns the answer to a rendered prompt."""
+    turns = re.split(r"<\|(system|user|assistant|tool)\|>\n", prompt)
+    spoken = [(role, text.removesuffix("\n")) for role, text in zip(turns[1::2], turns[2::2], strict=True)]
+    asked = [(role, text) for role, text in spoken if role in ("user", "tool")]
+    role, text = asked[-1] if asked else ("user", "")
+    if role == "tool":
+        return f"The tool says: {' '.join(text.replace(TURN_END, '').split())[:200]}"
+    tools = re.findall(r'"name": "(\w+)"', prompt.partition("</tools>")[0])
+    called = next((name for name in CALLS if name in tools), None)
+    if "use the tool" in text.lower() and called is not None:
+        call = {"name": called, "arguments": CALLS[called]}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return json.dumps(OBJECT) if "json" in text.lower() else ANSWER
+
+
+def scripted_sampler(tokenizer: Any) -> type[Sampler]:
+    """Makes the sampler of a tokenizer. Its arguments are those of `Sampler`, the second is the prompt."""
+    end = tokenizer.token_to_id(TURN_END)
+    closing = [tokenizer.token_to_id(text) for text in CLOSING]
+    boosts = [(token, RAISED - 100 * place) for place, token in enumerate(closing) if token is not None]
+
+    class ScriptedSampler(Sampler):
+        def __init__(self, params: Any, prompt: NDArray[np.int32], *args: Any, **more: Any) -> None:
+            super().__init__(params, prompt, *args, **more)
+            text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+            self._script = [*tokenizer.encode(script_for(text), add_special_tokens=False).ids, end]
+
+        def sample(self, logits: NDArray[np.float32]) -> SampledToken:
+            row = logits.copy()
+            if self._script:
+                row[self._script[0]] += 2 * RAISED
+            for token, boost in boosts:
+                row[token] += boost
+            sampled = super().sample(row)
+            if self._script:
+                expected = self._script.pop(0)
+                if sampled.token != expected:
+                    self._script.clear()
+            return sampled
+
+    return ScriptedSampler
+
+
+def main() -> None:
+    from tokenizers import Tokenizer
+
+    from rootstock.cli import main as command
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = ensure_tiny_model(SPEC, Path(folder))
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[misc]
+        options = ["--served-model-name", NAME, "--chat-template", str(TEMPLATE), "--device", "cpu"]
+        sys.argv = ["rootstock", "serve", str(model), *options, *sys.argv[1:]]
+        command.main()
+
+
+if __name__ == "__main__":
+    main()

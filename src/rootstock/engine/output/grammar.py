@@ -1,0 +1,237 @@
+"""Grammars of calls, for answers that must call a tool. They are in the Lark syntax of llguidance.
+
+A grammar has the text that the model's own chat template writes, so that the answer is as likely as can be and the
+parser reads it back. Marks that are one token of the tokenizer are that token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rootstock.engine.conversation.types import Tool, ToolChoice
+from rootstock.engine.output.formats import (
+    BareKeyCalls,
+    Harmony,
+    HeaderCalls,
+    JsonCalls,
+    OutputFormat,
+    PythonicCalls,
+    TaggedCalls,
+    ValueType,
+)
+from rootstock.engine.output.values import types_of
+
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_INDEX = "\x00"  # stands for a number in a text
+
+
+def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
+    """Returns a grammar of one or more calls of the tools that `choice` allows. None: the format has no calls.
+
+    The grammar is of the text after the reasoning, up to the token that ends the answer.
+    """
+    allowed = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    if not format.has_calls or not allowed:
+        return None
+    return _Grammar(format).of(allowed, parallel=choice.parallel)
+
+
+class _Grammar:
+    def __init__(self, format: OutputFormat) -> None:
+        self._format = format
+        self._rules: list[str] = []
+        names = sorted(format.tokens, key=len, reverse=True)
+        self._token = re.compile("|".join(map(re.escape, names))) if names else None
+
+    def of(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+        calls = [self._rule(f"call_{i}", self._call(tool, f"call_{i}")) for i, tool in enumerate(tools)]
+        call = self._rule("call", " | ".join(calls))
+        before, between, after = self._around()
+        many = f"{call} ({self._text(between)} {call})*" if parallel and between is not None else call
+        start = f"start: SPACE {self._text(before)} {many} {self._text(after)}"
+        return "\n".join(["%llguidance {}", start, "SPACE: /[ \\n]{0,2}/", *self._rules, ""])
+
+    def _rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _text(self, text: str) -> str:
+        """Returns a text as a sequence of strings and tokens."""
+        pieces: list[str] = []
+        at = 0
+        for match in self._token.finditer(text) if self._token else ():
+            pieces += [text[at : match.start()], f"<[{self._format.tokens[match[0]]}]>"]
+            at = match.end()
+        pieces.append(text[at:])
+        written = [piece if i % 2 else " ".join(_strings(piece)) for i, piece in enumerate(pieces) if piece]
+        return " ".join(written) or '""'
+
+    def _around(self) -> tuple[str, str | None, str]:
+        """Returns the texts before the calls, between two (None: there is one only) and after them."""
+        if isinstance(self._format.shape, Harmony):
+            return "", None, ""
+        match self._format.shape.calls:
+            case JsonCalls(array=True) as calls:
+                return f"{calls.opening}{calls.padding}[", ", ", f"]{calls.padding}{calls.closing}"
+            case JsonCalls() as calls:
+                before, after = f"{calls.opening}{calls.padding}", f"{calls.padding}{calls.closing}"
+                return before, (f"{after}\n{before}" if calls.closing else "; "), after
+            case HeaderCalls() as calls:
+                return calls.section[0], calls.separator, calls.section[1]
+            case TaggedCalls() as calls:
+                begin, end = calls.section
+                if calls.section_holds == "one call":
+                    return (
+                        begin + calls.newline,
+                        f"{calls.newline}{end}\n{begin}{calls.newline}",
+                        calls.newline + end,
+                    )
+                # No text after a call begins another one: the lexer takes the longest that still fits.
+                return (begin + calls.newline, "", end) if begin else ("", calls.newline, "")
+            case PythonicCalls() as calls:
+                return f"{calls.opening}[", ", ", f"]{calls.closing}"
+            case BareKeyCalls() | None:
+                return "", "", ""
+
+    def _call(self, tool: Tool, rule: str) -> str:
+        if isinstance(self._format.shape, Harmony):
+            start = self._rule(f"{rule}_start", f"{self._text('<|start|>assistant')} | {self._text('')}")
+            header = self._text(f" to=functions.{tool.name}<|channel|>commentary json<|message|>")
+            return f"{start} {header} {self._json(rule, _schema(tool))}"
+        match self._format.shape.calls:
+            case JsonCalls() as calls:
+                head = f'{{"{calls.name_key}": {json.dumps(tool.name)}, "{calls.arguments_key}": '
+                return f"{self._text(head)} {self._json(rule, _schema(tool))} {self._text('}')}"
+            case HeaderCalls() as calls:
+                header = calls.written_header.format(name=tool.name, index=_INDEX)
+                arguments = self._json(rule, _schema(tool))
+                head = f"{calls.opening}{header}{calls.header_end}"
+                return f"{self._text(head)} {arguments} {self._text(calls.tail + calls.closing)}"
+            case TaggedCalls() as calls:
+                return self._tagged(calls, tool, rule)
+            case PythonicCalls():
+                items = self._items(tool, rule, lambda key, each: f"{self._text(f'{key}=')} {each}", ", ")
+                return f"{self._text(f'{tool.name}(')} {items} {self._text(')')}"
+            case BareKeyCalls() as calls:
+                self._bare_values(calls)
+                items = self._items(tool, rule, lambda key, _: f"{self._text(f'{key}:')} bare", ",")
+                head = f"{calls.opening}call:{tool.name}{{"
+                return f"{self._text(head)} {items} {self._text('}' + calls.closing)}"
+            case None:
+                raise AssertionError("the format has calls")
+
+    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
+        return self._rule(f"{rule}_json", f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+
+    def _tagged(self, calls: TaggedCalls, tool: Tool, rule: str) -> str:
+        tag = calls.name_ends[0] + calls.tag_end if calls.name_ends[0].strip() else ""
+        if calls.tag_end == "<|sep|>":
+            tag = f'" index="{_INDEX}"<|sep|>'
+        parts = [self._text(f"{calls.opening}{tool.name}{tag}{calls.newline}")]
+        schema = _schema(tool)
+        required = _required(schema)
+        for i, (key, of_key) in enumerate(_properties(schema).items()):
+            item = self._rule(f"{rule}_{i}", self._tagged_item(calls, schema, key, of_key, f"{rule}_{i}"))
+            parts.append(item if key in required else f"{item}?")
+        last = calls.newline if calls.section[0] and calls.section_holds == "all calls" else ""
+        return " ".join([*parts, self._text(calls.closing + last)])
+
+    def _tagged_item(
+        self, calls: TaggedCalls, schema: Mapping[str, Any], key: str, of_key: Any, rule: str
+    ) -> str:
+        types = types_of(schema, key)
+        is_string = "string" in types
+        kind = ValueType.STRING if is_string else ValueType.JSON
+        ends = [end for end, of in calls.key_ends.items() if of in (kind, ValueType.OF_SCHEMA)]
+        end = next((end for end in ends if any(f'"{type}"' in end for type in types)), ends[0])
+        between = calls.newline if calls.value_opening else ""
+        head = self._text(f"{calls.key_opening}{key}{end}{between}{calls.value_opening}{calls.padding}")
+        closing = calls.padding + calls.value_closing
+        if is_string:
+            value = self._free_text(rule, closing)
+        else:
+            value = f"{self._json(rule, _with_definitions(of_key, schema))} {self._text(closing)}"
+        return f"{head} {value} {self._text(calls.newline)}"
+
+    def _free_text(self, rule: str, closing: str) -> str:
+        """Returns any text and the closing after it. Text holds no token, and not the closing."""
+        token = self._token.search(closing) if self._token else None
+        if token is not None:
+            text = self._rule(f"{rule}_text".upper(), "/(?s:.*)/")
+            return f"{text} {self._text(closing)}"
+        return self._rule(f"{rule}_text[suffix={json.dumps(closing)}]", "/(?s:.*)/").partition("[")[0]
+
+    def _items(self, tool: Tool, rule: str, item: Callable[[str, str], str], separator: str) -> str:
+        """Returns the arguments, the required ones first, with separators between those that are there."""
+        schema = _schema(tool)
+        required = _required(schema)
+        properties = _properties(schema)
+        keys = sorted(properties, key=lambda key: key not in required)
+        between = self._text(separator)
+        made = [
+            self._rule(
+                f"{rule}_{i}",
+                item(key, self._json(f"{rule}_{i}", _with_definitions(properties[key], schema)))
+                if separator != ","
+                else item(key, ""),
+            )
+            for i, key in enumerate(keys)
+        ]
+        first = head = self._rule(f"{rule}_none", '""')
+        tail = head
+        for i in range(len(keys) - 1, -1, -1):
+            is_required = keys[i] in required
+            first = f"{made[i]} {tail}" + ("" if is_required else f" | {head}")
+            head = self._rule(f"{rule}_first_{i}", first)
+            after = f"{between} {made[i]} {tail}" + ("" if is_required else f" | {tail}")
+            tail = self._rule(f"{rule}_next_{i}", after)
+        return head
+
+    def _bare_values(self, calls: BareKeyCalls) -> None:
+        if any(rule.startswith("bare:") for rule in self._rules):
+            return
+        quote = self._text(calls.quote)
+        self._rule("bare_string", f"{quote} {self._free_text('bare', calls.quote)}")
+        self._rule("bare", "bare_string | BARE_WORD | bare_list | bare_object")
+        self._rule("BARE_WORD", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?|true|false|null/")
+        self._rule("bare_list", '"[" (bare ("," bare)*)? "]"')
+        self._rule("bare_object", '"{" (bare_member ("," bare_member)*)? "}"')
+        self._rule("bare_member", 'BARE_KEY ":" bare')
+        self._rule("BARE_KEY", "/[A-Za-z_][A-Za-z0-9_]*/")
+
+
+def _strings(text: str) -> list[str]:
+    pieces: list[str] = []
+    for i, piece in enumerate(text.split(_INDEX)):
+        if i:
+            pieces.append("/[0-9]{1,4}/")
+        if piece:
+            pieces.append(json.dumps(piece, ensure_ascii=False))
+    return pieces
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {"type": "object", **(tool.parameters or {})}
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(schema: Mapping[str, Any]) -> frozenset[str]:
+    required = schema.get("required")
+    return (
+        frozenset(key for key in required if isinstance(key, str))
+        if isinstance(required, list)
+        else frozenset()
+    )
+
+
+def _with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema with the definitions of the schema around it, to which its references point."""
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**definitions, **(schema if isinstance(schema, Mapping) else {})}

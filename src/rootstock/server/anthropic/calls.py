@@ -1,0 +1,91 @@
+"""Calls of Anthropic's messages: a body as a request to the engine, and the format of its response."""
+
+from __future__ import annotations
+
+import uuid
+
+from rootstock.engine.conversation.types import Conversation
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.errors import PromptTextTooLong, Unsupported
+from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
+from rootstock.server.anthropic.blocks import AnswerStyle
+from rootstock.server.anthropic.edits import edited
+from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+
+
+def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Call:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    model.refuse_other(body.model)
+    body.refuse_unsupported()
+    _refuse_unenforced(body)
+    sampling = body.sampling(model.vocab_size, model.defaults, None)
+    stop = body.stopping(body.max_tokens, model.vocab_size)
+    salt = salt_of(tenant, body.cache_salt)
+    conversation, chat, applied = _prepared(model, body, salt, tenant)
+    prompt_tokens = len(chat.prompt.tokens)
+    id = f"msg_{uuid.uuid4().hex}"
+    format = MessageFormat(
+        id,
+        model.name,
+        chat.new_parser,
+        PromptUsage(prompt_tokens, prompt_tokens - 1 if model.reuses_prefixes else 0),
+        model.context_limit,
+        AnswerStyle(body.thought().is_shown, conversation.tool_choice.parallel),
+        applied,
+        diagnostics_of(body),
+    )
+    return model.call(
+        format,
+        chat.requests(id, 1, sampling, stop),
+        stream=bool(body.stream),
+        dropped=chat.dropped,
+    )
+
+
+def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    model.refuse_other(body.model)
+    body.refuse_unsupported()
+    salt = salt_of(tenant, body.cache_salt)
+    _, chat, applied = _prepared(model, body, salt, tenant)
+    prompt_tokens = len(chat.prompt.tokens)
+    counted: Json = {"input_tokens": prompt_tokens}
+    if applied is not None:
+        cleared = sum(edit["cleared_input_tokens"] for edit in applied)
+        counted["context_management"] = {"original_input_tokens": prompt_tokens + cleared}
+    return counted
+
+
+def _prepared(
+    model: ServedModel, body: PromptFields, salt: str, tenant: str
+) -> tuple[Conversation, PreparedChat, list[Json] | None]:
+    """Returns the conversation after its edits, its prompt, and the edits; None if the body asks for none."""
+    conversation = body.conversation(model.model_tokenizer.template_names)
+    edits = body.edits()
+
+    def count(counted: Conversation) -> int:
+        try:
+            return len(model.prepared_chat(counted, salt, tenant).prompt.tokens)
+        except PromptTextTooLong as error:
+            return error.limit_tokens + 1  # at least: the edits may bring it below the limit
+
+    found = edited(conversation, edits, count)
+    applied = None if body.context_management is None else list(map(dict, found.applied))
+    return found.conversation, model.prepared_chat(found.conversation, salt, tenant), applied
+
+
+def _refuse_unenforced(body: MessagesRequest) -> None:
+    """Refuses a schema that no sampler enforces yet. This is the place of the request's constraint.
+
+    `body.json_schema()` is the schema of the answer with its path, `body.thought().budget_tokens` the most tokens of
+    reasoning, and the conversation's `tool_choice` and strict tools are the calls that are forced.
+    """
+    schema = body.json_schema()
+    if schema is not None:
+        raise Unsupported(schema[1], "Answers cannot be constrained to a schema yet. Leave it out.")
+
+
+def diagnostics_of(body: MessagesRequest) -> Json | None:
+    """Returns the cause of a miss, for a request that asks with `diagnostics`. None: nothing is known."""
+    return None

@@ -1,0 +1,389 @@
+"""Anthropic's format of messages, system prompts and tools, checked and translated to the canonical conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rootstock.engine.conversation.types import (
+    Conversation,
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolReference,
+    ToolResult,
+)
+from rootstock.engine.limits import (
+    MAX_CONTENT_PARTS,
+    MAX_MARKS,
+    MAX_NAME_CHARS,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS_CHARS,
+    refuse_deep,
+    refuse_large,
+    refuse_more_than,
+    refuse_other_text,
+)
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.anthropic.client_tools import CLIENT_TOOLS, REFUSED_TOOLS
+from rootstock.server.anthropic.signatures import text_held
+from rootstock.server.anthropic.tool_use_ids import call_id_of
+
+MARK = "cache_control"
+ROLES = ("user", "assistant", "system")
+
+# Blocks of answers that mean nothing to another server, or whose content cannot be read.
+_SKIPPED = frozenset({"redacted_thinking", "fallback", "mcp_tool_listing"})
+_ENCRYPTED = frozenset({"encrypted_content", "encrypted_index", "encrypted_stdout"})
+_ONLY_TEXT = "This model reads only text."
+
+Json = Mapping[str, Any]
+
+
+def conversation_of(
+    messages: Sequence[Json],
+    system: Any,
+    tools: Sequence[Json] | None,
+    tool_choice: Any,
+    options: Json,
+    *,
+    marks_last: bool,
+) -> Conversation:
+    """Translates a client's conversation. With `marks_last`, its end is marked.
+
+    Raises InvalidParameter, MissingParameter and Unsupported.
+    """
+    taken = tools_of(tools)
+    head = _system_of(system)
+    rest = list(_messages_of(messages))
+    if marks_last and rest:
+        rest[-1] = _marked(rest[-1])
+    translated = [*head, *rest]
+    marks = sum(tool.marked for tool in taken) + sum(map(_marks_in, translated))
+    if marks > MAX_MARKS:
+        raise InvalidParameter(MARK, marks, f"sent at most {MAX_MARKS} times")
+    return Conversation(
+        translated, taken, _choice_of(tool_choice, taken), {**options, **_continuation(messages, rest)}
+    )
+
+
+def _continuation(messages: Sequence[Json], translated: Sequence[Message]) -> Json:
+    """Returns the options of a template whose last message the answer continues, if it is the assistant's."""
+    last = translated[-1] if translated else None
+    if last is None or last.role != "assistant":
+        return {}
+    answered = {part.call_id for part in last.parts if isinstance(part, ToolResult)}
+    if any(isinstance(part, ToolCall) and part.id not in answered for part in last.parts):
+        path = f"messages[{len(messages) - 1}]"
+        raise InvalidParameter(path, "tool_use", "followed by a user's message with the call's 'tool_result'")
+    if not any(isinstance(part, Text) and part.text for part in last.parts):
+        return {}
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _marks_in(message: Message) -> int:
+    inner = [part.parts if isinstance(part, ToolResult) else (part,) for part in message.parts]
+    return sum(isinstance(part, Text) and part.marked for group in inner for part in group)
+
+
+def _marked(message: Message) -> Message:
+    """Marks the end of a message, if it ends with text."""
+    *before, last = message.parts or (Text(""),)
+    match last:
+        case Text():
+            last = replace(last, marked=True)
+        case ToolResult(parts=[*inner, Text() as end]):
+            last = replace(last, parts=(*inner, replace(end, marked=True)))
+        case _:
+            pass
+    return replace(message, parts=(*before, last))
+
+
+# ---- messages
+
+
+def _system_of(system: Any) -> list[Message]:
+    if system is None:
+        return []
+    parts = tuple(_system_parts(system, "system"))
+    return [Message("system", parts)] if parts else []
+
+
+def _messages_of(messages: Sequence[Json]) -> Iterator[Message]:
+    last_user = max((i for i, each in enumerate(messages) if each.get("role") == "user"), default=-1)
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        refuse_deep(message, path)
+        role = message.get("role")
+        if role is None:
+            raise MissingParameter(f"{path}.role")
+        if role not in ROLES:
+            raise InvalidParameter(f"{path}.role", role, "'user', 'assistant' or 'system'")
+        content = message.get("content")
+        if role == "system":
+            # It is shown in the one turn that it precedes, and the client goes on to send it.
+            is_over = message.get("clear_at") == "next_user_message" and last_user > i
+            parts = tuple(_system_parts(content, f"{path}.content")) if content is not None else ()
+            if parts and not is_over:
+                yield Message("system", parts)
+            continue
+        if content is None:
+            raise MissingParameter(f"{path}.content")
+        parts = tuple(_parts_of(content, f"{path}.content"))
+        if sum(isinstance(part, ToolCall) for part in parts) > MAX_TOOL_CALLS:
+            raise InvalidParameter(
+                f"{path}.content", content, f"a message with at most {MAX_TOOL_CALLS:,} calls"
+            )
+        # The results first: templates want them right behind the calls, and Anthropic's API refuses another order.
+        results = [part for part in parts if isinstance(part, ToolResult)]
+        if role == "user" and results:
+            parts = (*results, *(part for part in parts if not isinstance(part, ToolResult)))
+        yield Message(role, parts)
+
+
+def _blocks(content: Any, path: str) -> Iterator[tuple[str, Json, str]]:
+    """Yields the type, the block and the path of each block of a content. A string is one block of text."""
+    if isinstance(content, str):
+        yield "text", {"type": "text", "text": content}, path
+        return
+    if not isinstance(content, list):
+        raise InvalidParameter(path, content, "a string or a list of blocks")
+    refuse_more_than(MAX_CONTENT_PARTS, content, path)
+    for i, block in enumerate(content):
+        at = f"{path}[{i}]"
+        if not isinstance(block, Mapping):
+            raise InvalidParameter(at, block, "an object")
+        kind = block.get("type")
+        if kind is None:
+            raise MissingParameter(f"{at}.type")
+        if not isinstance(kind, str):
+            raise InvalidParameter(f"{at}.type", kind, "a string")
+        yield kind, block, at
+
+
+def _system_parts(content: Any, path: str) -> Iterator[Part]:
+    for kind, block, at in _blocks(content, path):
+        match kind:
+            case "text":
+                yield _text_of(block, at)
+            case "tool_addition":
+                yield ToolReference(_changed_tool(block, at))
+            case "tool_removal":
+                yield Text(f"The tool {_changed_tool(block, at)} can no longer be called.", _is_marked(block))
+            case _:
+                raise InvalidParameter(f"{at}.type", kind, "'text', 'tool_addition' or 'tool_removal'")
+
+
+def _changed_tool(block: Json, path: str) -> str:
+    tool = block.get("tool")
+    if not isinstance(tool, Mapping) or tool.get("type") != "tool_reference":
+        raise Unsupported(f"{path}.tool", "Send a 'tool_reference' to one of 'tools'.")
+    return _name_of(tool, f"{path}.tool", "tool_name" if "tool_name" in tool else "name")
+
+
+def _parts_of(content: Any, path: str) -> Iterator[Part]:
+    for kind, block, at in _blocks(content, path):
+        match kind:
+            case "text" | "search_result" | "document":
+                yield _text_of(block, at)
+            case "compaction":
+                yield Text(str(block.get("content") or ""), _is_marked(block))
+            case "thinking":
+                text = _string(block, "thinking", at)
+                signature = block.get("signature")
+                if not text and isinstance(signature, str):
+                    text = text_held(signature)
+                if text:
+                    yield Reasoning(text)
+            case "tool_use" | "server_tool_use" | "mcp_tool_use":
+                yield _call_of(block, at)
+            case "tool_result":
+                yield _result_of(block, at)
+            case "image":
+                raise Unsupported(at, f"{_ONLY_TEXT} Leave the image out.")
+            case _ if kind in _SKIPPED:
+                pass
+            case _ if kind.endswith("_tool_result"):
+                yield _server_result_of(block, at)
+            case _:
+                raise InvalidParameter(f"{at}.type", kind, "'text', 'thinking', 'tool_use' or 'tool_result'")
+
+
+def _string(block: Json, field: str, path: str) -> str:
+    value = block.get(field)
+    if value is None:
+        raise MissingParameter(f"{path}.{field}")
+    if not isinstance(value, str):
+        raise InvalidParameter(f"{path}.{field}", value, "a string")
+    return value
+
+
+def _is_marked(block: Json) -> bool:
+    return block.get(MARK) is not None
+
+
+def _text_of(block: Json, path: str) -> Text:
+    """Returns the text of a text block, a search result, or a document of text."""
+    match block.get("type"):
+        case "search_result":
+            head = [_string(block, "title", path), _string(block, "source", path)]
+            texts = _inner_texts(block.get("content"), f"{path}.content")
+        case "document":
+            head = [text for text in (block.get("title"), block.get("context")) if isinstance(text, str)]
+            texts = _document_texts(block.get("source"), f"{path}.source")
+        case _:
+            return Text(_string(block, "text", path), _is_marked(block))
+    return Text("\n".join([*head, *texts]), _is_marked(block))
+
+
+def _document_texts(source: Any, path: str) -> list[str]:
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    match kind:
+        case "text":
+            return [_string(source, "data", path)]
+        case "content":
+            return _inner_texts(source.get("content"), f"{path}.content")
+        case "base64" | "url" | "file":
+            raise Unsupported(path, f"{_ONLY_TEXT} Send the document's text as 'source' of type 'text'.")
+        case _:
+            raise InvalidParameter(path, source, "an object of type 'text' or 'content'")
+
+
+def _inner_texts(content: Any, path: str) -> list[str]:
+    texts = []
+    for kind, block, at in _blocks(content, path):
+        if kind != "text":
+            raise Unsupported(f"{at}.type", f"{_ONLY_TEXT} Leave the block out.")
+        texts.append(_string(block, "text", at))
+    return texts
+
+
+# ---- calls and results
+
+
+def _call_of(block: Json, path: str) -> ToolCall:
+    given = block.get("input")
+    # Clients send the text that they could not parse, if the model wrote no object.
+    if given is not None and not isinstance(given, Mapping | str):
+        raise InvalidParameter(f"{path}.input", given, "an object")
+    name = _name_of(block, path)
+    return ToolCall(call_id_of(_string(block, "id", path)), name, {} if given is None else given)
+
+
+def _name_of(block: Json, path: str, field: str = "name") -> str:
+    name = _string(block, field, path)
+    refuse_other_text(name, f"{path}.{field}", MAX_NAME_CHARS)
+    return name
+
+
+def _result_of(block: Json, path: str) -> ToolResult:
+    content = block.get("content")
+    parts = [] if content is None else list(_result_parts(content, f"{path}.content"))
+    if _is_marked(block):
+        if parts and isinstance(parts[-1], Text):
+            parts[-1] = replace(parts[-1], marked=True)
+        elif not parts:
+            parts.append(Text("", marked=True))
+    id = call_id_of(_string(block, "tool_use_id", path))
+    return ToolResult(id, tuple(parts), is_error=bool(block.get("is_error")))
+
+
+def _result_parts(content: Any, path: str) -> Iterator[Text | ToolReference]:
+    for kind, block, at in _blocks(content, path):
+        match kind:
+            case "text" | "search_result" | "document":
+                yield _text_of(block, at)
+            case "tool_reference":
+                yield ToolReference(_name_of(block, at, "tool_name"))
+            case "image":
+                # A tool's picture stays in the history: to refuse it would end the client's session.
+                yield Text("[An image, which this model cannot see]", _is_marked(block))
+            case _:
+                allowed = "'text', 'search_result', 'document', 'tool_reference' or 'image'"
+                raise InvalidParameter(f"{at}.type", kind, allowed)
+
+
+def _server_result_of(block: Json, path: str) -> ToolResult:
+    """Returns the result of a tool that Anthropic's servers executed in an earlier answer."""
+    content = block.get("content")
+    id = call_id_of(_string(block, "tool_use_id", path))
+    found = content.get("tool_references") if isinstance(content, Mapping) else None
+    if isinstance(found, list):
+        parts: tuple[Text | ToolReference, ...] = tuple(
+            _result_parts(found, f"{path}.content.tool_references")
+        )
+        return ToolResult(id, parts)
+    text = content if isinstance(content, str) else json.dumps(_readable(content), ensure_ascii=False)
+    return ToolResult(id, (Text(text, _is_marked(block)),), is_error=bool(block.get("is_error")))
+
+
+def _readable(value: Any) -> Any:
+    """Returns a JSON value without content that only Anthropic's servers can read. Its depth is bounded."""
+    if isinstance(value, Mapping):
+        return {name: _readable(each) for name, each in value.items() if name not in _ENCRYPTED}
+    return [_readable(each) for each in value] if isinstance(value, list) else value
+
+
+# ---- tools
+
+
+def tools_of(tools: Sequence[Json] | None) -> list[Tool]:
+    """Translates tools. Raises InvalidParameter, MissingParameter and Unsupported."""
+    refuse_large(tools, "tools", MAX_TOOLS_CHARS)
+    return [_tool_of(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+
+
+def _tool_of(tool: Json, path: str) -> Tool:
+    refuse_deep(tool, path)
+    kind = tool.get("type") or "custom"
+    deferred, marked = bool(tool.get("defer_loading")), _is_marked(tool)
+    if kind == "custom":
+        description, schema = tool.get("description"), tool.get("input_schema")
+        refuse_other_text(description, f"{path}.description", None)
+        if schema is None:
+            raise MissingParameter(f"{path}.input_schema")
+        if not isinstance(schema, Mapping):
+            raise InvalidParameter(f"{path}.input_schema", schema, "a JSON schema, which is an object")
+        name = _name_of(tool, path)
+        return Tool(name, description, schema, bool(tool.get("strict")), deferred, marked)
+    if not isinstance(kind, str):
+        raise InvalidParameter(f"{path}.type", kind, "a string")
+    known = CLIENT_TOOLS.get(kind)
+    if known is not None:
+        # The client answers to its own name of the tool.
+        name = known.name if tool.get("name") is None else _name_of(tool, path)
+        return replace(known, name=name, deferred=deferred, marked=marked)
+    for begin, remedy in REFUSED_TOOLS.items():
+        if kind.startswith(begin):
+            raise Unsupported(path, remedy)
+    allowed = f"'custom' or a tool that the client executes: {', '.join(CLIENT_TOOLS)}"
+    raise InvalidParameter(f"{path}.type", kind, allowed)
+
+
+def _choice_of(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    parallel = not choice.get("disable_parallel_tool_use")
+    match choice.get("type"):
+        case "auto":
+            return ToolChoice(parallel=parallel)
+        case "none":
+            return ToolChoice("none", parallel=parallel)
+        case "any":
+            found = ToolChoice("required", parallel=parallel)
+        case "tool":
+            name = _name_of(choice, "tool_choice")
+            if name not in {tool.name for tool in tools}:
+                raise InvalidParameter("tool_choice.name", name, "the name of a tool of the request")
+            found = ToolChoice("required", (name,), parallel)
+        case other:
+            raise InvalidParameter("tool_choice.type", other, "'auto', 'any', 'tool' or 'none'")
+    if not tools:
+        raise InvalidParameter("tool_choice", choice, "left out in a request without tools")
+    return found

@@ -1,0 +1,40 @@
+"""Routes of Anthropic's Messages API. Headers such as `anthropic-version` and `anthropic-beta` may have any value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from rootstock.errors import RequestError
+from rootstock.server.access import Tenant
+from rootstock.server.anthropic.calls import counted_tokens, messages_call
+from rootstock.server.anthropic.errors import new_request_id
+from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from rootstock.server.event_stream import Answerer
+from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.wire import ServedModel
+
+
+def anthropic_routes(model: ServedModel, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
+    router = APIRouter(tags=["Anthropic"], route_class=BoundedJsonRoute)
+
+    @router.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request, tenant: Tenant) -> Response:
+        """Answers a conversation, whole or as server-sent events."""
+        try:
+            response = await answerer.answer(lambda: messages_call(model, body, tenant), request)
+        except RequestError as error:
+            if error.param == "prompt":  # the engine's name for `messages`
+                error.param = "messages"
+            raise
+        response.headers["request-id"] = new_request_id()
+        return response
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Counts the tokens of a conversation's prompt."""
+        return await queue.run(request, lambda: counted_tokens(model, body, tenant))
+
+    return router
