@@ -16,6 +16,9 @@
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
+    │   ├── ResponseNotFound            404  no stored response of the tenant has this id
+    │   ├── PreviousResponseNotFound    400
+    │   ├── HistoryTooLong              400  the responses before one are too many, or too large
     │   ├── RouteNotFound               404
     │   ├── MethodNotAllowed            405
     │   ├── HttpRefused                 400  by the web framework
@@ -41,6 +44,7 @@
     │   ├── EngineFault                 500  a bug of Rootstock: every open request fails, the cache is emptied
     │   ├── OutOfBlocks                 500  a request needs more blocks than the pool has, alone
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
+    │   ├── ResponseStoreFailed         500
     │   └── EngineStopped               503
     │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
@@ -270,6 +274,38 @@ class HttpRefused(RequestError):
     code = "http_error"
 
 
+class ResponseNotFound(RequestError):
+    code = "response_not_found"
+    http_status = 404
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"There is no stored response {shown(id)}. It was sent with 'store': false, or deleted, or evicted to "
+            "make room for later ones (--responses-store-bytes)."
+        )
+
+
+class PreviousResponseNotFound(RequestError):
+    code = "previous_response_not_found"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"The previous response {shown(id)}, or one before it, is not stored: it was sent with 'store': false, "
+            "or deleted, or evicted. Send the whole history as 'input'.",
+            param="previous_response_id",
+        )
+
+
+class HistoryTooLong(RequestError):
+    code = "history_too_long"
+
+    def __init__(self, id: str, detail: str) -> None:
+        super().__init__(
+            f"The history that ends with response {shown(id)} has {detail}. Send a shorter one as 'input'.",
+            param="previous_response_id",
+        )
+
+
 class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
@@ -475,6 +511,17 @@ class SamplingFailed(EngineError):
             f"No token could be chosen: {reason}. Other requests go on. If the logits are not finite, the "
             "model overflows in this dtype: serve with --dtype float32 or bfloat16."
         )
+
+
+class ResponseStoreFailed(EngineError):
+    code = "response_store_failed"
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(
+            f"The store of responses failed: {type(cause).__name__}; the server's log says why. Send the history as "
+            "'input'."
+        )
+        self.cause = cause
 
 
 class EngineStopped(EngineError):

@@ -357,6 +357,23 @@ MaxBody = Annotated[
 MaxConnections = Annotated[
     int, option(SERVER, "--max-connections", "Maximum open connections. Further ones get status 503.")
 ]
+ResponsesStore = Annotated[
+    Path | None,
+    option(
+        SERVER,
+        "--responses-store",
+        "File that keeps responses of /v1/responses for previous_response_id. One server at a time can use it.",
+        show_default="in memory, until the server stops",
+    ),
+]
+ResponsesStoreBytes = Annotated[
+    str,
+    option(
+        SERVER,
+        "--responses-store-bytes",
+        "Maximum size of stored responses, such as 1GiB. The least recently used conversations are removed first.",
+    ),
+]
 SSEKeepAlive = Annotated[
     str,
     option(

@@ -31,6 +31,10 @@ from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.responses.calls import Responses
+from rootstock.server.responses.routes import response_routes
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore
 from rootstock.server.wire import MAX_TOKENS_HEADER, ServedModel
 
 
@@ -78,6 +82,9 @@ def create_app(
     answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
     app.include_router(_generation_routes(model, answerer))
     app.include_router(anthropic_routes(model, answerer, queue))
+    store = ResponseStore.open(config.responses_store, config.responses_store_bytes)
+    responses = Responses(model, store, Sealer(store.sealing_key))
+    app.include_router(response_routes(responses, answerer, queue))
     app.include_router(cache_routes(engine, model, config, queue))
     app.include_router(
         _state_routes(

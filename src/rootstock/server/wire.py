@@ -95,6 +95,7 @@ class ChoiceHistory:
         self.prompt_logprobs: Logprobs | None = None
         self.end: Finished | None = None
         self._text = io.StringIO()
+        self._lengths = array("i")  # of the tokens' texts
         self._tokens = array("i")
         self._logprobs = array("d")
         self._top_tokens = array("i")
@@ -106,6 +107,7 @@ class ChoiceHistory:
                 self.prompt_logprobs = logprobs
             case TokenEvent(text=text, logprob=logprob):
                 self._text.write(text)
+                self._lengths.append(len(text))
                 if logprob is not None:
                     self._add_logprob(logprob)
             case Finished(text=text):
@@ -122,6 +124,14 @@ class ChoiceHistory:
     @property
     def text(self) -> str:
         return self._text.getvalue()
+
+    def texts(self) -> Iterator[str]:
+        """Yields the text of each token, and the text that was held back until the end."""
+        text, begin = self.text, 0
+        for length in self._lengths:
+            yield text[begin : begin + length]
+            begin += length
+        yield text[begin:]
 
     @property
     def logprobs(self) -> Logprobs | None:

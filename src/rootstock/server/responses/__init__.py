@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its wire format, its store of responses, and its routes."""

@@ -1,0 +1,172 @@
+"""OpenAI's wire format of responses: a whole body, or the events of a stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rootstock.engine.output.deltas import DeltaParser
+from rootstock.engine.request import Event as EngineEvent
+from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.errors import RootstockError
+from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
+from rootstock.server.wire import ChoiceHistory, Json
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
+# OpenAI's codes of failed responses. Agents repeat a request after the first two.
+_FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
+
+Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """The parts of a request that its answer needs."""
+
+    fields: Json  # of the response's object: those that do not change
+    fields_text: str  # as JSON, encoded once: tools and instructions are long
+    settings: OutputSettings
+    new_parser: Callable[[], DeltaParser]
+    tokenizer: ModelTokenizer
+    keep: Keep | None = None  # stores the response; None: not asked for
+
+    def text(self, changing: Json) -> str:
+        """Returns the response's object without its output, as JSON."""
+        return f"{self.fields_text[:-1]},{_dumps(changing)[1:]}"
+
+    def ended(self, end: Finished, usage: Usage, output: Output) -> Json:
+        """Returns the changing fields of a response that has ended."""
+        cut = end.reason == "length"
+        return _changing(
+            "incomplete" if cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            usage=usage_body(usage, output.reasoning_tokens),
+        )
+
+    def logprob(self, one: TokenLogprob) -> Json:
+        top = [self._scored(token, logprob) for token, logprob in one.top]
+        return self._scored(one.token, one.logprob) | {"top_logprobs": top}
+
+    def _scored(self, token: int, logprob: float) -> Json:
+        return {
+            "token": token_text(self.tokenizer, token),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(self.tokenizer.token_bytes(token)),
+        }
+
+
+class ResponseFormat:
+    """The wire format of a response."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def stream(self) -> EventWriter:
+        return EventWriter(self._answering)
+
+    def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
+        answering = self._answering
+        [history] = histories
+        assert history.end is not None
+        output = Output(answering.settings, WholeCalls(answering.new_parser()))
+        *texts, held_back = history.texts()
+        scored = map(answering.logprob, history.logprobs or ())
+        for text, logprob in itertools.zip_longest(texts, scored):
+            output.push(text, logprob)
+        output.finish(held_back, complete=history.end.reason == "stop")
+        changing = answering.ended(history.end, usage, output)
+        if answering.keep is not None:
+            answering.keep(answering.text(changing), _dumps(output.items))
+        return answering.fields | changing | {"output": output.items}
+
+
+class EventWriter:
+    """Writer of the events of one response, which are numbered."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._output = Output(answering.settings, answering.new_parser())
+        self._number = 0
+
+    def begin(self) -> str:
+        return self._lifecycle("response.created") + self.keep_alive()
+
+    def keep_alive(self) -> str:
+        # An event, not a comment: clients' parsers drop comments, and a timer for silence does not see them.
+        return self._lifecycle("response.in_progress")
+
+    def _lifecycle(self, kind: str) -> str:
+        return self._framed_response(kind, self._answering.text(_changing("in_progress")), "[]")
+
+    def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
+        match event:
+            case TokenEvent(text=text, logprob=logprob):
+                scored = None if logprob is None else self._answering.logprob(logprob)
+                yield from self._texts(self._output.push(text, scored))
+            case Finished(text=text, reason=reason):
+                yield from self._texts(self._output.finish(text, complete=reason == "stop"))
+            case PromptScored():
+                pass
+
+    def tokens(self, events: Sequence[tuple[int, EngineEvent]]) -> str | None:
+        texts: list[str] = []
+        if not all(isinstance(event, TokenEvent) for _, event in events):
+            return None
+        for index, event in events:
+            assert isinstance(event, TokenEvent)
+            texts += self.events(index, event)
+        return "".join(texts)
+
+    def end(self, ends: Sequence[Finished], usage: Usage) -> str:
+        [end] = ends
+        changing = self._answering.ended(end, usage, self._output)
+        head, output = self._answering.text(changing), _dumps(self._output.items)
+        if self._answering.keep is not None:
+            self._answering.keep(head, output)
+        return self._framed_response(f"response.{changing['status']}", head, output)
+
+    def error(self, error: RootstockError) -> str:
+        """Returns the last event of a stream that fails. The output so far is part of it."""
+        code = _FAILED if error.http_status >= 500 else _REFUSED
+        if error.http_status == 429:
+            code = _LIMITED
+        told = {"code": code, "message": error.message, "param": error.param, "type": error.code}
+        head = self._answering.text(_changing("failed", error=told))
+        return self._framed_response("response.failed", head, _dumps(self._output.so_far()))
+
+    def _texts(self, events: Sequence[Event]) -> Iterator[str]:
+        return (self._event(kind, fields) for kind, fields in events)
+
+    def _event(self, kind: str, fields: Json) -> str:
+        return self._framed(kind, _dumps(fields)[1:])
+
+    def _framed_response(self, kind: str, head: str, output: str) -> str:
+        return self._framed(kind, f'"response":{head[:-1]},"output":{output}}}}}')
+
+    def _framed(self, kind: str, rest: str) -> str:
+        """Returns an event. `rest` is the JSON of its other fields with the closing brace."""
+        number, self._number = self._number, self._number + 1
+        return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},{rest}\n\n'
+
+
+def _changing(status: str, **changes: object) -> Json:
+    """Returns the fields of a response's object that change until its end."""
+    return {"status": status, "error": None, "incomplete_details": None, "usage": None, **changes}
+
+
+def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+_dumps: Callable[[object], str] = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
+).encode

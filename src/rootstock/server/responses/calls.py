@@ -1,0 +1,221 @@
+"""Calls of the Responses API: a body as a request to the engine, and the format of its response."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rootstock.cache.types import Tokens
+from rootstock.engine.conversation.types import Conversation, Message, Text
+from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
+from rootstock.server.responses.answers import Answering, ResponseFormat
+from rootstock.server.responses.items import kind_of, messages_of
+from rootstock.server.responses.output import OutputSettings
+from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import NewResponse, ResponseStore
+from rootstock.server.responses.tools import Toolbox, tool_choice_of
+from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
+
+# Log-probabilities with their alternatives, of one response. They are kept until its end, which repeats them.
+MAX_RESPONSE_LOGPROBS = 131_072
+
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([0-9a-f]{4,8})")
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Maker of calls, and owner of the stored responses that requests refer to."""
+
+    model: ServedModel
+    store: ResponseStore
+    sealer: Sealer
+
+    def call(self, body: ResponseRequest, tenant: str) -> Call:
+        """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
+        model, hex = self.model, uuid.uuid4().hex
+        prepared = self._prepared(body, tenant)
+        top_logprobs = body.wanted_logprobs
+        sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
+        stop = body.stopping(body.max_output_tokens, model.vocab_size)
+        settings = OutputSettings(
+            f"resp_{hex}",
+            prepared.tools,
+            body.parallel_tool_calls is not False,
+            partial(self.sealer.seal, tenant=tenant) if body.wants_sealed_reasoning else None,
+        )
+        keep = None
+        if body.store is not False:
+            own = json_text(prepared.own, "input")
+
+            def keep(head: str, output: str) -> None:
+                new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
+                self.store.put(_owner(tenant), new)
+
+        fields = self._fields(body, prepared, settings.response_id, sampling.temperature, sampling.top_p)
+        answering = Answering(
+            fields,
+            json_text(fields, "body"),
+            settings,
+            prepared.chat.new_parser,
+            model.model_tokenizer,
+            keep,
+        )
+        call = model.call(
+            ResponseFormat(answering),
+            prepared.chat.requests(settings.response_id, 1, sampling, stop),
+            stream=bool(body.stream),
+            dropped=prepared.chat.dropped,
+        )
+        _refuse_many_logprobs(call, model.context_limit)
+        return call
+
+    def tokens(self, body: ResponseRequest, tenant: str) -> Tokens:
+        """Returns the prompt. Not for an event loop. Raises RequestError."""
+        return self._prepared(body, tenant).chat.prompt.tokens
+
+    def _prepared(self, body: ResponseRequest, tenant: str) -> _Prepared:
+        self.model.refuse_other(body.model)
+        body.refuse_unsupported()
+        own = self._own_items(body, tenant)
+        history = []
+        if body.previous_response_id is not None:
+            history = self.store.history(_owner(tenant), body.previous_response_id)
+        if not (own or history or body.instructions):
+            raise MissingParameter("input")
+        tools = Toolbox()
+        tools.add(body.tools or [], "tools")
+        messages = messages_of(history, own, tools, partial(self.sealer.open, tenant=tenant))
+        if body.instructions:
+            messages.insert(0, Message("system", (Text(body.instructions),)))
+        choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
+        options, effort = body.template_options(self.model.model_tokenizer.template_names)
+        conversation = Conversation(messages, tools.shown, choice, options)
+        chat = self.model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant)
+        return _Prepared(own, tools, effort, chat)
+
+    def _own_items(self, body: ResponseRequest, tenant: str) -> list[Any]:
+        """Returns the request's own items, with stored items in the place of references."""
+        match body.input:
+            case None:
+                return []
+            case str(text):
+                return [
+                    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+                ]
+            case list(items):
+                refuse_more_than(MAX_MESSAGES, items, "input")
+                return [self._resolved(item, f"input[{i}]", tenant) for i, item in enumerate(items)]
+            case other:
+                raise InvalidParameter("input", other, "a string or a list of items")
+
+    def _resolved(self, item: Any, path: str, tenant: str) -> Any:
+        if kind_of(item, path) != "item_reference":
+            return item
+        id = item.get("id")
+        match = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
+        if match is not None:
+            try:
+                output = self.store.get(_owner(tenant), f"resp_{match[1]}").output
+            except ResponseNotFound:
+                output = []
+            index = int(match[2], 16)
+            if index < len(output) and output[index].get("id") == id:
+                return output[index]
+        raise InvalidParameter(f"{path}.id", id, "the id of an item in the output of a stored response")
+
+    def _fields(
+        self, body: ResponseRequest, prepared: _Prepared, id: str, temperature: float, top_p: float
+    ) -> Json:
+        """Returns the fields of the response's object that are known before the answer. Raises InvalidParameter."""
+        fields: Json = {
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.model or self.model.name,
+            "background": False,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": prepared.effort, "summary": None},
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": temperature,
+            "top_logprobs": body.wanted_logprobs or 0,
+            "top_p": top_p,
+            "truncation": "disabled",
+        }
+        if prepared.tools.ignored:
+            fields["ignored_tools"] = prepared.tools.ignored
+        if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
+            fields["prompt_cache_diagnostics"] = {"type": "unavailable"}
+        return fields | echoed(
+            {
+                "instructions": body.instructions,
+                "metadata": body.metadata or {},
+                "prompt_cache_key": body.prompt_cache_key,
+                "safety_identifier": body.safety_identifier,
+                "text": {"format": body.text_format, "verbosity": "medium"},
+                "tool_choice": body.tool_choice or "auto",
+                "tools": body.tools or [],
+                "user": body.user,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    own: Sequence[Any]  # items of the request itself
+    tools: Toolbox
+    effort: str | None  # of reasoning, if the template knows it
+    chat: PreparedChat
+
+
+def _owner(tenant: str) -> str:
+    """Returns the name under which the store keeps a tenant's responses."""
+    return salt_of(tenant, None)
+
+
+def _refuse_many_logprobs(call: Call, context_limit: int) -> None:
+    """Raises TooManyLogprobs."""
+    [request] = call.requests
+    top = request.sampling.top_logprobs
+    if top is None:
+        return
+    room = max(0, context_limit - len(request.tokens))
+    most = room if request.stop.max_tokens is None else request.stop.max_tokens
+    if most * (1 + top) > MAX_RESPONSE_LOGPROBS:
+        raise TooManyLogprobs(
+            prompts=1,
+            choices=1,
+            prompt_tokens=0,
+            max_tokens=most,
+            top=top,
+            count=most * (1 + top),
+            limit=MAX_RESPONSE_LOGPROBS,
+        )
+
+
+def input_items(id: str, items: Sequence[Any]) -> list[Json]:
+    """Returns a response's own input as its items are listed: each has an id, and messages are complete."""
+    listed = []
+    for i, item in enumerate(items):
+        kind = kind_of(item, f"input[{i}]")
+        item = {**item, "type": kind, "id": item.get("id") or f"{kind}_{id.removeprefix('resp_')}i{i:x}"}
+        if kind == "message":
+            item.setdefault("status", "completed")
+            if isinstance(item.get("content"), str):
+                text = {"type": "input_text", "text": item["content"]}
+                if item.get("role") == "assistant":
+                    text = {"type": "output_text", "text": item["content"], "annotations": []}
+                item["content"] = [text]
+        listed.append(item)
+    return listed

@@ -1,0 +1,249 @@
+"""Items of the Responses API as messages of the canonical conversation.
+
+An item's `id` is never shown to the model: agents choose a new one for each request. Consecutive items of the
+assistant (reasoning, text, calls) are one message, as chat templates expect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rootstock.engine.conversation.openai import arguments_of
+from rootstock.engine.conversation.template import template_tool
+from rootstock.engine.conversation.types import (
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    ToolCall,
+    ToolReference,
+    ToolResult,
+)
+from rootstock.engine.limits import (
+    MAX_CONTENT_PARTS,
+    MAX_MARKS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    refuse_deep,
+    refuse_more_than,
+    refuse_other_text,
+)
+from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
+from rootstock.server.responses.tools import Toolbox, shown_name
+from rootstock.server.wire import Json
+
+Unseal = Callable[[str], str | None]  # a sealed reasoning text, or None if this server cannot open it
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+# Records of tools that this server ignores (tools.py), and a client's own: they hold no text for the model.
+_SKIPPED = frozenset({"web_search_call", "image_generation_call", "ghost_snapshot"})
+_CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+
+
+def kind_of(item: Any, path: str) -> str:
+    """Returns the type of an item. A message may have none. Raises InvalidParameter and MissingParameter."""
+    if not isinstance(item, Mapping):
+        raise InvalidParameter(path, item, "an object with a 'type'")
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        return "message"
+    if kind is None:
+        raise MissingParameter(f"{path}.type")
+    if not isinstance(kind, str):
+        raise InvalidParameter(f"{path}.type", kind, "a string")
+    return kind
+
+
+def messages_of(
+    history: Sequence[Any], items: Sequence[Any], tools: Toolbox, unseal: Unseal
+) -> list[Message]:
+    """Translates stored items and a request's own, and adds the tools that they load to `tools`.
+
+    Raises InvalidParameter, MissingParameter and Unsupported.
+    """
+    refuse_more_than(MAX_MESSAGES, [*history, *items], "input")
+    translator = _Translator(tools, unseal)
+    for item in history:
+        translator.add(item, "previous_response_id")
+    for i, item in enumerate(items):
+        refuse_deep(item, f"input[{i}]")
+        translator.add(item, f"input[{i}]")
+    return translator.end()
+
+
+class _Translator:
+    """Translator of items, one after the other."""
+
+    def __init__(self, tools: Toolbox, unseal: Unseal) -> None:
+        self._tools = tools
+        self._unseal = unseal
+        self._messages: list[Message] = []
+        self._turn: list[Part] = []  # of the assistant, not ended yet
+        self._marks = 0
+
+    def end(self) -> list[Message]:
+        self._end_turn()
+        if self._marks > MAX_MARKS:
+            raise InvalidParameter("prompt_cache_breakpoint", self._marks, f"sent at most {MAX_MARKS} times")
+        return self._messages
+
+    def add(self, item: Any, path: str) -> None:
+        kind = kind_of(item, path)
+        match kind:
+            case "message":
+                self._add_message(item, path)
+            case "reasoning":
+                self._add_reasoning(item, path)
+            case "function_call":
+                name = self._name_of(item, path)
+                arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
+                self._add_call(item, name, arguments, path)
+            case "custom_tool_call":
+                text = item.get("input")
+                if not isinstance(text, str):
+                    raise InvalidParameter(f"{path}.input", text, "a string")
+                self._add_call(item, self._name_of(item, path), {"input": text}, path)
+            case "local_shell_call":
+                action = item.get("action")
+                if not isinstance(action, Mapping):
+                    raise InvalidParameter(f"{path}.action", action, "an object")
+                arguments = {key: value for key, value in action.items() if key != "type" and value}
+                self._add_call(item, "local_shell", arguments, path)
+            case "tool_search_call":
+                arguments = arguments_of(item.get("arguments"), f"{path}.arguments")
+                self._add_call(item, "tool_search", arguments, path)
+            case "tool_search_output":
+                loaded = self._tools.load(_list_of(item, "tools", path), f"{path}.tools")
+                parts = tuple(ToolReference(tool.name) for tool in loaded)
+                self._add_result(item, parts or (Text("No tools found."),), path)
+            case "additional_tools":
+                loaded = self._tools.load(_list_of(item, "tools", path), f"{path}.tools")
+                lines = [json.dumps(template_tool(tool), ensure_ascii=False) for tool in loaded]
+                text = "\n".join(["You can call these tools now:", *lines])
+                self._add("system", [Text(text)])
+            case "agent_message":
+                self._add("user", self._texts_of(item.get("content"), f"{path}.content"))
+            case _ if kind in _CALL_OUTPUTS:
+                self._add_result(item, tuple(self._texts_of(item.get("output"), f"{path}.output")), path)
+            case _ if kind in _SKIPPED:
+                pass
+            case "item_reference":
+                raise InvalidParameter(f"{path}.id", item.get("id"), "the id of an item of a stored response")
+            case _:
+                raise Unsupported(
+                    f"{path}.type",
+                    f"{kind[:MAX_NAME_CHARS]!r}: This server reads messages, reasoning, and calls of tools that "
+                    "the client runs, with their outputs. Leave the item out.",
+                )
+
+    def _add(self, role: str, parts: Sequence[Part]) -> None:
+        self._end_turn()
+        self._messages.append(Message(role, tuple(parts)))
+
+    def _end_turn(self) -> None:
+        if self._turn:
+            self._messages.append(Message("assistant", tuple(self._turn)))
+            self._turn = []
+
+    def _add_message(self, item: Json, path: str) -> None:
+        role = item.get("role")
+        if role is None:
+            raise MissingParameter(f"{path}.role")
+        if role not in _ROLES:
+            raise InvalidParameter(f"{path}.role", role, f"one of {', '.join(_ROLES)}")
+        texts = self._texts_of(item.get("content"), f"{path}.content")
+        if role != "assistant":
+            self._add(role, texts)
+            return
+        if self._has_text_alone():
+            self._end_turn()
+        self._turn += texts
+
+    def _add_reasoning(self, item: Json, path: str) -> None:
+        text = self._reasoning_of(item, path)
+        if self._has_text_alone():
+            self._end_turn()
+        if text:
+            self._turn.append(Reasoning(text))
+
+    def _has_text_alone(self) -> bool:
+        """Returns whether the turn has text and no call, so that another text is another message."""
+        kinds = set(map(type, self._turn))
+        return Text in kinds and ToolCall not in kinds
+
+    def _reasoning_of(self, item: Json, path: str) -> str:
+        """Returns the text of reasoning: that of the item, or else that of its seal, or else none.
+
+        A summary is not shown: the model did not write it.
+        """
+        content = item.get("content")
+        if content is not None:
+            if not isinstance(content, list):
+                raise InvalidParameter(f"{path}.content", content, "a list of parts, or null")
+            refuse_more_than(MAX_CONTENT_PARTS, content, f"{path}.content")
+            texts = []
+            for i, part in enumerate(content):
+                text = part.get("text") if isinstance(part, Mapping) else None
+                if not isinstance(text, str):
+                    raise InvalidParameter(f"{path}.content[{i}]", part, "a part of type 'reasoning_text'")
+                texts.append(text)
+            if any(texts):
+                return "".join(texts)
+        sealed = item.get("encrypted_content")
+        refuse_other_text(sealed, f"{path}.encrypted_content", None)
+        return (self._unseal(sealed) if sealed else None) or ""
+
+    def _name_of(self, item: Json, path: str) -> str:
+        name, namespace = item.get("name"), item.get("namespace")
+        if name is None:
+            raise MissingParameter(f"{path}.name")
+        refuse_other_text(name, f"{path}.name", MAX_NAME_CHARS)
+        refuse_other_text(namespace, f"{path}.namespace", MAX_NAME_CHARS)
+        return shown_name(str(name), namespace)
+
+    def _add_call(self, item: Json, name: str, arguments: Mapping[str, Any] | str, path: str) -> None:
+        call_id = item.get("call_id")
+        if call_id is None and item.get("type") == "local_shell_call":
+            call_id = item.get("id")
+        refuse_other_text(call_id, f"{path}.call_id", None)
+        self._turn.append(ToolCall(call_id, name, arguments))
+
+    def _add_result(self, item: Json, parts: tuple[Text | ToolReference, ...], path: str) -> None:
+        call_id = item.get("call_id")
+        if call_id is None and item.get("type") == "local_shell_call_output":
+            call_id = item.get("id")  # OpenAI's name of it, for this type alone
+        refuse_other_text(call_id, f"{path}.call_id", None)
+        name = self._name_of(item, path) if item.get("name") is not None else None
+        self._add("tool", [ToolResult(call_id, parts, name)])
+
+    def _texts_of(self, content: Any, path: str) -> list[Text]:
+        if content is None or isinstance(content, str):
+            return [Text(content or "")]
+        if not isinstance(content, list):
+            raise InvalidParameter(path, content, "a string or a list of parts")
+        refuse_more_than(MAX_CONTENT_PARTS, content, path)
+        texts = [_text_of(part, f"{path}[{i}]") for i, part in enumerate(content)]
+        self._marks += sum(text.marked for text in texts)
+        return texts or [Text("")]
+
+
+def _text_of(part: Any, path: str) -> Text:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InvalidParameter(path, part, "a part with a 'type'")
+    if kind not in _TEXT_PARTS:
+        raise InvalidParameter(f"{path}.type", kind, "'input_text': this model reads text only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidParameter(f"{path}.{_TEXT_PARTS[kind]}", text, "a string")
+    return Text(text, marked=bool(part.get("prompt_cache_breakpoint")))
+
+
+def _list_of(item: Json, name: str, path: str) -> list[Any]:
+    value = item.get(name)
+    if not isinstance(value, list):
+        raise InvalidParameter(f"{path}.{name}", value, "a list of tools")
+    return value

@@ -1,0 +1,102 @@
+"""Routes of the Responses API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.errors import InvalidParameter, RequestError, Unsupported
+from rootstock.server.access import Tenant
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.server.event_stream import Answerer
+from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.responses.calls import Responses, input_items
+from rootstock.server.responses.schema import ResponseRequest
+
+# The engine's names of fields.
+_PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}
+
+
+def _rename(error: RequestError, body: ResponseRequest) -> None:
+    """Gives an error the client's name of a field."""
+    if error.param is not None and error.param not in (body.model_extra or {}):
+        error.param = _PARAMS.get(error.param, error.param)
+
+
+def response_routes(responses: Responses, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
+    router = APIRouter(
+        prefix="/v1/responses",
+        tags=["Responses"],
+        route_class=BoundedJsonRoute,
+        responses=documented_errors(*MODEL_ROUTE),
+    )
+    store = responses.store
+
+    @router.post("", responses={200: {"content": {"text/event-stream": {}}}})
+    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+        try:
+            return await answerer.answer(lambda: responses.call(body, tenant), request)
+        except RequestError as error:
+            _rename(error, body)
+            raise
+
+    @router.post("/input_tokens")
+    async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Counts the tokens of the prompt that a request would have."""
+        try:
+            tokens = await queue.run(request, lambda: responses.tokens(body, tenant))
+        except RequestError as error:
+            _rename(error, body)
+            raise
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+    # Plain functions run on other threads: they wait for the store's.
+    @router.get("/{id}")
+    def retrieve(id: str, tenant: Tenant, stream: bool = False) -> dict[str, Any]:
+        if stream:
+            raise Unsupported("stream", "A stored response has no events. Leave it out.")
+        stored = store.get(salt_of(tenant, None), id)
+        return stored.head | {"output": stored.output}
+
+    @router.get("/{id}/input_items")
+    def list_input(
+        id: str,
+        tenant: Tenant,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """Lists the request's own items, without those of the responses before it."""
+        items = input_items(id, store.get(salt_of(tenant, None), id).input)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if at is None:
+                raise InvalidParameter("after", after, "the id of one of the items")
+            items = items[at + 1 :]
+        page = items[:limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+
+    @router.delete("/{id}")
+    def delete(id: str, tenant: Tenant) -> dict[str, Any]:
+        store.delete(salt_of(tenant, None), id)
+        return {"id": id, "object": "response", "deleted": True}
+
+    @router.post("/{id}/cancel")
+    def cancel(id: str, tenant: Tenant) -> dict[str, Any]:
+        store.get(salt_of(tenant, None), id)
+        raise Unsupported(
+            "background", "A stored response is complete. Close the connection of a response to cancel it."
+        )
+
+    return router

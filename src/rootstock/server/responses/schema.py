@@ -1,0 +1,181 @@
+"""OpenAI's wire format of requests for responses: the fields, and their translation.
+
+A field that would change the answer and is not implemented is refused. A field that this module does not name is
+ignored: it tells how to schedule, bill or log the request, or names its sender.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.conversation.template import refuse_unread_variables
+from rootstock.engine.limits import (
+    MAX_LABEL_CHARS,
+    MAX_TOOLS,
+    MAX_TOOLS_CHARS,
+    MAX_TOP_LOGPROBS,
+    refuse_deep,
+    refuse_large,
+)
+from rootstock.errors import InvalidParameter, Unsupported
+from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
+from rootstock.server.wire import Json
+
+MAX_METADATA = 16  # pairs: OpenAI's limits
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_CHARS = 512
+MAX_INCLUDES = 64
+
+LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+
+_USE = {
+    "max_completion_tokens": "Use 'max_output_tokens'.",
+    "max_tokens": "Use 'max_output_tokens'.",
+    "messages": "Use 'input'.",
+    "prompt": "Send its text as 'input': no prompts are kept on the server.",
+    "reasoning_effort": "Use 'reasoning'.",
+    "response_format": "Use 'text'.",
+    "functions": "Use 'tools'.",
+    "function_call": "Use 'tool_choice'.",
+    "n": "Send the request several times.",
+    "background": "Keep the connection open, and read the response from it.",
+    "conversation": "Use 'previous_response_id', or send the history as 'input'.",
+    "context_management": "Nothing is compacted on the server. Send a shorter history.",
+    "moderation": "There is no moderation on the server.",
+    "guided_json": "Use 'text' with a format of type 'json_schema'.",
+    "guided_regex": "Use 'text' with a format of type 'json_schema'.",
+    "guided_choice": "Use 'text' with a format of type 'json_schema'.",
+    "guided_grammar": "Use 'text' with a format of type 'json_schema'.",
+    "structured_outputs": "Use 'text' with a format of type 'json_schema'.",
+    "use_beam_search": "Beam search is not implemented.",
+    "truncate_prompt_tokens": "A prompt is never cut: shorten it before you send it.",
+    "previous_input_messages": "Send the history as 'input'.",
+}
+_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
+
+
+class ReasoningFields(Wire):
+    effort: Label | None = None
+
+
+class TextFields(Wire):
+    format: JsonObject | None = None
+
+
+class PromptCacheOptions(Wire):
+    comparison_response_id: Annotated[
+        Label | None, Field(description="asks how much of that response's prompt was found in the cache")
+    ] = None
+
+
+class ResponseRequest(SamplingFields):
+    model: Label | None = None
+    # Any: pydantic would try every alternative, item by item, and report the errors of each.
+    input: Annotated[Any, Field(description="text, or a list of items")] = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    tools: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    max_tool_calls: Annotated[
+        Count | None, Field(description="of tools that the server runs: it has none")
+    ] = None
+    include: Annotated[list[Label], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, Field(description="no effect: a prompt is never cut")
+    ] = None
+    metadata: JsonObject | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Raises Unsupported and InvalidParameter."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _USE and value not in _NEUTRAL and (name, value) != ("n", 1):
+                raise Unsupported(name, _USE[name])
+        refuse_large(self.tools, "tools", MAX_TOOLS_CHARS)
+        for name in ("tools", "tool_choice", "metadata"):
+            refuse_deep(getattr(self, name), name)
+        for key, value in (self.metadata or {}).items():
+            if (
+                not isinstance(value, str)
+                or len(key) > MAX_METADATA_KEY_CHARS
+                or len(value) > MAX_METADATA_CHARS
+            ):
+                allowed = f"texts of at most {MAX_METADATA_CHARS} characters, with short names"
+                raise InvalidParameter(f"metadata.{key[:MAX_LABEL_CHARS]}", value, allowed)
+        if len(self.metadata or ()) > MAX_METADATA:
+            raise InvalidParameter("metadata", self.metadata, f"at most {MAX_METADATA} pairs")
+        self.refuse_other_text_format()
+
+    def refuse_other_text_format(self) -> None:
+        """Refuses formats of the text that no constraint enforces."""
+        if self.text_format.get("type") != "text":
+            raise Unsupported("text.format", "Only {'type': 'text'} is.")
+
+    @property
+    def text_format(self) -> Json:
+        asked = None if self.text is None else self.text.format
+        return asked or {"type": "text"}
+
+    @property
+    def wants_sealed_reasoning(self) -> bool:
+        return SEALED_REASONING in (self.include or ())
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Returns how many alternatives each token's log-probability has; None without log-probabilities."""
+        if LOGPROBS in (self.include or ()) or self.top_logprobs:
+            return self.top_logprobs or 0
+        return None
+
+    def template_options(self, names: TemplateNames) -> tuple[Json, str | None]:
+        """Returns the template's variables, and the effort of reasoning that applies.
+
+        Agents send an effort to every model. A template that knows none ignores it, and the response tells so.
+        Raises InvalidParameter and Unsupported.
+        """
+        kwargs = self.chat_template_kwargs or {}
+        refuse_unread_variables(kwargs, names)
+        options: Json = {"add_generation_prompt": True, **kwargs}
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if effort is None:
+            return options, None
+        switch = next((name for name in REASONING_SWITCHES if name in names.variables), None)
+        if "reasoning_effort" in names.variables:
+            asked: tuple[str, str | bool] = "reasoning_effort", effort
+        elif switch is not None:
+            asked = switch, effort != "none"
+        else:
+            return options, None
+        name, value = asked
+        if options.setdefault(name, value) != value:
+            raise InvalidParameter("reasoning.effort", effort, f"in agreement with {name}={options[name]!r}")
+        return options, effort
+
+
+def json_text(value: Any, path: str) -> str:
+    """Returns a client's value as JSON that a response can have. Raises InvalidParameter."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise InvalidParameter(path, value, "JSON: NaN and Infinity are not") from None
+    return text.encode(errors="replace").decode()  # halves of surrogate pairs
+
+
+def echoed(fields: Mapping[str, Any]) -> Json:
+    """Returns a client's fields as the response repeats them. Raises InvalidParameter."""
+    return {name: json.loads(json_text(value, name)) for name, value in fields.items()}
