@@ -19,7 +19,7 @@ from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
-from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
+from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, Markup, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
@@ -221,7 +221,10 @@ class PreparedChat:
 
 
 class RememberingParser:
-    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them."""
+    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them.
+
+    It leaves out markup, which no client sees.
+    """
 
     def __init__(self, parser: DeltaParser, place: AnswerPlace) -> None:
         self._parser = parser
@@ -242,7 +245,7 @@ class RememberingParser:
                 case CallEnded(index, arguments, raw) if arguments is not None:
                     call = self._started[index]
                     self._place.remember_call(call.id, call.name, arguments, raw)
-        return deltas
+        return [delta for delta in deltas if not isinstance(delta, Markup)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from rootstock.engine.output.deltas import (
     CallStarted,
     Delta,
     DeltaParser,
+    Markup,
     ReasoningDelta,
     TextDelta,
 )
@@ -122,6 +123,8 @@ class Output:
                 return self._text(text, _REASONING, [])
             case CallStarted(index) | CallArguments(index) | CallEnded(index):
                 return self._call(delta) if index == 0 or self._settings.parallel else []
+            case Markup():
+                return []
 
     def _text(self, text: str, form: _TextForm, scored: list[Json]) -> list[Event]:
         events: list[Event] = []
