@@ -162,7 +162,7 @@ class OutputFormat:
                 found |= {calls.opening, calls.closing, calls.quote}
             case None:
                 pass
-        return frozenset(found) - {""}
+        return frozenset(mark for mark in found if mark.strip())
 
     @property
     def openings(self) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ from rootstock.engine.output.formats import (
 from rootstock.engine.output.values import types_of
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_BARE_SCHEMA_KEYS = frozenset({"type", "title", "description", "default"})
+_PYTHON_WORDS = {"string": "PYTHON_STRING", "boolean": '"True" | "False"', "null": '"None"'}
 _INDEX = "\x00"  # stands for a number in a text
 
 
@@ -113,7 +115,13 @@ class _Grammar:
             case TaggedCalls() as calls:
                 return self._tagged(calls, tool, rule)
             case PythonicCalls():
-                items = self._items(tool, rule, lambda key, each: f"{self._text(f'{key}=')} {each}", ", ")
+                self._python_values()
+                items = self._items(
+                    tool,
+                    rule,
+                    lambda key, each: f"{self._text(f'{key}=')} ({self._python(tool, key, each)})",
+                    ", ",
+                )
                 return f"{self._text(f'{tool.name}(')} {items} {self._text(')')}"
             case BareKeyCalls() as calls:
                 self._bare_values(calls)
@@ -146,7 +154,8 @@ class _Grammar:
         is_string = "string" in types
         kind = ValueType.STRING if is_string else ValueType.JSON
         ends = [end for end, of in calls.key_ends.items() if of in (kind, ValueType.OF_SCHEMA)]
-        end = next((end for end in ends if any(f'"{type}"' in end for type in types)), ends[0])
+        named = {"number" if type == "integer" else type for type in types}  # Kimi K3 names every number so
+        end = next((end for end in ends if any(f'"{type}"' in end for type in named)), ends[0])
         between = calls.newline if calls.value_opening else ""
         head = self._text(f"{calls.key_opening}{key}{end}{between}{calls.value_opening}{calls.padding}")
         closing = calls.padding + calls.value_closing
@@ -160,8 +169,9 @@ class _Grammar:
         """Returns any text and the closing after it. Text holds no token, and not the closing."""
         token = self._token.search(closing) if self._token else None
         if token is not None:
-            text = self._rule(f"{rule}_text".upper(), "/(?s:.*)/")
-            return f"{text} {self._text(closing)}"
+            padding = re.escape(closing[: token.start()])
+            text = self._rule(f"{rule}_text".upper(), f"/(?s:.*){padding}/".replace("\n", "n"))
+            return f"{text} {self._text(closing[token.start() :])}"
         return self._rule(f"{rule}_text[suffix={json.dumps(closing)}]", "/(?s:.*)/").partition("[")[0]
 
     def _items(self, tool: Tool, rule: str, item: Callable[[str, str], str], separator: str) -> str:
@@ -190,13 +200,27 @@ class _Grammar:
             tail = self._rule(f"{rule}_next_{i}", after)
         return head
 
+    def _python_values(self) -> None:
+        if not any(rule.startswith("PYTHON_STRING:") for rule in self._rules):
+            self._rule("PYTHON_STRING", r"""/'([^'\\\n]|\\([\\'nrt]|u[0-9a-f]{4}|x[0-9a-f]{2}))*'/""")
+
+    def _python(self, tool: Tool, key: str, as_json: str) -> str:
+        """Returns a value in JSON, or as Python writes it where the schema says no more than the type."""
+        schema = _schema(tool)
+        of_key = _properties(schema).get(key)
+        choices = [as_json]
+        if isinstance(of_key, Mapping) and of_key.keys() <= _BARE_SCHEMA_KEYS:
+            types = types_of(schema, key)
+            choices += [words for type, words in _PYTHON_WORDS.items() if type in types]
+        return " | ".join(choices)
+
     def _bare_values(self, calls: BareKeyCalls) -> None:
         if any(rule.startswith("bare:") for rule in self._rules):
             return
         quote = self._text(calls.quote)
         self._rule("bare_string", f"{quote} {self._free_text('bare', calls.quote)}")
         self._rule("bare", "bare_string | BARE_WORD | bare_list | bare_object")
-        self._rule("BARE_WORD", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?|true|false|null/")
+        self._rule("BARE_WORD", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/")
         self._rule("bare_list", '"[" (bare ("," bare)*)? "]"')
         self._rule("bare_object", '"{" (bare_member ("," bare_member)*)? "}"')
         self._rule("bare_member", 'BARE_KEY ":" bare')
