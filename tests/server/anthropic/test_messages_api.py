@@ -275,6 +275,12 @@ def test_errors_of_every_status_have_anthropics_form(serve: Any) -> None:
         assert_error(ask(served, headers={"host": "evil.example"}), 403, "permission_error", "not known")
 
 
+def test_a_thread_is_refused_with_the_details_by_which_clients_go_on_without(served: Any) -> None:
+    error = ask(served, thread={"type": "create"}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(serve: Any) -> None:
     with serve(context_limit=64) as served:
         assert_error(ask(served, "long " * 20), 400, "invalid_request_error", "^prompt is too long")

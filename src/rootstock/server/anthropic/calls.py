@@ -27,7 +27,8 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     id = f"msg_{uuid.uuid4().hex}"
     format = MessageFormat(
         id,
-        model.name,
+        # As it was asked for: Claude Code drops the thinking of answers that name another model.
+        body.model or model.name,
         chat.new_parser,
         PromptUsage(prompt_tokens, prompt_tokens - 1 if model.reuses_prefixes else 0),
         model.context_limit,

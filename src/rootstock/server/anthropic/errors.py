@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, ClassVar
 
-from rootstock.errors import CompletionTooLong, EngineStopped, Overloaded, RootstockError
+from rootstock.errors import CompletionTooLong, EngineStopped, Overloaded, RootstockError, Unsupported
 
 # The status tells the rest. 529, Anthropic's own status of an overloaded server, is unknown to proxies: ours is 503.
 _KINDS = {
@@ -18,15 +18,30 @@ _KINDS = {
 }
 
 
+class ThreadUnsupported(Unsupported):
+    """A conversation that the server shall hold. By the error's details, Anthropic's clients send all messages."""
+
+    details: ClassVar[dict[str, Any]] = {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+    def __init__(self) -> None:
+        super().__init__("thread", "The server keeps no conversations: send all messages. Leave it out.")
+
+
 def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
 def error_body(error: RootstockError) -> dict[str, Any]:
     """Returns the body of an error. Its `request_id` is also the response's `request-id` header."""
+    told: dict[str, Any] = {"type": _kind(error), "message": _message(error)}
+    if isinstance(error, ThreadUnsupported):
+        told["details"] = error.details
     return {
         "type": "error",
-        "error": {"type": _kind(error), "message": _message(error)},
+        "error": told,
         "request_id": new_request_id(),
     }
 

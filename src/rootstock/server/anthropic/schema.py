@@ -30,6 +30,7 @@ from rootstock.engine.request import StopParams
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.anthropic.conversation import conversation_of
 from rootstock.server.anthropic.edits import Edit, edits_of
+from rootstock.server.anthropic.errors import ThreadUnsupported
 from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
 from rootstock.server.wire import Json
 
@@ -68,6 +69,7 @@ class PromptFields(Wire):
     context_management: JsonObject | None = None
     cache_control: Annotated[JsonObject | None, Field(description="marks the end of the last message")] = None
     cache_salt: Annotated[str | None, Field(description="prefixes are shared only within one salt")] = None
+    thread: JsonObject | None = None
 
     def conversation(self, names: TemplateNames) -> Conversation:
         """Checks and translates the conversation. Raises RequestError."""
@@ -85,6 +87,8 @@ class PromptFields(Wire):
 
     def refuse_unsupported(self) -> None:
         """Raises Unsupported."""
+        if self.thread is not None:
+            raise ThreadUnsupported
         for name, value in (self.model_extra or {}).items():
             refused = REFUSED.get(name)
             if refused is not None and value is not None and value not in refused.neutral:
@@ -189,7 +193,6 @@ REFUSED: Mapping[str, Refused] = {
     "mcp_servers": Refused("The server calls no MCP servers: give their tools to the client.", _NONE_OF),
     "container": Refused("Nothing is run on the server."),
     "compaction": Refused("The server summarizes nothing: the client does it."),
-    "thread": Refused("The server keeps no conversations: send all messages."),
     "n": Refused("An answer of this API is one message.", (1,)),
     "best_of": Refused("An answer of this API is one message.", (1,)),
     "logprobs": Refused("Use /v1/chat/completions.", (False,)),
