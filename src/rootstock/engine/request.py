@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
+from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.errors import RootstockError
 
 RequestId = NewType("RequestId", str)
@@ -49,6 +50,10 @@ class StopParams:
 
     A token of `stop_tokens` or an end-of-sequence token ends it and is no part of the text. A stop string ends it and
     is cut from the text.
+
+    With a grammar, an end-of-sequence token comes only where the grammar allows the end, and the answer ends by itself
+    where the grammar allows nothing else, before `min_tokens` and with `ignore_eos`, too. `max_tokens`, stop strings
+    and `stop_tokens` that are text of the grammar end the answer wherever they are reached.
     """
 
     max_tokens: int | None = None  # None: as many as the context limit leaves
@@ -74,6 +79,7 @@ class Request:
     boundaries: tuple[
         Boundary, ...
     ] = ()  # positions where later requests may diverge: each gets a checkpoint
+    constraint: CompiledConstraint | None = None
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -93,6 +99,7 @@ def requests_for(
     salt: str,
     prompt_logprobs: int | None = None,
     boundaries: tuple[Boundary, ...] = (),
+    constraint: CompiledConstraint | None = None,
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -107,6 +114,7 @@ def requests_for(
             salt,
             prompt_logprobs if choice == 0 else None,  # the other choices' prompt has the same
             boundaries,
+            constraint,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)
