@@ -35,6 +35,7 @@ MAX_SCHEMA_VALUES = 16_384
 MAX_PATTERN_CHARS = 16 * 1024  # of a regular expression that answers must match
 MAX_GRAMMAR_CHARS = 128 * 1024  # of a grammar, and of all choices together
 MAX_GRAMMAR_CHOICES = 4_096
+MAX_WRITTEN_OUT = 1_048_576  # parts of a pattern or grammar after its repetitions
 MAX_MARKER_CHARS = 256  # of a marker of reasoning
 MAX_PROMPTS = 2_048
 MAX_CHOICES = 128

@@ -51,7 +51,7 @@ class StopParams:
     A token of `stop_tokens` or an end-of-sequence token ends it and is no part of the text. A stop string ends it and
     is cut from the text.
 
-    With a grammar, an end-of-sequence token comes only where the grammar allows the end, and the answer ends by itself
+    With a grammar, an end-of-sequence token comes only where the grammar allows the end. The answer ends by itself
     where the grammar allows nothing else, before `min_tokens` and with `ignore_eos`, too. `max_tokens`, stop strings
     and `stop_tokens` that are text of the grammar end the answer wherever they are reached.
     """

@@ -113,7 +113,7 @@ class Sampler:
         return row
 
     def _restrict(self, row: Row, ends: Row, progress: AnswerProgress) -> None:
-        """Bans the tokens that the constraint does not allow. `ends` are the logits of the end tokens, without bans."""
+        """Bans the tokens that the constraint does not allow. `ends` are the end tokens' logits without bans."""
         match progress.restriction():
             case Forced(token):
                 row[:] = -np.inf

@@ -51,7 +51,7 @@ class CompiledGrammar:
     """A grammar that every request with it copies. Copies share the states of its lexer, which only grow."""
 
     matcher: LLMatcher  # at the beginning of an answer; never advanced
-    rebuild: Callable[[], LLMatcher]  # one that shares nothing, when the shared states have reached their limit
+    rebuild: Callable[[], LLMatcher]  # one that shares nothing: the shared states have a limit
 
 
 @dataclass(frozen=True, slots=True, eq=False)

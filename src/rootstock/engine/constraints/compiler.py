@@ -19,8 +19,9 @@ from rootstock.engine.constraints.compiled import (
     CompiledReasoning,
     Marker,
 )
-from rootstock.engine.constraints.json_schema import without_patterns
+from rootstock.engine.constraints.json_schema import patterns_of, without_patterns
 from rootstock.engine.constraints.progress import first_line, mask_of
+from rootstock.engine.constraints.repetitions import largest_written_out, written_out
 from rootstock.engine.constraints.vocabulary import TokensWithoutOwnText, Vocabulary
 from rootstock.engine.limits import (
     MAX_GRAMMAR_CHARS,
@@ -28,6 +29,7 @@ from rootstock.engine.limits import (
     MAX_MARKER_CHARS,
     MAX_PATTERN_CHARS,
     MAX_SCHEMA_CHARS,
+    MAX_WRITTEN_OUT,
 )
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ConstraintRefused, InvalidParameter, Unsupported
@@ -129,12 +131,15 @@ class _Kept(Generic[T]):
 
 
 def parser_limits() -> LLParserLimits:
-    """Returns limits of one grammar: 20 ms of work to begin, 14 ms for each token, and 40 MB of lexer states."""
+    """Returns limits of one grammar: some 20 ms of work to begin, 10 ms for each token, 40 MB of lexer states.
+
+    An object may have 1,000 properties that are not required: each takes four items of a row.
+    """
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=4_000,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
         max_lexer_states=20_000,
         max_grammar_size=200_000,
         precompute_large_lexemes=False,
@@ -228,3 +233,22 @@ def _refuse_large(grammar: Grammar, param: str) -> None:
             assert_never(other)
     if chars > most:
         raise ConstraintRefused(param, f"it has {chars:,} characters, more than {most:,}")
+    size = _written_out(grammar)
+    if size > MAX_WRITTEN_OUT:
+        raise ConstraintRefused(
+            param, f"its repetitions make some {size:,} parts of it, more than {MAX_WRITTEN_OUT:,}"
+        )
+
+
+def _written_out(grammar: Grammar) -> int:
+    match grammar:
+        case JsonSchema(text):
+            return max(map(written_out, patterns_of(text)), default=0)
+        case Regex(pattern):
+            return written_out(pattern)
+        case Lark(text):
+            return largest_written_out(text)
+        case Choice():
+            return 0
+        case other:
+            assert_never(other)

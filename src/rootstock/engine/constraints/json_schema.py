@@ -59,6 +59,19 @@ def without_patterns(text: str, is_supported: Callable[[str], bool]) -> str:
     return json.dumps(_changed(json.loads(text), change), separators=(",", ":"))
 
 
+def patterns_of(text: str) -> list[str]:
+    """Returns the regular expressions of a schema."""
+    found: list[str] = []
+
+    def look(schema: dict[str, Any]) -> None:
+        found.extend(each for each in (schema.get("pattern"),) if isinstance(each, str))
+        if isinstance(by_pattern := schema.get("patternProperties"), Mapping):
+            found.extend(by_pattern)
+
+    _changed(json.loads(text), look)
+    return found
+
+
 def _parsed(text: str, param: str) -> Any:
     if len(text) > MAX_SCHEMA_CHARS:
         raise ConstraintRefused(
@@ -96,9 +109,9 @@ def _rewrite(schema: dict[str, Any]) -> None:
     if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         del schema["format"]
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(schema.get(exclusive), bool):  # of JSON Schema's draft 4
-            if schema.pop(exclusive) and bound in schema:
-                schema[exclusive] = schema.pop(bound)
+        # Booleans of JSON Schema's draft 4.
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
+            schema[exclusive] = schema.pop(bound)
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
