@@ -5,8 +5,9 @@ refused. For every other one, answers of random logits are validated by `jsonsch
 written as JSON, is put to the matcher: an invalid one must be refused. A valid one may be refused too, because the
 matcher wants the properties in the schema's order and takes formats seriously; those are counted.
 
-Tools: 200 schemas (tool_schemas.py: 50 tools written for this, each as four generators write it), not strict, as tools
-are: answers of random logits, whole ones validated by `jsonschema` with all keywords and formats that it checks.
+Tools: 200 schemas (tool_schemas.py: 50 tools written for this, each as four generators write it), not strict, as
+those of tools are. Answers of random logits are validated by `jsonschema` with all keywords and formats that it
+checks.
 
 Cost: decode steps of eight sequences of the 80M model by the engine, with the mask of a tool's schema and without,
 in pairs that alternate; the ratio is the median of the pairs' ratios.
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import argument_parser, at_least, at_most, could_not, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, could_not, exactly
 from tool_schemas import tool_schemas
 
 from rootstock.engine.constraints.asked import Constraint
@@ -98,7 +99,11 @@ def main() -> None:
         if not given.skip_tools:
             counts = of_tools(given.answers)
             figures |= reported("tools", counts)
-            bars |= {"tools_schemas": at_least(200), "tools_invalid_answers": exactly(0), "tools_refused": exactly(0)}
+            bars |= {
+                "tools_schemas": at_least(200),
+                "tools_invalid_answers": exactly(0),
+                "tools_refused": exactly(0),
+            }
             bars["tools_limits_reached"] = exactly(0)
         if not given.skip_cost:
             figures |= step_cost(Path(folder), given.pairs)
@@ -173,7 +178,9 @@ def checked(
     except RequestError as error:
         counts.refused[" ".join(error.message.split()[4:9])] += 1
         return None
-    kind = validator_for(schema, default=validator_for({"$schema": "https://json-schema.org/draft/2020-12/schema"}))
+    kind = validator_for(
+        schema, default=validator_for({"$schema": "https://json-schema.org/draft/2020-12/schema"})
+    )
     validator = kind(schema, format_checker=None if strict else kind.FORMAT_CHECKER)
     for seed in range(answers):
         try:
@@ -200,7 +207,9 @@ def random_answer(constraint: CompiledConstraint, seed: int) -> str | None:
     logits = np.random.default_rng(seed)
     progress = AnswerProgress(constraint)
     prompt = BYTES.encode("Answer: ")
-    sampler = Sampler(ResolvedSampling(), prompt, BYTES.vocab_size, seed, BYTES.eos_token_ids, progress=progress)
+    sampler = Sampler(
+        ResolvedSampling(), prompt, BYTES.vocab_size, seed, BYTES.eos_token_ids, progress=progress
+    )
     tokens: list[int] = []
     for at in range(MOST_TOKENS):
         row = logits.normal(size=BYTES.vocab_size).astype(np.float32)
@@ -235,7 +244,18 @@ def cases(tests: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def suite_in(given: Path | None, folder: Path) -> Path:
     """Returns the folder of the suite's drafts, from an archive or the registry if need be."""
     if given is None:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "-d",
+            folder,
+        ]
         if subprocess.run([*map(str, command), SOURCE], check=False).returncode:
             could_not(SHOW, f"pip could not download {SOURCE}; give --suite")
         given = next(folder.glob("jsonschema-*.tar.gz"))
@@ -246,7 +266,7 @@ def suite_in(given: Path | None, folder: Path) -> Path:
     for place in (given, *given.glob("**/json/tests")):
         if (place / "draft2020-12").is_dir():
             return place
-    could_not(SHOW, f"{given} holds no suite")
+    return could_not(SHOW, f"{given} holds no suite")
 
 
 # ---- the cost of a step
@@ -264,7 +284,11 @@ def step_cost(folder: Path, pairs: int) -> dict[str, Any]:
     ours = Ours(path, "bfloat16", 1.0, EngineConfig(draft_tokens=0))
     vocab_size = ours.runtime.description.vocab_size
     compiler = ConstraintCompiler(tokenizer, vocab_size, tokenizer.eos_token_ids)
-    row = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}, "required": ["path"]}
+    row = {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "line": {"type": "integer"}},
+        "required": ["path"],
+    }
     never_ends = {"type": "array", "items": row | {"additionalProperties": False}, "minItems": 1_000}
     constraint = compiler.compile(Constraint(json_schema_of(never_ends, "schema")))
 

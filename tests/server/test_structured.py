@@ -63,7 +63,10 @@ def test_fields_become_a_grammar(fields: dict[str, Any], grammar: Grammar | None
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
             "response_format.json_schema.strict",

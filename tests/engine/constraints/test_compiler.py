@@ -73,7 +73,10 @@ def test_huge_and_wrong_schemas_are_refused_before_they_are_compiled(value: Any)
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced() -> None:
     value = {
         "type": "object",
-        "properties": {"a": {"type": "string", "pattern": "(?=x)y"}, "b": {"type": "array", "uniqueItems": True}},
+        "properties": {
+            "a": {"type": "string", "pattern": "(?=x)y"},
+            "b": {"type": "array", "uniqueItems": True},
+        },
         "required": ["a"],
     }
     refused(schema(value))
@@ -83,7 +86,10 @@ def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced() 
 def test_formats_that_are_not_enforced_are_annotations_and_the_others_are_enforced() -> None:
     for format in sorted(FORMATS):
         byte_compiler().compile(Constraint(schema({"type": "string", "format": format})))
-    properties = {"format": {"type": "string", "format": "phone"}, "n": {"type": "integer", "format": "int32"}}
+    properties = {
+        "format": {"type": "string", "format": "phone"},
+        "n": {"type": "integer", "format": "int32"},
+    }
     text = schema({"type": "object", "properties": properties, "x-guidance": {"lenient": True}}).text
     assert json.loads(text) == {
         "type": "object",
@@ -126,7 +132,9 @@ def test_sizes_after_repetitions() -> None:
     assert written_out("^[0-9]{4}-[0-9]{2}$") == 9
     assert written_out("(ab{2,3}|c){2}") == 12
     assert written_out(r"\({4}[)(]{3}") == 7
-    assert largest_written_out('start: A\nA: B B\nB: "abc"') == largest_written_out('start: A\nB: "abc"\nA: B B')
+    assert largest_written_out('start: A\nA: B B\nB: "abc"') == largest_written_out(
+        'start: A\nB: "abc"\nA: B B'
+    )
     assert largest_written_out("start: A\nA: B\nB: A") < 10
     assert largest_written_out('start: a ~ 3..5 // x{1000}\na: %json {"minLength": 3}') < 20
 

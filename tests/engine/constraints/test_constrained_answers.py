@@ -31,7 +31,10 @@ POINT = JsonSchema(
     json.dumps(
         {
             "type": "object",
-            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 999}, "kind": {"enum": ["a", "bb"]}},
+            "properties": {
+                "x": {"type": "integer", "minimum": 0, "maximum": 999},
+                "kind": {"enum": ["a", "bb"]},
+            },
             "required": ["x", "kind"],
             "additionalProperties": False,
         }
@@ -57,7 +60,9 @@ def prompt(number: int) -> list[int]:
     return BYTES.encode(f"prompt {number}: ").tolist()
 
 
-def ask(on: Bench, constraint: CompiledConstraint | None, seed: int, most: int = 600, **request: object) -> Client:
+def ask(
+    on: Bench, constraint: CompiledConstraint | None, seed: int, most: int = 600, **request: object
+) -> Client:
     request.setdefault("sampling", sampled(seed))
     return on.ask(prompt(seed), most, constraint=constraint, **request)
 
@@ -74,7 +79,9 @@ def test_answers_follow_each_kind_of_grammar_and_end_by_themselves() -> None:
         Choice(("yes", 'n"o\n', "\U0001f600é", "yes and no")): lambda text: (
             text in ("yes", 'n"o\n', "\U0001f600é", "yes and no")
         ),
-        Lark('start: "[" NUM ("," NUM)* "]"\nNUM: /[0-9]{1,3}/'): lambda text: isinstance(json.loads(text), list),
+        Lark('start: "[" NUM ("," NUM)* "]"\nNUM: /[0-9]{1,3}/'): lambda text: isinstance(
+            json.loads(text), list
+        ),
         Lark('start: "<call>" args "</call>"\nargs: %json {"type":"integer"}'): lambda text: re.fullmatch(
             r"<call>-?\d+</call>", text
         ),
@@ -176,7 +183,13 @@ def test_a_batch_mate_is_not_changed_by_a_mask() -> None:
 def test_choices_share_a_compiled_grammar_and_differ() -> None:
     on = bench()
     requests = requests_for(
-        "r", [BYTES.encode("x")], 6, sampled(3), StopParams(max_tokens=300), salt="", constraint=compiled(on, POINT)
+        "r",
+        [BYTES.encode("x")],
+        6,
+        sampled(3),
+        StopParams(max_tokens=300),
+        salt="",
+        constraint=compiled(on, POINT),
     )
     ends: list[list[object]] = [[] for _ in requests]
     for request, events in zip(requests, ends, strict=True):
@@ -257,7 +270,9 @@ def test_bias_and_grammar_that_leave_nothing_are_an_error_of_that_request_alone(
 
 def test_a_grammar_that_reaches_a_limit_fails_its_request_alone() -> None:
     on = bench()
-    pieces = "|".join(f"({first}[a-z]{{0,40}}{last})" for first, last in itertools.product("abcdef", "uvwxyz"))
+    pieces = "|".join(
+        f"({first}[a-z]{{0,40}}{last})" for first, last in itertools.product("abcdef", "uvwxyz")
+    )
     wide = compiled(on, Lark(f"start: a{{200000}}\na: /{pieces}/ | /[a-z]{{2,9}}/"))
     hostile, other = ask(on, wide, 1), on.ask(prompt(2), 6)
     held = ask(on, compiled(on, POINT), 3)
@@ -280,7 +295,10 @@ def reasoned(client: Client, marker: str) -> tuple[str, str]:
 def test_the_grammar_begins_after_reasoning_which_ends_with_its_budget(budget: int) -> None:
     on = bench()
     thinks = Reasoning("</think>", starts_inside=True, budget_tokens=budget)
-    clients = [ask(on, compiled(on, POINT, thinks), seed, sampling=sampled(seed, top_logprobs=1)) for seed in range(4)]
+    clients = [
+        ask(on, compiled(on, POINT, thinks), seed, sampling=sampled(seed, top_logprobs=1))
+        for seed in range(4)
+    ]
     on.run()
     for client in clients:
         tokens = bytes(client.tokens)
@@ -292,7 +310,10 @@ def test_the_grammar_begins_after_reasoning_which_ends_with_its_budget(budget: i
 def test_reasoning_that_ends_by_itself_is_followed_by_the_grammar() -> None:
     on = bench()
     thinks = Reasoning("<|tool|>", starts_inside=True, budget_tokens=40)
-    likely = [ask(on, compiled(on, Regex("[xyz]{3}"), thinks), s, sampling=sampled(s, logit_bias={TOOL: 6.0})) for s in range(6)]
+    likely = [
+        ask(on, compiled(on, Regex("[xyz]{3}"), thinks), s, sampling=sampled(s, logit_bias={TOOL: 6.0}))
+        for s in range(6)
+    ]
     on.run()
     lengths = set()
     for client in likely:
@@ -328,7 +349,13 @@ def test_an_answer_may_begin_with_the_marker_of_reasoning_or_with_the_grammar() 
 def test_a_budget_alone_counts_all_reasoning_of_a_free_answer() -> None:
     on = bench()
     budget = Reasoning("<|tool|>", start="<|system|>", starts_inside=True, budget_tokens=5)
-    client = ask(on, compiled(on, None, budget), 2, 60, sampling=sampled(2, logit_bias={SYSTEM: 5.0, TOOL: 5.0, END: -100.0}))
+    client = ask(
+        on,
+        compiled(on, None, budget),
+        2,
+        60,
+        sampling=sampled(2, logit_bias={SYSTEM: 5.0, TOOL: 5.0, END: -100.0}),
+    )
     on.run()
     counted, inside = 0, True
     for token in client.tokens:

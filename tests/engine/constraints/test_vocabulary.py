@@ -19,7 +19,10 @@ SCHEMA = JsonSchema(
     json.dumps(
         {
             "type": "object",
-            "properties": {"a": {"enum": ["yes", "no", "é"]}, "b": {"type": "array", "items": {"enum": [1, 2]}}},
+            "properties": {
+                "a": {"enum": ["yes", "no", "é"]},
+                "b": {"type": "array", "items": {"enum": [1, 2]}},
+            },
             "required": ["a", "b"],
             "additionalProperties": False,
         }
@@ -43,7 +46,9 @@ def test_random_answers_decode_to_text_of_the_grammar(kind: str, padding: int) -
 
     def answers(grammar: Grammar) -> list[str]:
         constraint = compiler.compile(Constraint(grammar))
-        found = [random_answer(constraint, tokenizer, size, tokenizer.eos_token_ids, seed) for seed in range(12)]
+        found = [
+            random_answer(constraint, tokenizer, size, tokenizer.eos_token_ids, seed) for seed in range(12)
+        ]
         return [text for text, ended in found if ended]
 
     for text in (found := answers(SCHEMA)):

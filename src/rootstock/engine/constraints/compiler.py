@@ -73,15 +73,15 @@ class ConstraintCompiler:
         try:
             vocabulary = self._read_vocabulary()
         except TokensWithoutOwnText as error:
-            remedy = "This model's tokenizer changes the text of tokens that stand side by side. Leave it out."
+            remedy = (
+                "This model's tokenizer changes the text of tokens that stand side by side. Leave it out."
+            )
             raise Unsupported(constraint.param, remedy) from error
         grammar, param = constraint.grammar, constraint.param
         compiled = None
         if grammar is not None:
             _refuse_large(grammar, param)
-            compiled = self._grammars.get(
-                (salt, grammar), lambda: _compiled(grammar, vocabulary, param)
-            )
+            compiled = self._grammars.get((salt, grammar), lambda: _compiled(grammar, vocabulary, param))
         reasoning = constraint.reasoning
         return CompiledConstraint(
             vocabulary, compiled, None if reasoning is None else self._reasoning(reasoning, vocabulary)
@@ -99,7 +99,9 @@ class ConstraintCompiler:
                 raise InvalidParameter("reasoning", text, f"markers of 1 to {MAX_MARKER_CHARS} characters")
             found = self._markers.get(text, lambda: Marker.of(text, vocabulary))
             if not found.ids:
-                raise Unsupported("reasoning", f"The vocabulary cannot write the marker {text!r}. Leave it out.")
+                raise Unsupported(
+                    "reasoning", f"The vocabulary cannot write the marker {text!r}. Leave it out."
+                )
             return found
 
         budget = asked.budget_tokens
@@ -177,8 +179,10 @@ def _reason(error: str) -> str:
         return "a '$ref' leads out of the schema, and nothing is fetched: put the schema under '$defs'"
     if "oneOf constraints are not supported" in reason:
         return "its 'oneOf' has alternatives that may hold at once: use 'anyOf', or send \"strict\": false"
+    if reason.startswith("NoExtension"):
+        return "it allows no answer"
     if reason.startswith("Unimplemented keys"):
-        return f"{reason}. Leave them out, or send \"strict\": false to have them ignored"
+        return f'{reason}. Leave them out, or send "strict": false to have them ignored'
     return reason
 
 

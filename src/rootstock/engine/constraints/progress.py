@@ -192,7 +192,9 @@ class AnswerProgress:
 
     def _consume(self, token: int) -> None:
         matcher = self._started()
-        if not matcher.consume_token(token) and not (self._rebuilt() and self._started().consume_token(token)):
+        if not matcher.consume_token(token) and not (
+            self._rebuilt() and self._started().consume_token(token)
+        ):
             raise _failed(self._started())
         self._answer.append(token)
 
@@ -303,4 +305,6 @@ def _failed(matcher: LLMatcher) -> ConstraintFailed:
 
 def first_line(message: str) -> str:
     """Returns the beginning of a message of llguidance, which may go on with the state of its parser."""
-    return " ".join(message.split("<state>")[0].split())[:_MAX_DETAIL_CHARS].rstrip(". ")
+    for mark in ("<state>", "<non-verbose/>"):
+        message = message.split(mark)[0]
+    return " ".join(message.split())[:_MAX_DETAIL_CHARS].rstrip(". ")
