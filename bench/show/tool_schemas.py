@@ -1,8 +1,8 @@
 """Schemas of the parameters of 50 tools such as coding agents and MCP servers have, each as four generators write it.
 
 The tools are of the kinds and sizes that clients send: files, shells, search, plans, browsers, issues, databases and
-mail. Names and texts are this project's own. The generators differ as zod, pydantic, OpenAI's strict mode and plain hand
-writing do: in optional values, definitions, and closed objects.
+mail. Names and texts are this project's own. The generators differ as zod, pydantic, OpenAI's strict mode and plain
+hand writing do: in optional values, definitions, and closed objects.
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ def test_an_answer_is_the_same_alone_in_a_batch_after_preemption_and_from_the_ca
     together = answers(2_000, [0, 1, 2, 3, 4])
     for seed in range(5):
         assert answers(2_000, [seed])[seed] == together[seed]
-    assert answers(60, [0, 1, 2, 3, 4]) == together, "with preemptions"
+    assert answers(40, [0, 1, 2, 3, 4]) == together, "with preemptions"
     assert answers(2_000, [0, 1, 2, 3, 4], chunk_tokens=6) == together, "in chunks"
 
 
 def test_preemption_happens_in_the_small_cache() -> None:
-    on = bench(60)
+    on = bench(40)
     constraint = compiled(on, POINT)
     for seed in range(5):
         ask(on, constraint if seed % 2 == 0 else None, seed, 120)

@@ -81,7 +81,10 @@ class ConstraintCompiler:
         compiled = None
         if grammar is not None:
             _refuse_large(grammar, param)
-            compiled = self._grammars.get((salt, grammar), lambda: _compiled(grammar, vocabulary, param))
+            key = (salt, grammar)
+            compiled = self._grammars.get(
+                key, lambda: _compiled(grammar, vocabulary, param, lambda: self._grammars.drop(key))
+            )
         reasoning = constraint.reasoning
         return CompiledConstraint(
             vocabulary, compiled, None if reasoning is None else self._reasoning(reasoning, vocabulary)
@@ -131,6 +134,10 @@ class _Kept(Generic[T]):
                 self._values.popitem(last=False)
         return value
 
+    def drop(self, key: Hashable) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
 
 def parser_limits() -> LLParserLimits:
     """Returns limits of one grammar: some 20 ms of work to begin, 10 ms for each token, 40 MB of lexer states.
@@ -149,7 +156,10 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-def _compiled(grammar: Grammar, vocabulary: Vocabulary, param: str) -> CompiledGrammar:
+def _compiled(
+    grammar: Grammar, vocabulary: Vocabulary, param: str, drop: Callable[[], None]
+) -> CompiledGrammar:
+    """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
     text = _grammar_text(grammar)
     matcher = _matcher(text, vocabulary)
     if matcher.is_error() and isinstance(grammar, JsonSchema) and not grammar.strict:
@@ -161,7 +171,12 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary, param: str) -> CompiledG
     if first.forbidden.all():
         empty = "no answer but the empty one" if first.may_end else "no answer of this model's tokens"
         raise ConstraintRefused(param, f"it allows {empty}")
-    return CompiledGrammar(matcher, lambda: _matcher(text, vocabulary))
+
+    def rebuild() -> LLMatcher:
+        drop()
+        return _matcher(text, vocabulary)
+
+    return CompiledGrammar(matcher, rebuild)
 
 
 def _matcher(text: str, vocabulary: Vocabulary) -> LLMatcher:

@@ -17,7 +17,8 @@ from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.vocabulary import Ids, Vocabulary
 from rootstock.errors import ConstraintFailed
 
-_TOO_MANY_STATES = "too many states"  # of a lexer, in an error of llguidance
+# In errors of llguidance: limits of a lexer, which copies of a matcher share.
+_SHARED_LIMITS = ("too many states", "too many expressions")
 _MAX_DETAIL_CHARS = 300
 
 
@@ -205,7 +206,8 @@ class AnswerProgress:
         """
         assert self._matcher is not None
         assert self._grammar is not None
-        if _TOO_MANY_STATES not in self._matcher.get_error():
+        error = self._matcher.get_error()
+        if not any(limit in error for limit in _SHARED_LIMITS):
             return False
         alone = self._grammar.rebuild()
         if not alone.consume_tokens(self._answer):

@@ -29,8 +29,8 @@ def largest_written_out(grammar: str) -> int:
     """Counts the atoms of the largest rule of a Lark grammar, with the terminals inside it."""
     rules = list(_RULE.finditer(grammar))
     bodies: dict[str, str] = {"": grammar[: rules[0].start()] if rules else grammar}
-    for rule, following in zip(rules, [*rules[1:], None], strict=True):
-        end = len(grammar) if following is None else following.start()
+    ends = [following.start() for following in rules[1:]] + [len(grammar)]
+    for rule, end in zip(rules, ends, strict=False):
         bodies[rule[1]] = bodies.get(rule[1], "") + grammar[rule.end() : end]
     sizes: dict[str, int] = {}
     for name in bodies:
