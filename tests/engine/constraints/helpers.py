@@ -64,12 +64,13 @@ def _wrapped(tokenizer: Tokenizer, vocabulary: int) -> tuple[HFTokenizer, int]:
 _PIECES = [
     "a", "b", "c", "yes", "no", "{", "}", "[", "]", '"', ":", ",", "1", "2", "10", '{"', '":', "true", "null", "é",
 ]  # fmt: skip
+_ASCII = [chr(code) for code in range(ord("!"), ord("~") + 1)]
 _BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def metaspace() -> tuple[HFTokenizer, int]:
     """Unigram pieces with a mark for the space before a word, and bytes for everything else."""
-    words = [*_PIECES, *(f"\u2581{piece}" for piece in _PIECES), "\u2581"]
+    words = [*dict.fromkeys([*_PIECES, *_ASCII]), *(f"\u2581{piece}" for piece in _PIECES), "\u2581"]
     pieces = ["<unk>", "<s>", "</s>", *_BYTE_PIECES, *words]
     scores = [(piece, -1.0 - (id % 7)) for id, piece in enumerate(pieces)]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))

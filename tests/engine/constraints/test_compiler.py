@@ -37,7 +37,7 @@ def schema(value: Any, strict: bool = True) -> JsonSchema:
         ({"$ref": "https://example.com/schema.json"}, "nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "nothing is fetched"),
         ({"$ref": "#/$defs/missing"}, "does not exist"),
-        ({"$ref": "#"}, "no answer|NoExtension"),
+        ({"$ref": "#"}, "no answer"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "anyOf"),
         ({"type": "string", "pattern": "a{1000000000}"}, "repetitions"),
         ({"patternProperties": {"((a{1000}){1000}){1000}": {}}}, "repetitions"),

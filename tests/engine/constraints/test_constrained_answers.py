@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 
@@ -270,10 +269,7 @@ def test_bias_and_grammar_that_leave_nothing_are_an_error_of_that_request_alone(
 
 def test_a_grammar_that_reaches_a_limit_fails_its_request_alone() -> None:
     on = bench()
-    pieces = "|".join(
-        f"({first}[a-z]{{0,40}}{last})" for first, last in itertools.product("abcdef", "uvwxyz")
-    )
-    wide = compiled(on, Lark(f"start: a{{200000}}\na: /{pieces}/ | /[a-z]{{2,9}}/"))
+    wide = compiled(on, Lark('start: a{1000000}\na: "x"'))
     hostile, other = ask(on, wide, 1), on.ask(prompt(2), 6)
     held = ask(on, compiled(on, POINT), 3)
     on.run()
@@ -283,6 +279,10 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_alone() -> None:
 
 
 # ---- reasoning
+
+
+def visible(tokens: list[int]) -> bytes:
+    return b"".join(bytes([token]) if token < 256 else b"?" for token in tokens)
 
 
 def reasoned(client: Client, marker: str) -> tuple[str, str]:
@@ -301,7 +301,7 @@ def test_the_grammar_begins_after_reasoning_which_ends_with_its_budget(budget: i
     ]
     on.run()
     for client in clients:
-        tokens = bytes(client.tokens)
+        tokens = visible(client.tokens)
         assert tokens.find(b"</think>") == budget
         assert set(json.loads(tokens[budget + len(b"</think>") :])) == {"x", "kind"}
         assert all(event.logprob is not None for event in client.events if hasattr(event, "logprob"))
@@ -319,7 +319,7 @@ def test_reasoning_that_ends_by_itself_is_followed_by_the_grammar() -> None:
     for client in likely:
         end = client.tokens.index(TOOL)
         lengths.add(end)
-        assert re.fullmatch(b"[xyz]{3}", bytes(client.tokens[end + 1 : end + 4]))
+        assert re.fullmatch(b"[xyz]{3}", visible(client.tokens[end + 1 : end + 4]))
         assert END not in client.tokens[:end], "no end before the answer"
     assert len(lengths) > 1
 
@@ -334,6 +334,18 @@ def test_no_token_holds_the_end_of_a_marker_and_text_after_it() -> None:
     assert ">>" not in reasoning
 
 
+def test_the_name_of_a_control_token_and_text_after_it_are_no_marker() -> None:
+    on = bench()
+    thinks = compiled(on, Regex("a"), Reasoning(">>", starts_inside=True, budget_tokens=30))
+    bias = {TOOL: 8.0, ord(">"): 5.0}
+    clients = [ask(on, thinks, seed, sampling=sampled(seed, logit_bias=bias)) for seed in range(8)]
+    on.run()
+    reasonings = [reasoned(client, ">>") for client in clients]
+    assert all(visible(client.tokens).endswith(b">>a") for client in clients), reasonings
+    assert all(b">>" not in visible(client.tokens)[:-3] for client in clients)
+    assert any(b"?>" in visible(client.tokens) for client in clients)
+
+
 def test_an_answer_may_begin_with_the_marker_of_reasoning_or_with_the_grammar() -> None:
     on = bench()
     may = Reasoning("<|tool|>", start="<|system|>", budget_tokens=2)
@@ -342,7 +354,7 @@ def test_an_answer_may_begin_with_the_marker_of_reasoning_or_with_the_grammar() 
     on.run()
     assert thinking.tokens[0] == SYSTEM
     assert thinking.tokens[3] == TOOL
-    assert bytes(thinking.tokens[4:6]) == b"ab"
+    assert visible(thinking.tokens[4:6]) == b"ab"
     assert answering.text == "ab"
 
 

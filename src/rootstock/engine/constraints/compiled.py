@@ -16,25 +16,25 @@ class Marker:
     """A marker of reasoning: its tokens, and the bytes by which any spelling of it is found."""
 
     ids: tuple[int, ...]
-    bytes: bytes
+    spelled: bytes
     overlong: tuple[int, ...]  # tokens that hold all of it and more text
 
     @staticmethod
     def of(text: str, vocabulary: Vocabulary) -> Marker:
         ids = vocabulary.encode_marker(text)
-        spelled = vocabulary.bytes_of(ids)
+        spelled = vocabulary.spelled(ids)
         return Marker(ids, spelled, tuple(vocabulary.going_on_after(spelled)))
 
     def tail(self, text: bytes) -> bytes:
         """Returns the end of `text` in which the marker may have begun."""
-        return text[max(0, len(text) - len(self.bytes) + 1) :]
+        return text[max(0, len(text) - len(self.spelled) + 1) :]
 
     def tokens_beyond(self, tail: bytes, vocabulary: Vocabulary) -> Ids:
         """Returns the tokens that would complete the marker after `tail` and go on in the same token."""
         found = list(self.overlong)
-        for known in range(1, len(self.bytes)):
-            if tail.endswith(self.bytes[:known]):
-                found += vocabulary.beginning_with(self.bytes[known:])
+        for known in range(1, len(self.spelled)):
+            if tail.endswith(self.spelled[:known]):
+                found += vocabulary.beginning_with(self.spelled[known:])
         return np.array(found, dtype=np.intp)
 
 

@@ -22,7 +22,7 @@ from rootstock.engine.constraints.compiled import (
 from rootstock.engine.constraints.json_schema import patterns_of, without_patterns
 from rootstock.engine.constraints.progress import first_line, mask_of
 from rootstock.engine.constraints.repetitions import largest_written_out, written_out
-from rootstock.engine.constraints.vocabulary import TokensWithoutOwnText, Vocabulary
+from rootstock.engine.constraints.vocabulary import UnfitTokens, Vocabulary
 from rootstock.engine.limits import (
     MAX_GRAMMAR_CHARS,
     MAX_GRAMMAR_CHOICES,
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 # Between two tokens of JSON. A model must not write white space for ever: this holds 31 levels of two spaces.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_NO_ANSWER = "it allows no answer that this model's tokens can write"
 _KEPT_GRAMMARS = 64
 _KEPT_MARKERS = 16
 
@@ -61,7 +62,7 @@ class ConstraintCompiler:
         """Reads the vocabulary, which the first constraint would wait for: about a second for 100,000 tokens."""
         try:
             self._read_vocabulary()
-        except TokensWithoutOwnText:
+        except UnfitTokens:
             return  # each constraint is refused
 
     def compile(self, constraint: Constraint, salt: str = "") -> CompiledConstraint:
@@ -72,10 +73,8 @@ class ConstraintCompiler:
         """
         try:
             vocabulary = self._read_vocabulary()
-        except TokensWithoutOwnText as error:
-            remedy = (
-                "This model's tokenizer changes the text of tokens that stand side by side. Leave it out."
-            )
+        except UnfitTokens as error:
+            remedy = f"Answers of this model's tokenizer cannot be constrained: {error}. Leave it out."
             raise Unsupported(constraint.param, remedy) from error
         grammar, param = constraint.grammar, constraint.param
         compiled = None
@@ -169,8 +168,7 @@ def _compiled(
     first = mask_of(matcher, vocabulary)
     _refuse_error(matcher, param)
     if first.forbidden.all():
-        empty = "no answer but the empty one" if first.may_end else "no answer of this model's tokens"
-        raise ConstraintRefused(param, f"it allows {empty}")
+        raise ConstraintRefused(param, "it allows the empty answer alone" if first.may_end else _NO_ANSWER)
 
     def rebuild() -> LLMatcher:
         drop()
@@ -195,7 +193,7 @@ def _reason(error: str) -> str:
     if "oneOf constraints are not supported" in reason:
         return "its 'oneOf' has alternatives that may hold at once: use 'anyOf', or send \"strict\": false"
     if reason.startswith("NoExtension"):
-        return "it allows no answer"
+        return _NO_ANSWER
     if reason.startswith("Unimplemented keys"):
         return f'{reason}. Leave them out, or send "strict": false to have them ignored'
     return reason

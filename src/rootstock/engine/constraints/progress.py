@@ -71,7 +71,7 @@ class _Writing:
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """An answer by the grammar. At its beginning, the marker of reasoning may come instead."""
+    """An answer by the grammar. Before it has begun, the marker of reasoning may come instead."""
 
     is_begun: bool = False
 
@@ -101,7 +101,7 @@ class AnswerProgress:
         self._matcher: LLMatcher | None = None  # made when it is needed: many requests only wait
         self._answer: list[int] = []  # tokens that the matcher has
         self._mask: Masked | None = None  # of the next token, once it is computed
-        self._phase: _Phase = self._after_reasoning()
+        self._phase: _Phase = _Unbound() if self._grammar is None else _Answering()
         if self._reasoning is not None and self._reasoning.starts_inside:
             self._phase = self._go_on_reasoning(b"")
 
@@ -218,7 +218,7 @@ class AnswerProgress:
     # -------------------------------------------------------------------------------------- reasoning
 
     def _after_reasoning(self) -> _Answering | _Unbound:
-        return _Unbound() if self._grammar is None else _Answering()
+        return _Unbound() if self._grammar is None else _Answering(is_begun=True)
 
     def _may_reason(self, mask: Masked) -> bool:
         """Returns whether the marker of reasoning may stand before the answer whose first mask this is.
@@ -258,12 +258,12 @@ class AnswerProgress:
 
     def _reason(self, tail: bytes, token: int) -> None:
         assert self._reasoning is not None
-        text, end = tail + self._vocabulary.pieces[token], self._reasoning.end
-        at = text.find(end.bytes)
+        text, end = tail + self._vocabulary.spelled([token]), self._reasoning.end
+        at = text.find(end.spelled)
         if at >= 0:
             self._phase = self._after_reasoning()
             if isinstance(self._phase, _Unbound):
-                self._phase = _Unbound(text[at + len(end.bytes) :])
+                self._phase = _Unbound(text[at + len(end.spelled) :])
             return
         if self._budget_left is not None:
             self._budget_left -= 1
@@ -280,8 +280,8 @@ class AnswerProgress:
         start = None if self._reasoning is None else self._reasoning.start
         if start is None or self._budget_left is None:
             return
-        text = tail + self._vocabulary.pieces[token]
-        self._phase = self._go_on_reasoning(b"") if start.bytes in text else _Unbound(start.tail(text))
+        text = tail + self._vocabulary.spelled([token])
+        self._phase = self._go_on_reasoning(b"") if start.spelled in text else _Unbound(start.tail(text))
 
 
 def _continued(rest: tuple[int, ...], then: _Phase) -> _Phase:

@@ -22,8 +22,8 @@ _CHECKED_TOKENS = 512
 _CONTEXT = "a"
 
 
-class TokensWithoutOwnText(Exception):
-    """A tokenizer whose tokens have another text beside other tokens: no grammar can follow its answers."""
+class UnfitTokens(Exception):
+    """A tokenizer with whose tokens no answer can be made to follow a grammar, such as one of whole words."""
 
 
 class Vocabulary:
@@ -34,18 +34,20 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: ModelTokenizer, size: int, eos_token_ids: Iterable[int]) -> None:
-        """Takes about a second for 100,000 tokens. Raises TokensWithoutOwnText."""
+        """Takes about a second for 100,000 tokens. Raises UnfitTokens."""
         self._tokenizer = tokenizer
         self.size = size
         self.end = size
         self.eos_token_ids = np.array([id for id in eos_token_ids if 0 <= id < size], dtype=np.intp)
         eos = set(self.eos_token_ids.tolist())
         self.hidden = [id for id in range(size) if id in eos or tokenizer.is_hidden(id)]
-        hidden = set(self.hidden)
+        self._hidden = hidden = frozenset(self.hidden)
         visible = [id for id in range(size) if id not in hidden]
-        self.pieces = [_HIDDEN + tokenizer.token_bytes(id) if id in hidden else b"" for id in range(size)]
-        for id, piece in zip(visible, _bytes_in_text(tokenizer, visible), strict=True):
-            self.pieces[id] = piece
+        told = map(tokenizer.token_bytes, range(size))
+        self.pieces = [_HIDDEN + piece if id in hidden else piece for id, piece in enumerate(told)]
+        reason = _reason_unfit(tokenizer, self.pieces, visible)
+        if reason is not None:
+            raise UnfitTokens(reason)
         self._longest = max((len(self.pieces[id]) for id in visible), default=0)
         self._by_bytes = {self.pieces[id]: id for id in reversed(visible) if self.pieces[id]}
         self._sorted = sorted((self.pieces[id], id) for id in visible)
@@ -76,6 +78,13 @@ class Vocabulary:
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.pieces[id] for id in ids)
 
+    def spelled(self, ids: Iterable[int]) -> bytes:
+        """Returns the text of tokens, in which a token without text is a sequence that no text holds.
+
+        Its name does not do: the end of a name and the text after it could look like a marker.
+        """
+        return b"".join(_spelled_id(id) if id in self._hidden else self.pieces[id] for id in ids)
+
     def beginning_with(self, prefix: bytes) -> list[int]:
         """Returns the tokens with text that begin with `prefix` and are longer."""
         found = []
@@ -94,7 +103,7 @@ class Vocabulary:
     def _encode_inside(self, text: str, wanted: bytes, *, with_names: bool = False) -> list[int] | None:
         """Tokenizes `text`; some tokenizers put a space before a text, so a line break stands before it then."""
         for before in ("", "\n"):
-            ids = self._tokenizer.encode_chat(before + text).tolist()
+            ids: list[int] = self._tokenizer.encode_chat(before + text).tolist()
             if not all(0 <= id < self.size for id in ids):
                 return None
             rest = [self.pieces[id].removeprefix(_HIDDEN) if with_names else self.pieces[id] for id in ids]
@@ -134,31 +143,25 @@ class _Wrapped:
         return self._encode(text)
 
 
-def _bytes_in_text(tokenizer: ModelTokenizer, visible: Sequence[int]) -> list[bytes]:
-    """Returns the bytes that each token adds to a text.
-
-    They are the tokenizer's `token_bytes` if a sample of tokens agrees with `decode`. Tokenizers of whole words put
-    a space before each: their tokens are decoded one by one.
-    """
-    step = max(1, len(visible) // _CHECKED_TOKENS)
-    sample = visible[::step]
+def _reason_unfit(tokenizer: ModelTokenizer, pieces: Sequence[bytes], visible: Sequence[int]) -> str | None:
+    """Returns why answers of these tokens cannot follow a grammar, or None. Compares a sample with `decode`."""
+    known = {pieces[id] for id in visible}
+    missing = [byte for byte in range(ord(" "), ord("~") + 1) if bytes([byte]) not in known]
+    if missing:
+        return f"it has no token for the character {chr(missing[0])!r} alone"
     context = tokenizer.encode_chat(_CONTEXT).tolist()
     before = tokenizer.decode(context)
+    sample = visible[:: max(1, len(visible) // _CHECKED_TOKENS)]
+    for first, second in zip(sample, [*sample[1:], *sample[:1]], strict=True):
+        both = pieces[first] + pieces[second]
+        if _is_text(both) and tokenizer.decode([*context, first, second]) != before + both.decode():
+            return "it changes the text of tokens that stand side by side"
+    return None
 
-    def agree(pieces: dict[int, bytes]) -> bool:
-        for first, second in zip(sample, [*sample[1:], *sample[:1]], strict=True):
-            both = pieces[first] + pieces[second]
-            if _is_text(both) and tokenizer.decode([*context, first, second]) != before + both.decode():
-                return False
-        return True
 
-    told = {id: tokenizer.token_bytes(id) for id in visible}
-    if agree(told):
-        return list(told.values())
-    decoded = {id: tokenizer.decode([*context, id]).removeprefix(before).encode() for id in visible}
-    if agree(decoded):
-        return list(decoded.values())
-    raise TokensWithoutOwnText
+def _spelled_id(id: int) -> bytes:
+    """Writes an id with bytes that no UTF-8 has, two bits at a time."""
+    return _HIDDEN + bytes(0xF8 + (id >> shift & 3) for shift in range(0, 32, 2))
 
 
 def _is_text(piece: bytes) -> bool:
