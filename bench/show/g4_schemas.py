@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,11 @@ def checked(
             continue
         try:
             errors = [each.message[:120] for each in validator.iter_errors(json.loads(text))]
+            if errors:  # -91.8 is no multiple of 0.0001 in floating point: decimal numbers decide
+                exact = validator.evolve(schema=json.loads(json.dumps(schema), parse_float=Decimal))
+                errors = [
+                    each.message[:120] for each in exact.iter_errors(json.loads(text, parse_float=Decimal))
+                ]
         except Exception as error:
             errors = [f"{type(error).__name__}: {error}"]
         if errors:
