@@ -7,6 +7,7 @@
     │   ├── InvalidParameter            400  a field has a wrong type or value
     │   ├── MissingParameter            400
     │   ├── Unsupported                 400  a field that would change the answer and is not implemented
+    │   ├── ConstraintRefused           400  a schema or a grammar that is impossible, unsupported or too large
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
     │   ├── PromptTextTooLong           400  refused by its characters, before it is tokenized
@@ -45,6 +46,7 @@
     │   ├── OutOfBlocks                 500  a request needs more blocks than the pool has, alone
     │   ├── SamplingFailed              500  no token can be chosen from a request's logits
     │   ├── ResponseStoreFailed         500
+    │   ├── ConstraintFailed            400  a grammar that reached a limit while the answer was generated
     │   └── EngineStopped               503
     │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
@@ -136,6 +138,14 @@ class Unsupported(RequestError):
 
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(f"'{name}' is not supported here. {remedy}", param=name)
+
+
+class ConstraintRefused(RequestError):
+    code = "invalid_constraint"
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"'{param}' cannot be enforced: {reason}.", param=param)
+        self.reason = reason
 
 
 class EmptyPrompt(RequestError):
@@ -522,6 +532,18 @@ class ResponseStoreFailed(EngineError):
             "'input'."
         )
         self.cause = cause
+
+
+class ConstraintFailed(EngineError):
+    code = "constraint_failed"
+    http_status = 400
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The grammar or schema of this request could not be followed any further: {reason}. Other requests go "
+            "on. Ask with a simpler one: this one would fail again."
+        )
+        self.reason = reason
 
 
 class EngineStopped(EngineError):

@@ -23,6 +23,9 @@ from rootstock.cache.keys import Namespace
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
+from rootstock.engine.constraints.compiler import ConstraintCompiler
+from rootstock.engine.constraints.masks import MaskWorker
+from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
@@ -93,6 +96,13 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._step_began: float | None = None
 
+        # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
+        self.constraints: ConstraintCompiler | None = None
+        if tokenizer is not None:
+            eos = self._limits.eos_token_ids
+            self.constraints = ConstraintCompiler(tokenizer, self._limits.vocab_size, eos)
+        self._masks = MaskWorker()
+
         # Reason why drafts are off. None: they are on.
         self.why_no_drafts = why_not(runtime.description, config.draft_tokens)
         self.proposer: Proposer | None = None
@@ -125,6 +135,7 @@ class Engine:
             self.hit_verifier,
             tier_connector,
             self.proposer,
+            self._masks,
             pacing,
             clock,
             self._commands.put,
@@ -150,6 +161,7 @@ class Engine:
         self._requests.close()
         if self._thread is None:
             self.steps.fail_all(EngineStopped())
+            self._masks.close()
             self._close_tiers()
             return
         self._commands.put(lambda: None)  # wakes the thread if it sleeps
@@ -209,6 +221,7 @@ class Engine:
                 self._next_seed() if seed is None else seed,
                 ends,
                 request.stop.min_tokens,
+                progress=None if request.constraint is None else AnswerProgress(request.constraint),
             ),
             detokenizer=detokenizer,
             stop_tokens=frozenset(ends),
@@ -381,6 +394,7 @@ class Engine:
                 self.steps.fail_all(EngineStopped())
                 self._drain_commands()
             finally:
+                self._masks.close()
                 self._close_tiers(flush=is_sound)
 
     def next_command(self) -> Callable[[], None] | None:

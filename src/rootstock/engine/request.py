@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
+from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.errors import RootstockError
@@ -51,6 +52,10 @@ class StopParams:
 
     A token of `stop_tokens` or an end-of-sequence token ends it and is no part of the text. A stop string ends it and
     is cut from the text.
+
+    With a grammar, an end-of-sequence token comes only where the grammar allows the end. The answer ends by itself
+    where the grammar allows nothing else, before `min_tokens` and with `ignore_eos`, too. `max_tokens`, stop strings
+    and `stop_tokens` that are text of the grammar end the answer wherever they are reached.
     """
 
     max_tokens: int | None = None  # None: as many as the context limit leaves
@@ -81,6 +86,7 @@ class Request:
     )  # special tokens that the text shows, for the parser of the answer
     place: AnswerPlace | None = None  # to which the sampled ids are remembered; None: they are not
     diagnose: bool = False  # its events tell why its prompt was not found in the cache
+    constraint: CompiledConstraint | None = None
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -103,6 +109,7 @@ def requests_for(
     visible_tokens: frozenset[int] = frozenset(),
     place: AnswerPlace | None = None,
     diagnose: bool = False,
+    constraint: CompiledConstraint | None = None,
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -120,6 +127,7 @@ def requests_for(
             visible_tokens,
             place,
             diagnose,
+            constraint,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootstock.cache.types import Tokens
+from rootstock.engine.constraints.progress import AnswerProgress, Banned, Forced, Masked
 from rootstock.engine.request import Logprobs, ResolvedSampling, TokenLogprob
 from rootstock.errors import SamplingFailed
 
@@ -39,7 +40,8 @@ class Sampler:
     """Sampler of one request's tokens, one call of `sample` per token.
 
     The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
-    earlier sampler of the same request: this one continues exactly after them.
+    earlier sampler of the same request: this one continues exactly after them. `progress` is that of a constrained
+    answer at its beginning. Its restriction applies after penalties and bias, and before temperature and filters.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Sampler:
         eos: tuple[int, ...] = (),
         min_tokens: int = 0,
         generated: Iterable[int] = (),
+        progress: AnswerProgress | None = None,
     ) -> None:
         past = [int(token) for token in generated]
         self._params = params
@@ -61,9 +64,17 @@ class Sampler:
         self._penalties = _Penalties.of(params, prompt, past, vocab_size)
         self._sampled = len(past)
         self._draws = None if params.greedy else _draws_from(seed, len(past))
+        self._ends = frozenset(self._eos.tolist())
+        self.progress = progress
+        if progress is not None:
+            for token in past:
+                progress.accept(token)
 
     def sample(self, logits: Row) -> SampledToken:
-        """Samples the next token from `logits` [vocab], which stay unchanged. Raises SamplingFailed."""
+        """Samples the next token from `logits` [vocab], which stay unchanged.
+
+        Raises SamplingFailed and ConstraintFailed.
+        """
         assert logits.shape == (self._vocab_size,), logits.shape
         best = int(logits.argmax())  # the first NaN if there is one, else the lowest id of the largest
         if not np.isfinite(logits[best]):
@@ -73,28 +84,53 @@ class Sampler:
         if row is not logits:
             best = int(row.argmax())
             if row[best] == -np.inf:
-                raise SamplingFailed("logit_bias and min_tokens leave no token that may be chosen")
+                raise SamplingFailed(self._why_nothing_is_left())
         token = best if self._draws is None else _draw(row, best, self._params, _uniform(self._draws))
 
         self._sampled += 1
         if self._penalties is not None:
             self._penalties.count(token)
+        if self.progress is not None and token not in self._ends:
+            self.progress.accept(token)
         top = self._params.top_logprobs
         return SampledToken(token, None if top is None else _logprob(logits, token, top))
 
     def _edited(self, logits: Row) -> Row:
         """Returns an edited copy, or `logits` itself if there is nothing to edit."""
         too_early = self._sampled < self._min_tokens and self._eos.size > 0
-        if self._penalties is None and self._bias is None and not too_early:
+        if self._penalties is None and self._bias is None and self.progress is None and not too_early:
             return logits
         row = logits.copy()
         if self._penalties is not None:
             self._penalties.apply(row)
         if self._bias is not None:
             self._bias.apply(row)
+        ends = row[self._eos]
         if too_early:
             row[self._eos] = -np.inf
+        if self.progress is not None:
+            self._restrict(row, ends, self.progress)
         return row
+
+    def _restrict(self, row: Row, ends: Row, progress: AnswerProgress) -> None:
+        """Bans the tokens that the constraint does not allow. `ends` are the end tokens' logits without bans."""
+        match progress.restriction():
+            case Forced(token):
+                row[:] = -np.inf
+                row[token] = 0.0
+            case Banned(ids):
+                row[ids] = -np.inf
+            case Masked(forbidden, may_end):
+                allowed = row[self._eos]
+                row[forbidden] = -np.inf
+                if may_end:
+                    row[self._eos] = allowed
+                    if row.max() == -np.inf:  # bans of the end do not count where only the end is left
+                        row[self._eos] = ends
+
+    def _why_nothing_is_left(self) -> str:
+        constraint = "" if self.progress is None else "the request's grammar, "
+        return f"{constraint}logit_bias and min_tokens leave no token that may be chosen"
 
 
 def leaves_no_token(params: ResolvedSampling, vocab_size: int, ends: Iterable[int], min_tokens: int) -> bool:

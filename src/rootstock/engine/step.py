@@ -9,6 +9,7 @@ from typing import Literal
 from rootstock.cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
+from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
 from rootstock.engine.request_table import RequestTable
@@ -59,6 +60,7 @@ class StepRunner:
         hit_verifier: HitVerifier | None,
         tier_connector: TierConnector | None,
         proposer: Proposer | None,
+        masks: MaskWorker,
         pacing: Pacing | None,
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
@@ -76,6 +78,7 @@ class StepRunner:
         if tier_connector is not None:
             self._loads = PrefixLoads(tier_connector, cache, scheduler, executor.apply, run_soon)
         self._proposer = proposer
+        self._masks = masks
         self._pacing = pacing
         self._clock = clock
         self._notify = notify
@@ -169,8 +172,13 @@ class StepRunner:
     def _forward(self, scheduled: list[ScheduledSequence], batch: Batch) -> Logits:
         for item in scheduled:
             item.sequence.plan = NOTHING  # executed
+        samplers = [item.sequence.sampler for item in scheduled if item.computes_last_token]
+        self._masks.begin([each.progress for each in samplers if each.progress is not None])
         began = self._clock()
-        logits = self._runtime.forward(batch)
+        try:
+            logits = self._runtime.forward(batch)
+        finally:
+            self._masks.wait()
         seconds = self._clock() - began
         self.counters.forward_s += seconds
         if all(item.decodes for item in scheduled):
@@ -260,8 +268,11 @@ class StepRunner:
                 sequence.diagnosis if len(sequence.generated) == 1 else None,
             )
         )
+        progress = sequence.sampler.progress
         if stop_string is not None:
             self._finish(sequence, lease, "stop", stop_string)
+        elif progress is not None and progress.is_complete:
+            self._finish(sequence, lease, "stop", text=sequence.rest_of_text())
         elif len(sequence.generated) >= sequence.max_tokens:
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
 

@@ -110,6 +110,9 @@ class NgramProposer:
         tokens, agreement = self._look_up(sequence, lease, most)
         if len(tokens):
             tokens = _before_end(tokens, sequence.stop_tokens)
+        progress = sequence.sampler.progress
+        if len(tokens) and progress is not None:
+            tokens = tokens[: progress.agreeing(tokens.tolist())]
         if not len(tokens) or sequence.acceptance.skip():
             return NO_TOKENS, 0.0
         return tokens, sequence.acceptance.probability(_first_guess(agreement))

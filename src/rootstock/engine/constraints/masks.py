@@ -1,0 +1,46 @@
+"""Masks that are computed on other threads while the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from rootstock.engine.constraints.progress import AnswerProgress
+
+
+class MaskWorker:
+    """A thread that computes masks. llguidance releases the interpreter's lock while it computes one.
+
+    Between `begin` and `wait`, nothing else may use the given answers' progress.
+    """
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None  # started with the first mask
+        self._begun: Future[None] | None = None
+
+    def begin(self, answers: Sequence[AnswerProgress]) -> None:
+        assert self._begun is None, "masks are being computed"
+        wanted = [answer for answer in answers if answer.needs_mask]
+        if not wanted:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "rootstock-masks")
+        self._begun = self._threads.submit(_prepare, wanted)
+
+    def wait(self) -> None:
+        """Waits for the masks that were begun."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+
+def _prepare(answers: Sequence[AnswerProgress]) -> None:
+    for answer in answers:
+        with suppress(Exception):  # the answer computes the mask again when it needs it, and fails alone
+            answer.prepare()

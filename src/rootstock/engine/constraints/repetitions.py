@@ -1,0 +1,80 @@
+"""Estimates of the size that a pattern or a grammar grows to when it is compiled.
+
+llguidance writes out repetitions of literal text, and terminals within terminals, before its own limits count:
+`a{1000000000}`, or thirty terminals of which each holds the next one twice, would not end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+_REPETITION = r"\{\s*(?P<least>\d{1,18})\s*(?:,\s*(?P<most>\d{0,18})\s*)?\}"
+_OF_PATTERN = re.compile(rf"(?P<piece>\\.|\[(?:\\.|[^\]\\])*\])|{_REPETITION}|.", re.DOTALL)
+_OF_LARK = re.compile(
+    r"(?P<comment>//[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\")|/(?P<regex>(?:\\.|[^/\\\n])+)/"
+    rf"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|{_REPETITION}|~\s*(?P<from>\d{{1,18}})(?:\s*\.\.\s*(?P<to>\d{{1,18}}))?"
+    r"|.",
+    re.DOTALL,
+)
+_RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
+
+
+def written_out(pattern: str) -> int:
+    """Counts the atoms of a regular expression after its repetitions, those within groups included."""
+    return _written_out(_OF_PATTERN.finditer(pattern), {})
+
+
+def largest_written_out(grammar: str) -> int:
+    """Counts the atoms of the largest rule of a Lark grammar, with the terminals inside it."""
+    rules = list(_RULE.finditer(grammar))
+    bodies: dict[str, str] = {"": grammar[: rules[0].start()] if rules else grammar}
+    ends = [following.start() for following in rules[1:]] + [len(grammar)]
+    for rule, end in zip(rules, ends, strict=False):
+        bodies[rule[1]] = bodies.get(rule[1], "") + grammar[rule.end() : end]
+    sizes: dict[str, int] = {}
+    for name in bodies:
+        _add_size(name, bodies, sizes)
+    return max(sizes.values())
+
+
+def _add_size(first: str, bodies: Mapping[str, str], sizes: dict[str, int]) -> None:
+    """Adds the size of a rule after those of the terminals in it, without recursion."""
+    waiting, opened = [first], set[str]()
+    while waiting:
+        name = waiting[-1]
+        if name not in sizes and name not in opened:
+            opened.add(name)
+            inner = {atom["name"] for atom in _OF_LARK.finditer(bodies[name])} & bodies.keys()
+            waiting += [each for each in inner if each.isupper() and each not in sizes and each not in opened]
+            continue
+        waiting.pop()
+        if name not in sizes:
+            sizes[name] = _written_out(_OF_LARK.finditer(bodies[name]), sizes)
+
+
+def _written_out(atoms: Iterator[re.Match[str]], sizes: Mapping[str, int]) -> int:
+    levels = [0]  # atoms of each open group
+    last = 0  # atoms to which a repetition applies
+    for atom in atoms:
+        named = atom.groupdict()
+        times = [int(named[key]) for key in ("least", "most", "from", "to") if named.get(key)]
+        if times:
+            levels[-1] += last * (max(1, *times) - 1)
+            last *= max(1, *times)
+            continue
+        if atom[0] == "(":
+            levels.append(0)
+            continue
+        if atom[0] == ")":
+            last = levels.pop() if len(levels) > 1 else levels[0]
+        elif named.get("comment") is not None or atom[0].isspace():
+            continue
+        elif named.get("string") is not None:
+            last = len(atom[0])
+        elif named.get("regex") is not None:
+            last = written_out(named["regex"])
+        else:
+            last = sizes.get(named.get("name") or "", 1)
+        levels[-1] += last
+    return sum(levels)

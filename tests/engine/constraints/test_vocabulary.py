@@ -1,0 +1,89 @@
+"""Tokens as grammars see them decode to the text that grammars allow."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from checkpoints import CHAT_VOCAB, chat_tokenizer
+from engine.constraints.helpers import BYTES, VOCAB, metaspace, random_answer, word_level
+from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Regex
+from rootstock.engine.constraints.compiler import ConstraintCompiler
+from rootstock.engine.constraints.vocabulary import Vocabulary
+from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
+from rootstock.errors import Unsupported
+
+SCHEMA = JsonSchema(
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "a": {"enum": ["yes", "no", "é"]},
+                "b": {"type": "array", "items": {"enum": [1, 2]}},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    )
+)
+
+
+def byte_level() -> tuple[HFTokenizer, int]:
+    return HFTokenizer(chat_tokenizer()), CHAT_VOCAB
+
+
+KINDS = {"byte-level BPE": byte_level, "metaspace": metaspace}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding", [0, 37])
+def test_random_answers_decode_to_text_of_the_grammar(kind: str, padding: int) -> None:
+    tokenizer, vocabulary = KINDS[kind]()
+    size = vocabulary + padding
+    compiler = ConstraintCompiler(tokenizer, size, tokenizer.eos_token_ids)
+
+    def answers(grammar: Grammar) -> list[str]:
+        constraint = compiler.compile(Constraint(grammar))
+        found = [
+            random_answer(constraint, tokenizer, size, tokenizer.eos_token_ids, seed) for seed in range(12)
+        ]
+        return [text for text, ended in found if ended]
+
+    for text in (found := answers(SCHEMA)):
+        value = json.loads(text)
+        assert value["a"] in ("yes", "no", "é")
+        assert set(value["b"]) <= {1, 2}
+    assert found
+    assert all(re.fullmatch("(yes|no é){1,3}", text) for text in answers(Regex("(yes|no é){1,3}")))
+    chosen = set(answers(Choice(("yes", "a b", " no", "naïve \U0001f600"))))
+    assert chosen <= {"yes", "a b", " no", "naïve \U0001f600"}
+    assert len(chosen) > 1
+
+
+def test_tokens_of_whole_words_cannot_be_constrained() -> None:
+    tokenizer, size = word_level()
+    compiler = ConstraintCompiler(tokenizer, size, tokenizer.eos_token_ids)
+    compiler.prepare()
+    with pytest.raises(Unsupported, match="no token for the character"):
+        compiler.compile(Constraint(Regex("yes")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forced_text_is_tokenized_as_the_model_does_and_exactly(kind: str) -> None:
+    tokenizer, size = KINDS[kind]()
+    vocabulary = Vocabulary(tokenizer, size, tokenizer.eos_token_ids)
+    for text in ("yes", ' {"a": [1, 10]}', "é", "<|im_end|>", "a</s>b", ""):
+        assert vocabulary.bytes_of(vocabulary.encode(text.encode())) == text.encode()
+    half = "é".encode()[:1]
+    assert vocabulary.bytes_of(vocabulary.encode(half)) == half
+
+
+def test_end_tokens_and_special_tokens_are_no_text() -> None:
+    tokenizer: ModelTokenizer = BYTES
+    vocabulary = Vocabulary(tokenizer, VOCAB, (200, BYTES.END))
+    assert vocabulary.pieces[BYTES.END] == b"\xff<|end|>"
+    assert vocabulary.pieces[200] == b"\xff\xc8", "an end of the answer, although it has text"
+    assert vocabulary.pieces[VOCAB - 1] == b"\xff", "a padded logit"
+    assert vocabulary.encode_marker("<|tool|>x") == (256 + BYTES.SPECIAL.index("<|tool|>"), ord("x"))
