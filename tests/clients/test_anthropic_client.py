@@ -24,7 +24,7 @@ from rootstock.testing.fake_runtime import FakeRuntime
 from server.anthropic.streams import call
 from waiting import HANG_S
 
-anthropic = pytest.importorskip("anthropic")
+anthropic = pytest.importorskip("anthropic.types")
 
 KEY = "sk-test"
 MESSAGES: Any = [{"role": "user", "content": "Hello?"}]

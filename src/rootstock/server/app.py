@@ -59,6 +59,7 @@ def create_app(
         config.parse_special_tokens,
         wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
         aliases=config.aliases,
+        constraints=engine.constraints,
         output=output,
         visible_tokens=visible_tokens(output, tokenizer),
         reuses_prefixes=engine.reuses_prefixes,

@@ -10,17 +10,21 @@ import io
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.engine.constraints.asked import Constraint, Lark
+from rootstock.engine.constraints.compiled import CompiledConstraint
+from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, Markup, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
+from rootstock.engine.output.grammar import call_grammar
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
@@ -200,6 +204,7 @@ class PreparedChat:
     salt: str
     new_parser: Callable[[], DeltaParser]
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
+    constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
 
     def requests(
@@ -216,6 +221,7 @@ class PreparedChat:
             boundaries=self.prompt.boundaries,
             visible_tokens=self.visible_tokens,
             place=self.prompt.place,
+            constraint=self.constraint,
             diagnose=diagnose,
         )
 
@@ -260,6 +266,7 @@ class ServedModel:
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
     aliases: tuple[str, ...] = ()  # further names; "*": any
     reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
+    constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer
     output: OutputFormat = PLAIN  # of the model's answers
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
@@ -282,10 +289,19 @@ class ServedModel:
             raise ModelNotFound(asked, self.name)
         refuse_surrogates(asked, "model")
 
-    def prepared_chat(self, conversation: Conversation, salt: str, tenant: str) -> PreparedChat:
-        """Renders and tokenizes: not for an event loop. Raises RequestError."""
-        if conversation.tool_choice.mode == "required":
-            raise Unsupported("tool_choice", "Only 'auto' and 'none' are: a call cannot be forced yet.")
+    def prepared_chat(
+        self,
+        conversation: Conversation,
+        salt: str,
+        tenant: str,
+        asked: Constraint | None = None,
+        reasoning_budget: int | None = None,
+    ) -> PreparedChat:
+        """Renders and tokenizes: not for an event loop. Raises RequestError.
+
+        `asked` has the grammar of the answer's text, and `reasoning_budget` is in tokens. A forced call comes before
+        the grammar: its arguments follow the tool's schema.
+        """
         dropped: tuple[DroppedHead, ...] = ()
         if self.drop_volatile:
             conversation, dropped = without_volatile_heads(conversation)
@@ -293,16 +309,48 @@ class ServedModel:
         template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         make = chat_with_boundaries if self.wants_boundaries else chat_prompt
         prompt = make(template, self.tokenizer, salt, tenant)
+        end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
+        constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
         if not output.has_reasoning and not (tools and output.has_calls):
-            return PreparedChat(prompt, salt, TextOnly, dropped=dropped)
-        end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
+            return PreparedChat(prompt, salt, TextOnly, constraint=constraint, dropped=dropped)
 
         def new_parser() -> DeltaParser:
             return RememberingParser(OutputParser(output, tools, end), prompt.place)
 
-        return PreparedChat(prompt, salt, new_parser, self.visible_tokens, dropped)
+        return PreparedChat(prompt, salt, new_parser, self.visible_tokens, constraint, dropped)
+
+    def _constraint(
+        self,
+        conversation: Conversation,
+        asked: Constraint | None,
+        reasoning_budget: int | None,
+        prompt_end: str,
+    ) -> Constraint | None:
+        choice = conversation.tool_choice
+        if choice.mode == "required":
+            grammar = call_grammar(self.output, conversation.tools, choice)
+            if grammar is None:
+                remedy = "The model's chat template writes no calls that the server can force. Send 'auto'."
+                raise Unsupported("tool_choice", remedy)
+            asked = Constraint(Lark(grammar), param="tool_choice")
+        if asked is None and reasoning_budget is None:
+            return None
+        found = self.output.reasoning_around_answers(prompt_end, calls=choice.mode == "required")
+        reasoning = None if found is None else replace(found, budget_tokens=reasoning_budget)
+        return replace(asked or Constraint(param="reasoning_budget"), reasoning=reasoning)
+
+    def compiled(self, constraint: Constraint | None, salt: str) -> CompiledConstraint | None:
+        """Compiles a constraint: not for an event loop.
+
+        Raises ConstraintRefused, InvalidParameter and Unsupported.
+        """
+        if constraint is None or (constraint.grammar is None and constraint.reasoning is None):
+            return None
+        if self.constraints is None:
+            raise Unsupported(constraint.param, "This model has no tokenizer. Leave it out.")
+        return self.constraints.compile(constraint, salt)
 
     def call(
         self,

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
+from rootstock.engine.constraints.asked import Reasoning
+
 
 class CallIds(Enum):
     """The ids of a format's calls. A template may refuse the ids of another form."""
@@ -135,6 +137,20 @@ class OutputFormat:
     def has_reasoning(self) -> bool:
         """Returns whether an answer may hold reasoning, or marks that no client sees."""
         return isinstance(self.shape, Harmony) or self.shape.reasoning is not None or bool(self.shape.frame)
+
+    def reasoning_around_answers(self, prompt: str, *, calls: bool) -> Reasoning | None:
+        """Returns the reasoning that precedes the answers to a rendered prompt, and that a grammar leaves alone.
+
+        With `calls`, the grammar is of calls. gpt-oss writes them in channels of their own.
+        """
+        if isinstance(self.shape, Harmony):
+            if calls:
+                return Reasoning("<|end|>", "<|channel|>analysis<|message|>")
+            return Reasoning("<|channel|>final<|message|>", starts_inside=True)
+        marks = self.shape.reasoning
+        if marks is None:
+            return None
+        return Reasoning(marks.closing, marks.opening, self.begins_in_reasoning(prompt))
 
     @property
     def marks(self) -> frozenset[str]:

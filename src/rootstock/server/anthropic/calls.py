@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import uuid
 
+from rootstock.engine.constraints.asked import Constraint
+from rootstock.engine.constraints.json_schema import json_schema_of
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.errors import PromptTextTooLong, Unsupported
+from rootstock.errors import PromptTextTooLong
 from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
@@ -18,11 +20,11 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
     model.refuse_other(body.model)
     body.refuse_unsupported()
-    _refuse_unenforced(body)
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
     salt = salt_of(tenant, body.cache_salt)
-    conversation, chat, applied = _prepared(model, body, salt, tenant)
+    asked = _constraint(body), body.thought().budget_tokens
+    conversation, chat, applied = _prepared(model, body, salt, tenant, *asked)
     prompt_tokens = len(chat.prompt.tokens)
     id = f"msg_{uuid.uuid4().hex}"
     format = MessageFormat(
@@ -59,7 +61,12 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
 
 
 def _prepared(
-    model: ServedModel, body: PromptFields, salt: str, tenant: str
+    model: ServedModel,
+    body: PromptFields,
+    salt: str,
+    tenant: str,
+    asked: Constraint | None = None,
+    reasoning_budget: int | None = None,
 ) -> tuple[Conversation, PreparedChat, list[Json] | None]:
     """Returns the conversation after its edits, its prompt, and the edits; None if the body asks for none."""
     conversation = body.conversation(model.model_tokenizer.template_names)
@@ -73,18 +80,17 @@ def _prepared(
 
     found = edited(conversation, edits, count)
     applied = None if body.context_management is None else list(map(dict, found.applied))
-    return found.conversation, model.prepared_chat(found.conversation, salt, tenant), applied
+    chat = model.prepared_chat(found.conversation, salt, tenant, asked, reasoning_budget)
+    return found.conversation, chat, applied
 
 
-def _refuse_unenforced(body: MessagesRequest) -> None:
-    """Refuses a schema that no sampler enforces yet. This is the place of the request's constraint.
-
-    `body.json_schema()` is the schema of the answer with its path, `body.thought().budget_tokens` the most tokens of
-    reasoning, and the conversation's `tool_choice` and strict tools are the calls that are forced.
-    """
+def _constraint(body: MessagesRequest) -> Constraint | None:
+    """Returns the schema that the answer must follow. A keyword that cannot be enforced is ignored."""
     schema = body.json_schema()
-    if schema is not None:
-        raise Unsupported(schema[1], "Answers cannot be constrained to a schema yet. Leave it out.")
+    if schema is None:
+        return None
+    text, path = schema
+    return Constraint(json_schema_of(text, path, strict=False), param=path)
 
 
 def diagnostics_of(body: MessagesRequest) -> Json | None:

@@ -43,7 +43,8 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
     salt = salt_of(tenant, body.cache_salt)
     stop = body.stopping(max_tokens, model.vocab_size)
-    chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
+    conversation = body.conversation(body.messages, model.model_tokenizer)
+    chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
@@ -67,6 +68,7 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
     stop = body.stopping(max_tokens, model.vocab_size)
+    salt = salt_of(tenant, body.cache_salt)
     prompts = prompts_of(body.prompt, model.tokenizer)
     id, n = f"cmpl-{uuid.uuid4().hex}", body.choices_per_prompt
     asked = len(prompts) * n
@@ -84,8 +86,9 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
             n,
             sampling,
             stop,
-            salt=salt_of(tenant, body.cache_salt),
+            salt=salt,
             prompt_logprobs=body.logprobs if body.echo else None,
+            constraint=model.compiled(body.constraint(), salt),
         ),
     )
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.constraints.asked import Constraint
 from rootstock.engine.conversation.openai import conversation_of
 from rootstock.engine.conversation.template import refuse_unread_variables
 from rootstock.engine.conversation.types import Conversation
@@ -33,6 +34,7 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
 from rootstock.server.openai.answers import CallStyle
+from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
 
 Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -147,6 +149,10 @@ class TemplateFields(Wire):
             yield field, switch, value
 
 
+# Names of other servers for the most tokens of reasoning; -1: any number.
+_BUDGETS = ("max_thinking_tokens", "reasoning_budget", "thinking_budget", "thinking_token_budget")
+
+
 class GenerationFields(SamplingFields):
     """Fields that both routes have."""
 
@@ -166,8 +172,10 @@ class GenerationFields(SamplingFields):
 
     def refuse_unsupported(self) -> None:
         refuse_unsupported_fields(self.model_extra or {})
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise Unsupported("response_format", "Only {'type': 'text'} is.")
+
+    def constraint(self) -> Constraint | None:
+        """Returns the grammar that the answer must follow. Raises RequestError."""
+        return constraint_of({**(self.model_extra or {}), "response_format": self.response_format})
 
 
 class ChatCompletionRequest(GenerationFields, TemplateFields):
@@ -177,6 +185,17 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Count | None = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
+
+    def reasoning_budget(self) -> int | None:
+        """Returns the most tokens of reasoning; None: any number. Raises InvalidParameter."""
+        asked = {name: (self.model_extra or {}).get(name) for name in _BUDGETS}
+        if isinstance(self.thinking, dict):
+            asked["thinking.budget_tokens"] = self.thinking.get("budget_tokens")
+        given = {name: value for name, value in asked.items() if value not in (None, -1)}
+        for name, value in given.items():
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise InvalidParameter(name, value, "a number of tokens")
+        return min(given.values(), default=None)
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -226,11 +245,9 @@ class ClearRequest(Wire):
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:
-    """Returns whether the model reasons; None leaves it to the template. Raises InvalidParameter and Unsupported."""
+    """Returns whether the model reasons; None leaves it to the template. Raises InvalidParameter."""
     if not isinstance(asked, dict):
         return asked
-    if asked.get("budget_tokens") is not None:
-        raise Unsupported("thinking.budget_tokens", "How long the model reasons cannot be limited yet.")
     match asked.get("type"):
         case "enabled":
             return True
@@ -286,13 +303,8 @@ _OFF = (False,)
 _EMPTY: tuple[Any, ...] = ([], "", {})
 
 REFUSED: Mapping[str, Refused] = {
-    **_group(
-        "Answers cannot be constrained to a grammar or a schema yet.",
-        ebnf=_EMPTY, grammar=_EMPTY, guided_choice=_EMPTY, guided_decoding_backend=(), guided_grammar=_EMPTY,
-        guided_json=(), guided_json_object=_OFF, guided_regex=_EMPTY, guided_whitespace_pattern=(),
-        json_schema=(), output_config=_EMPTY, output_format=(), regex=_EMPTY, structural_tag=(),
-        structured_outputs=_EMPTY,
-    ),
+    **_group("It is not implemented.", guided_decoding_backend=(), guided_whitespace_pattern=()),
+    **_group("Use 'response_format'.", output_config=_EMPTY, output_format=()),
     **_group(
         "The sampler does not have it.",
         allowed_token_ids=_EMPTY, bad_words=_EMPTY, banned_tokens=_EMPTY, custom_logit_processor=_EMPTY,
@@ -336,14 +348,10 @@ REFUSED: Mapping[str, Refused] = {
         plugins=_EMPTY, web_search_options=(),
     ),
     **_group("One model is served, without adapters.", lora=(), lora_path=(), lora_request=()),
-    **_group(
-        "How long the model reasons cannot be limited yet.",
-        max_thinking_tokens=(), reasoning_budget=(-1,), thinking_budget=(-1,), thinking_token_budget=(-1,),
-    ),
     **_group("Use 'reasoning_effort', 'enable_thinking' or 'thinking'.", reasoning=_EMPTY),
     **_group(
-        "Reasoning stays in the answer as the model writes it.",
-        include_reasoning=(True,), reasoning_format=("none",), separate_reasoning=_OFF,
+        "Reasoning comes in 'reasoning_content'.",
+        include_reasoning=(True,), reasoning_format=("auto", "parsed", "deepseek"), separate_reasoning=(True,),
     ),
     **_group("The length of answers cannot be set by it.", verbosity=("medium",)),
     **_group(

@@ -16,7 +16,7 @@ from rootstock.engine.constraints.asked import (
     Regex,
 )
 from rootstock.engine.constraints.json_schema import json_schema_of
-from rootstock.engine.prompts.chat import refuse_surrogates
+from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 
 _NEUTRAL: tuple[Any, ...] = ("", [], {}, False)

@@ -98,7 +98,9 @@ class Responses:
         choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
         options, effort = body.template_options(self.model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options)
-        chat = self.model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant)
+        chat = self.model.prepared_chat(
+            conversation, salt_of(tenant, body.cache_salt), tenant, body.constraint()
+        )
         return _Prepared(own, tools, effort, chat)
 
     def _own_items(self, body: ResponseRequest, tenant: str) -> list[Any]:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
+from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Constraint
+from rootstock.engine.constraints.json_schema import json_schema_of
 from rootstock.engine.conversation.template import refuse_unread_variables
 from rootstock.engine.limits import (
     MAX_LABEL_CHARS,
@@ -119,12 +121,21 @@ class ResponseRequest(SamplingFields):
                 raise InvalidParameter(f"metadata.{key[:MAX_LABEL_CHARS]}", value, allowed)
         if len(self.metadata or ()) > MAX_METADATA:
             raise InvalidParameter("metadata", self.metadata, f"at most {MAX_METADATA} pairs")
-        self.refuse_other_text_format()
 
-    def refuse_other_text_format(self) -> None:
-        """Refuses formats of the text that no constraint enforces."""
-        if self.text_format.get("type") != "text":
-            raise Unsupported("text.format", "Only {'type': 'text'} is.")
+    def constraint(self) -> Constraint | None:
+        """Returns the grammar that the answer's text must follow. Raises InvalidParameter and ConstraintRefused."""
+        format = self.text_format
+        match format.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return Constraint(ANY_JSON_OBJECT, param="text.format")
+            case "json_schema":
+                path = "text.format.schema"
+                strict = format.get("strict") is True
+                return Constraint(json_schema_of(format.get("schema"), path, strict=strict), param=path)
+            case other:
+                raise InvalidParameter("text.format.type", other, "'text', 'json_object' or 'json_schema'")
 
     @property
     def text_format(self) -> Json:
