@@ -67,6 +67,10 @@ VALUES = {
     "allowed-hosts": "a.example",
     "parse-special-tokens": "true",
     "drop-volatile": "off",
+    "tool-parser": "hermes",
+    "answer-memory": "3MiB",
+    "responses-store": "{store}",
+    "responses-store-bytes": "4MiB",
 }
 
 
@@ -74,7 +78,8 @@ VALUES = {
 def files(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "template").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
-    found = {"{template}": str(tmp_path / "template"), "{keys}": str(tmp_path / "keys")}
+    found = {"{template}": "template", "{keys}": "keys", "{store}": "store"}
+    found = {name: str(tmp_path / file) for name, file in found.items()}
     return {name: found.get(value, value) for name, value in VALUES.items()}
 
 

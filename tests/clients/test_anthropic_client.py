@@ -24,7 +24,8 @@ from rootstock.testing.fake_runtime import FakeRuntime
 from server.anthropic.streams import call
 from waiting import HANG_S
 
-anthropic = pytest.importorskip("anthropic.types")
+pytest.importorskip("anthropic.types")  # not "anthropic": the folder of other tests has this name
+import anthropic
 
 KEY = "sk-test"
 MESSAGES: Any = [{"role": "user", "content": "Hello?"}]

@@ -13,6 +13,7 @@ from rootstock.errors import EngineError, LLMClosed, Overloaded, RequestError, R
 from rootstock.server.docs_page import page_of
 
 ERROR = {"$ref": "#/components/schemas/ErrorBody"}
+ANTHROPIC_ERROR = {"$ref": "#/components/schemas/MessagesErrorBody"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def errors_of_requests() -> Iterator[type[RootstockError]]:
 
 
 def test_a_route_of_the_model_documents_the_status_of_every_error(document: dict[str, Any]) -> None:
-    statuses = {str(error.http_status) for error in errors_of_requests()} | {"200"}
+    statuses = {str(error.http_status) for error in errors_of_requests()} - {"405"} | {"200"}
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/cache/explain"):
         assert set(document["paths"][path]["post"]["responses"]) == statuses
 
@@ -45,11 +46,12 @@ def test_every_route_documents_the_errors_of_any_route_with_their_body(document:
             assert ("415" in answers) == (method == "post")
             for status, answer in answers.items():
                 if status != "200" and (path, status) != ("/health", "503"):
-                    assert answer["content"]["application/json"]["schema"] == ERROR
+                    error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else ERROR
+                    assert answer["content"]["application/json"]["schema"] == error
                 assert answer["description"]
             assert operation["description"]
     assert not {"HTTPValidationError", "ValidationError"} & set(document["components"]["schemas"])
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 

@@ -90,7 +90,7 @@ BODIES: list[Case] = [
     chat("4,096", "max_tokens", TOO_LONG, max_tokens=9999, strict_max_tokens=True),
     chat("is 1", max_tokens=1, min_tokens=2),
     chat("5,004 tokens", code=TOO_LONG, messages=[{"role": "user", "content": "x" * 5000}]),
-    chat("not supported", code=UNSUPPORTED, response_format={"type": "json_object"}),
+    chat("'text', 'json_object' or", "response_format.type", response_format={"type": "poem"}),
     chat("'auto' or 'none' in a request without tools", tool_choice="required"),
     chat("the name of a tool of the request", tool_choice={"type": "function", "function": {"name": "f"}}),
     chat(
@@ -149,8 +149,6 @@ BODIES: list[Case] = [
         make(part, code=UNSUPPORTED, **{name: value})
         for make in (chat, text)
         for name, value, part in (
-            ("guided_json", {"type": "object"}, "constrained"),
-            ("structured_outputs", {"json": {}}, "constrained"),
             ("truncate_prompt_tokens", 10, "never cut"),
             ("length_penalty", 2.0, "send 1"),
             ("use_beam_search", True, "Beam search"),
@@ -158,7 +156,6 @@ BODIES: list[Case] = [
             ("typical_p", 0.9, "sampler"),
             ("audio", {"voice": "alloy"}, "Only text"),
             ("web_search_options", {}, "searched"),
-            ("response_format", {"type": "json_object"}, "text"),
             ("max_new_tokens", 5, "'max_tokens'"),
         )
     ),
@@ -174,7 +171,7 @@ BODIES: list[Case] = [
             ("system", "Be brief.", "role 'system'"),
         )
     ),
-    chat("limited", "thinking.budget_tokens", UNSUPPORTED, thinking={"type": "enabled", "budget_tokens": 5}),
+    chat("a number of tokens", "thinking.budget_tokens", thinking={"type": "enabled", "budget_tokens": -5}),
     chat("left out", "functions", functions=[{"name": "f"}], tools=[FUNCTION]),
     chat("'name'", "tools[0].function", tools=[{"name": "f"}]),
     chat("'web_search'", "tools[0].type", tools=[{"type": "web_search"}]),

@@ -13,7 +13,6 @@ import pytest
 
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
 from rootstock.engine.build import assemble
-from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.output.deltas import (
     CallArguments,
     CallEnded,
@@ -145,8 +144,8 @@ def scripted_server(
     """Yields the URL of a server. Its prompts show calls and reasoning as MarkedParser reads them."""
     of_model = ServedModel.prepared_chat
 
-    def prepared_chat(model: ServedModel, conversation: Conversation, salt: str, tenant: str) -> PreparedChat:
-        return replace(of_model(model, conversation, salt, tenant), new_parser=MarkedParser)
+    def prepared_chat(model: ServedModel, *asked: Any) -> PreparedChat:
+        return replace(of_model(model, *asked), new_parser=MarkedParser)
 
     runtime = ScriptedRuntime(script, context_limit)
     made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 24), EngineConfig())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from rootstock.errors import CompletionTooLong, EngineStopped, Overloaded, RootstockError, Unsupported
 
 # The status tells the rest. 529, Anthropic's own status of an overloaded server, is unknown to proxies: ours is 503.
@@ -28,6 +30,19 @@ class ThreadUnsupported(Unsupported):
 
     def __init__(self) -> None:
         super().__init__("thread", "The server keeps no conversations: send all messages. Leave it out.")
+
+
+class MessagesErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """An error, as the OpenAPI document describes it."""
+
+    type: str
+    error: MessagesErrorDetail
+    request_id: str
 
 
 def new_request_id() -> str:

@@ -10,17 +10,22 @@ from fastapi.responses import Response
 from rootstock.errors import RequestError
 from rootstock.server.access import Tenant
 from rootstock.server.anthropic.calls import counted_tokens, messages_call
-from rootstock.server.anthropic.errors import new_request_id
+from rootstock.server.anthropic.errors import MessagesErrorBody, new_request_id
 from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import ServedModel
 
 
 def anthropic_routes(model: ServedModel, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"], route_class=BoundedJsonRoute)
+    router = APIRouter(
+        tags=["Anthropic"],
+        route_class=BoundedJsonRoute,
+        responses=documented_errors(*MODEL_ROUTE, body=MessagesErrorBody),
+    )
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", responses={200: {"content": {"text/event-stream": {}}}})
     async def messages(body: MessagesRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:

@@ -135,7 +135,9 @@ class ResponseRequest(SamplingFields):
                 strict = format.get("strict") is True
                 return Constraint(json_schema_of(format.get("schema"), path, strict=strict), param=path)
             case other:
-                raise InvalidParameter("text.format.type", other, "'text', 'json_object' or 'json_schema'")
+                raise InvalidParameter(
+                    "text.format", other, "an object of the type 'text', 'json_object' or 'json_schema'"
+                )
 
     @property
     def text_format(self) -> Json:
