@@ -36,7 +36,8 @@ _SIBLINGS = 4  # that a prompt is compared with: those used last
 _CANDIDATES = 16  # among which these are chosen: those added last
 _CONTEXT = 64  # tokens before a span that identify its place
 
-_FACTORS = np.random.default_rng(0).integers(1, 2**63, MIN_AGREED, dtype=np.uint64) | np.uint64(1)
+# Of a polynomial hash of windows: powers of an odd number.
+_FACTORS = np.array([pow(0xD1342543DE82EF95, power, 2**64) for power in range(MIN_AGREED)], np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
