@@ -75,6 +75,8 @@ def test_the_page_lists_every_route_field_and_status_and_loads_nothing(
         assert f"<td><code>{name}</code></td>" in page
     assert "<td><code>stream_options.include_usage</code></td>" in page
     assert "number, ≥ 0, ≤ 1" in page
+    assert page.index("<code>messages</code>") < page.index("<code>tools</code>"), "it is required"
+    assert "<td>integer, ≥ -1</td><td>0 and -1: off</td>" in page, "2 ** 63 is no news"
     assert set(re.findall(r"https?://[^ /]+", page)) == {"http://HOST:PORT"}
     assert not re.search(r"<script|<link|<img|url\(|@import|\bon\w+=", page)
     assert page == served.client.get("/docs").text

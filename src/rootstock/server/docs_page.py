@@ -16,6 +16,7 @@ Json = Mapping[str, Any]
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 }
+_NO_BOUND = 2**53  # the limits of integer types tell a reader nothing
 _BOUNDS = {
     "minimum": "≥ {:g}", "exclusiveMinimum": "> {:g}", "maximum": "≤ {:g}", "exclusiveMaximum": "< {:g}",
     "minLength": "≥ {:,} characters", "maxLength": "≤ {:,} characters", "minItems": "≥ {:,} items",
@@ -127,11 +128,21 @@ def _fields_of(
 ) -> Iterator[tuple[str, str, str]]:
     """Yields a row for each field of a body, and for those of its objects."""
     found = _object_in(schema, document)
-    for name, field in found.get("properties", {}).items():
-        required = " · required" if name in found.get("required", ()) else ""
-        yield f"{prefix}{name}", _type_of(field) + required, field.get("description", "")
+    required = found.get("required", ())
+    for name, field in sorted(found.get("properties", {}).items(), key=lambda item: item[0] not in required):
+        yield (
+            f"{prefix}{name}",
+            _type_of(field) + (" · required" if name in required else ""),
+            _meaning_of(field),
+        )
         if depth < 2:
             yield from _fields_of(field, document, f"{prefix}{name}.", depth + 1)
+
+
+def _meaning_of(field: Json) -> str:
+    return next(
+        (each["description"] for each in (field, *field.get("anyOf", ())) if "description" in each), ""
+    )
 
 
 def _object_in(schema: Json, document: Json) -> Json:
@@ -155,7 +166,11 @@ def _type_of(schema: Json) -> str:
     kind = str(schema.get("type", "any"))
     if kind == "array":
         kind = f"list of {_type_of(schema.get('items', {}))}"
-    bounds = [form.format(schema[name]) for name, form in _BOUNDS.items() if name in schema]
+    bounds = [
+        form.format(schema[name])
+        for name, form in _BOUNDS.items()
+        if abs(schema.get(name, _NO_BOUND)) < _NO_BOUND
+    ]
     return ", ".join([kind, *bounds])
 
 
