@@ -233,8 +233,8 @@ class ServerConfig:
     max_body_bytes: int = 16 * MIB  # of one request
     max_connections: int = 2048
     # File of the Responses API's store; None: in memory, until the server stops.
-    responses_store: Path | None = None
-    responses_store_bytes: int = 128 * MIB  # of stored responses; the oldest are removed first
+    responses_file: Path | None = None
+    responses_budget_bytes: int = 128 * MIB  # of stored responses; the oldest are removed first
     # Origins whose web pages may use the server; "*": all. The server's own origin is always allowed.
     allowed_origins: tuple[str, ...] = ()
     # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
@@ -258,8 +258,8 @@ class ServerConfig:
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
         if self.max_body_bytes < KIB:
             raise InvalidOption("--max-body", self.max_body_bytes, "at least 1KiB")
-        if self.responses_store_bytes < MIB:
-            raise InvalidOption("--responses-store-bytes", self.responses_store_bytes, "at least 1MiB")
+        if self.responses_budget_bytes < MIB:
+            raise InvalidOption("--responses-budget", self.responses_budget_bytes, "at least 1MiB")
         if self.max_connections < 1:
             raise InvalidOption("--max-connections", self.max_connections, "at least 1")
         if 0 < self.sse_keep_alive_s < LEAST_KEEP_ALIVE_S:

@@ -291,7 +291,7 @@ class ResponseNotFound(RequestError):
     def __init__(self, id: str) -> None:
         super().__init__(
             f"There is no stored response {shown(id)}. It was sent with 'store': false, or deleted, or evicted to "
-            "make room for later ones (--responses-store-bytes)."
+            "make room for later ones (--responses-budget)."
         )
 
 

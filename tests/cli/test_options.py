@@ -69,8 +69,8 @@ VALUES = {
     "drop-volatile": "off",
     "tool-parser": "hermes",
     "answer-memory": "3MiB",
-    "responses-store": "{store}",
-    "responses-store-bytes": "4MiB",
+    "responses-file": "{store}",
+    "responses-budget": "4MiB",
 }
 
 

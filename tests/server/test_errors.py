@@ -171,7 +171,7 @@ BODIES: list[Case] = [
             ("system", "Be brief.", "role 'system'"),
         )
     ),
-    chat("a number of tokens", "thinking.budget_tokens", thinking={"type": "enabled", "budget_tokens": -5}),
+    chat("a number of tokens", thinking_token_budget=-5),
     chat("left out", "functions", functions=[{"name": "f"}], tools=[FUNCTION]),
     chat("'name'", "tools[0].function", tools=[{"name": "f"}]),
     chat("'web_search'", "tools[0].type", tools=[{"type": "web_search"}]),

@@ -404,7 +404,7 @@ def test_lists_of_names_have_commas_or_are_json() -> None:
         ({"allowed_hosts": ("http://example.com",)}, "--allowed-hosts"),
         ({"max_body_bytes": 0}, "--max-body"),
         ({"max_connections": 0}, "--max-connections"),
-        ({"responses_store_bytes": 0}, "--responses-store-bytes"),
+        ({"responses_budget_bytes": 0}, "--responses-budget"),
     ],
 )
 def test_an_invalid_option_is_refused(fields: dict[str, Any], option: str) -> None:

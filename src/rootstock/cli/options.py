@@ -361,16 +361,16 @@ ResponsesStore = Annotated[
     Path | None,
     option(
         SERVER,
-        "--responses-store",
+        "--responses-file",
         "File that keeps responses of /v1/responses for previous_response_id. One server at a time can use it.",
         show_default="in memory, until the server stops",
     ),
 ]
-ResponsesStoreBytes = Annotated[
+ResponsesBudget = Annotated[
     str,
     option(
         SERVER,
-        "--responses-store-bytes",
+        "--responses-budget",
         "Maximum size of stored responses, such as 1GiB. The least recently used conversations are removed first.",
     ),
 ]
@@ -420,7 +420,7 @@ ToolParser = Annotated[
 DropVolatile = Annotated[
     bool,
     option(
-        SERVER,
+        CACHE,
         "--drop-volatile/--no-drop-volatile",
         "Drop lines of known clients that change the head of every prompt, such as Claude Code's billing header. "
         "--no-drop-volatile: Keep them.",

@@ -83,7 +83,7 @@ def create_app(
     answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
     app.include_router(_generation_routes(model, answerer))
     app.include_router(anthropic_routes(model, answerer, queue))
-    store = ResponseStore.open(config.responses_store, config.responses_store_bytes)
+    store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     responses = Responses(model, store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, queue))
     app.include_router(cache_routes(engine, model, config, queue))

@@ -191,10 +191,10 @@ def test_a_file_serves_one_server_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="--responses-store"):
+    with pytest.raises(InvalidOption, match="--responses-file"):
         ResponseStore.open(tmp_path, MIB)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InvalidOption, match="--responses-store"):
+    with pytest.raises(InvalidOption, match="--responses-file"):
         ResponseStore.open(tmp_path / "file" / "inside.sqlite", MIB)
 
 

@@ -26,24 +26,28 @@ def _rename(error: RequestError, body: ResponseRequest) -> None:
         error.param = _PARAMS.get(error.param, error.param)
 
 
+_POSTED = documented_errors(*MODEL_ROUTE)
+
+
 def response_routes(responses: Responses, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
     router = APIRouter(
         prefix="/v1/responses",
         tags=["Responses"],
         route_class=BoundedJsonRoute,
-        responses=documented_errors(*MODEL_ROUTE),
+        responses=documented_errors(404, 429),
     )
     store = responses.store
 
-    @router.post("", responses={200: {"content": {"text/event-stream": {}}}})
+    @router.post("", responses=_POSTED | {200: {"content": {"text/event-stream": {}}}})
     async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+        """Makes a response, whole or as server-sent events."""
         try:
             return await answerer.answer(lambda: responses.call(body, tenant), request)
         except RequestError as error:
             _rename(error, body)
             raise
 
-    @router.post("/input_tokens")
+    @router.post("/input_tokens", responses=_POSTED)
     async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
@@ -56,6 +60,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     # Plain functions run on other threads: they wait for the store's.
     @router.get("/{id}")
     def retrieve(id: str, tenant: Tenant, stream: bool = False) -> dict[str, Any]:
+        """Returns a stored response."""
         if stream:
             raise Unsupported("stream", "A stored response has no events. Leave it out.")
         stored = store.get(salt_of(tenant, None), id)
@@ -89,11 +94,13 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
 
     @router.delete("/{id}")
     def delete(id: str, tenant: Tenant) -> dict[str, Any]:
+        """Removes a stored response."""
         store.delete(salt_of(tenant, None), id)
         return {"id": id, "object": "response", "deleted": True}
 
-    @router.post("/{id}/cancel")
+    @router.post("/{id}/cancel", responses=_POSTED)
     def cancel(id: str, tenant: Tenant) -> dict[str, Any]:
+        """Refuses to cancel: a stored response is complete."""
         store.get(salt_of(tenant, None), id)
         raise Unsupported(
             "background", "A stored response is complete. Close the connection of a response to cancel it."

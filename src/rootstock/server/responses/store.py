@@ -139,9 +139,9 @@ class ResponseStore:
             except (OSError, sqlite3.Error) as error:
                 if not isinstance(error, sqlite3.Error) or not is_damage(error):
                     allowed = f"a file that can be written, and that no other server uses ({error})"
-                    raise InvalidOption("--responses-store", str(path), allowed) from error
+                    raise InvalidOption("--responses-file", str(path), allowed) from error
                 _set_aside(path, error)
-        raise InvalidOption("--responses-store", str(path), "a file on a disk without damage")
+        raise InvalidOption("--responses-file", str(path), "a file on a disk without damage")
 
     def close(self) -> None:
         """Writes the responses that wait, and closes the database."""
