@@ -114,6 +114,16 @@ _MESSAGES = st.lists(TEXTS, min_size=1, max_size=3).map(
 # One choice each: how several of one request meet in the cache depends on when the engine sees each of them.
 _CHAT = _body(messages=_MESSAGES, logprobs=st.booleans(), **_SAMPLING)
 _COMPLETION = _body(prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), **_SAMPLING)
+_MESSAGES_BODY = _body(messages=_MESSAGES, **_SAMPLING | {"max_tokens": st.sampled_from([1, 9])})
+_RESPONSE = _body(
+    input=TEXTS,
+    stream=st.booleans(),
+    store=st.booleans(),
+    max_output_tokens=st.sampled_from([1, 9]),
+    temperature=st.sampled_from([0, 1.0]),
+    seed=st.integers(0, 3),
+)
+_STORED = f"/v1/responses/resp_{'0' * 32}"  # ids are random: no client can guess another's
 _EXPLAIN = _body(prompt=TEXTS) | _body(messages=_MESSAGES)
 
 
@@ -129,6 +139,19 @@ def _posted(route: str, bodies: st.SearchStrategy[Json | None]) -> st.SearchStra
 ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/chat/completions"): _posted("/v1/chat/completions", _CHAT),
     ("POST", "/v1/completions"): _posted("/v1/completions", _COMPLETION),
+    ("POST", "/v1/messages"): _posted("/v1/messages", _MESSAGES_BODY),
+    ("POST", "/v1/messages/count_tokens"): _posted("/v1/messages/count_tokens", _body(messages=_MESSAGES)),
+    ("POST", "/v1/responses"): _posted("/v1/responses", _RESPONSE),
+    ("POST", "/v1/responses/input_tokens"): _posted("/v1/responses/input_tokens", _body(input=TEXTS)),
+    ("GET", "/v1/responses/{id}"): _plain("/v1/responses/{id}", _STORED),
+    ("DELETE", "/v1/responses/{id}"): st.just(Ask("DELETE", "/v1/responses/{id}", _STORED)),
+    ("GET", "/v1/responses/{id}/input_items"): _plain(
+        "/v1/responses/{id}/input_items", f"{_STORED}/input_items"
+    ),
+    ("POST", "/v1/responses/{id}/cancel"): st.just(
+        Ask("POST", "/v1/responses/{id}/cancel", f"{_STORED}/cancel", {})
+    ),
+    ("GET", "/v1/cache/volatile"): _plain("/v1/cache/volatile"),
     ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN),
     ("POST", "/v1/cache/clear"): _posted("/v1/cache/clear", st.none() | st.just({})),
     ("GET", "/v1/cache/stats"): _plain("/v1/cache/stats"),
@@ -139,7 +162,6 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("GET", "/metrics"): _plain("/metrics"),
     ("GET", "/openapi.json"): _plain("/openapi.json"),
     ("GET", "/docs"): _plain("/docs"),
-    ("GET", "/docs/oauth2-redirect"): _plain("/docs/oauth2-redirect"),
 }
 _OPEN = st.builds(
     lambda text: Ask(
@@ -150,7 +172,10 @@ _OPEN = st.builds(
     ),
     TEXTS,
 )
-_OFTEN = [ROUTES["POST", path] for path in ("/v1/chat/completions", "/v1/completions", "/v1/cache/explain")]
+_OFTEN = [
+    ROUTES["POST", f"/v1/{path}"]
+    for path in ("chat/completions", "completions", "messages", "responses", "cache/explain")
+]
 _ASKS = st.one_of(*_OFTEN, *_OFTEN, *ROUTES.values())
 # Only the first tenant leaves streams open: how far one of its own has come may show in an answer to a client.
 _STEP = st.tuples(st.just("A"), _ASKS | _OPEN) | st.tuples(st.just("B"), _ASKS)
@@ -216,8 +241,8 @@ class Answer:
 
 def _told(text: str) -> str:
     """Removes ids and creation times from an answer."""
-    text = re.sub(r'"id": ?"(chatcmpl|cmpl)-[0-9a-f]{32}"', '"id":0', text)
-    return re.sub(r'"created": ?\d+', '"created":0', text)
+    text = re.sub(r'"[a-z]+[_-][0-9a-f]{24,}(_\d+)?"', '"id"', text)
+    return re.sub(r'"(created|created_at|completed_at)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
 
 
 @contextlib.contextmanager

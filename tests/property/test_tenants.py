@@ -38,11 +38,16 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
             "/v1/chat/completions",
             body={"messages": [{"role": "user", "content": prompt}], **said},
         ),
+        Ask("POST", "/v1/messages", body={"messages": [{"role": "user", "content": prompt}], **said}),
+        Ask("POST", "/v1/messages/count_tokens", body={"messages": [{"role": "user", "content": prompt}]}),
+        Ask("POST", "/v1/responses", body={"input": prompt, "max_output_tokens": 3, "temperature": 0}),
+        Ask("POST", "/v1/responses/input_tokens", body={"input": prompt}),
         Ask("POST", "/v1/cache/explain", body={"prompt": prompt}),
         *(
-            Ask(method, route, "/v1/models/fake" if "{" in route else "")
+            Ask(method, route, route.replace("{name:path}", "fake").replace("{id}", "resp_0"), body)
             for method, route in sorted(ROUTES)
-            if method == "GET"
+            if method != "POST" or "{" in route
+            for body in [{} if method == "POST" else None]
         ),
         Ask("POST", "/v1/cache/clear", body={}),
     ]
