@@ -35,7 +35,10 @@ TOOL = {
         "description": "Looks a word up.",
         "parameters": {
             "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+            "properties": {
+                "word": {"type": "string", "maxLength": 12},
+                "count": {"type": "integer", "minimum": 0, "maximum": 999},
+            },
             "required": ["word", "count"],
             "additionalProperties": False,
         },
@@ -51,7 +54,17 @@ def main() -> None:
     bars = {}
     with tempfile.TemporaryDirectory() as folder:
         model = ensure_tiny_model(TinyModelSpec(context_limit=CONTEXT_LIMIT), Path(folder))
-        options = [str(model), "--port", "0", "--kv-budget", "2GiB", "--chat-template", str(TEMPLATE)]
+        options = [
+            str(model),
+            "--port",
+            "0",
+            "--alias",
+            "*",
+            "--kv-budget",
+            "2GiB",
+            "--chat-template",
+            str(TEMPLATE),
+        ]
         with ServerProcess(options) as server, httpx.Client(base_url=server.url, timeout=600.0) as client:
             for event in events():
                 share = _share_of_event(client, event.name, event.before, event.after)
