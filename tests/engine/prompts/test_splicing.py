@@ -20,7 +20,7 @@ from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
-from rootstock.engine.prompts.sampled_answers import SampledAnswers
+from rootstock.engine.prompts.sampled_answers import CALLS_TO_ONE_PROMPT, SampledAnswers
 from rootstock.engine.prompts.spelling import Spelling, marks_in
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.request import ResolvedSampling, StopParams
@@ -274,10 +274,14 @@ def called(arguments: Any, id: str = "call_1", name: str = "look_up") -> Message
 def call_and_result(tokenizer: PromptTokenizer, *, before: str = "") -> tuple[list[Message], Tokens]:
     asked = [user("What is a tree?")]
     prompt = prompt_of(tokenizer, asked, tools=TOOLS)
-    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    ids = sampled(tokenizer, before, "<tool_call>", body, "</tool_call>", "<|im_end|>")
     prompt.place.remember_call("call_1", "look_up", ARGUMENTS, RAW)
-    return asked, remembered(prompt, ids)
+    return asked, remembered(prompt, call_ids(tokenizer, before))
+
+
+def call_ids(tokenizer: PromptTokenizer, before: str = "") -> list[int]:
+    """Returns the ids of an answer with RAW."""
+    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    return sampled(tokenizer, before, "<tool_call>", body, "</tool_call>", "<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -343,6 +347,29 @@ def test_a_conversation_goes_on_behind_a_restored_call() -> None:
         cached = remembered(prompt, ids)
         messages += [answer(text, reasoning_content="Well."), {"role": "tool", "content": "Go on."}]
         assert_begins_with(prompt_of(tokenizer, messages, tools=TOOLS), cached)
+
+
+def test_each_repetition_of_an_answer_is_found_by_the_ids_of_its_own_calls() -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked, cached = call_and_result(tokenizer)
+    place = prompt_of(tokenizer, asked, tools=TOOLS).place
+    place.remember_call("call_2", "look_up", ARGUMENTS, RAW)
+    place.remember(call_ids(tokenizer))
+    place.remember_call("call_3", "look_up", ARGUMENTS, RAW)  # of a stream that is read after the answer's end
+    for id in ("call_1", "call_2", "call_3"):
+        turn = [called(ARGUMENTS, id=id), {"role": "tool", "content": "A plant."}]
+        assert_begins_with(prompt_of(tokenizer, [*asked, *turn], tools=TOOLS), cached)
+    assert tokenizer.answers.counters.restored_calls == 3
+
+
+def test_the_calls_to_one_prompt_are_bounded() -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked, _ = call_and_result(tokenizer)
+    place = prompt_of(tokenizer, asked, tools=TOOLS).place
+    for number in range(CALLS_TO_ONE_PROMPT + 1):
+        place.remember_call(f"call_{number}", "look_up", {}, "")
+    assert len(place.calls) == CALLS_TO_ONE_PROMPT
+    assert "call_0" not in place.calls
 
 
 def test_parallel_calls_are_found_with_the_text_around_them() -> None:
