@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.helpers import Bench
@@ -21,7 +21,7 @@ from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.engine.prompts.sampled_answers import CALLS_TO_ONE_PROMPT, SampledAnswers
-from rootstock.engine.prompts.spelling import Spelling, marks_in
+from rootstock.engine.prompts.spelling import Spelled, Spelling, marks_in
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
@@ -222,6 +222,40 @@ def test_a_trimmed_answer_gets_the_longest_prefix_of_its_ids(told: str, kind: st
     assert tokenizer.model_tokenizer.decode(cached[:common].tolist()).endswith(told)
     assert spelled(tokenizer, following.tokens) == spelled(tokenizer, own_tokens(tokenizer, history))
     assert following.sampled_tokens == common - len(prompt.tokens)
+
+
+def test_an_answer_whose_tokens_never_end_where_the_texts_do_costs_one_look_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    spelled = Spelling.spelled
+
+    def counted(self: Spelling, tokens: Tokens) -> Spelled:
+        looks.append(len(tokens))
+        return spelled(self, tokens)
+
+    tokenizer = PromptTokenizer(tokenizer_of_pairs(), 10**6)
+    one, pair = (token_of(tokenizer.model_tokenizer)[piece] for piece in (b"a", b"aa"))
+    asked = [user("What is a tree?")]
+    remembered(prompt_of(tokenizer, asked), [one, *[pair] * 1_000])
+    monkeypatch.setattr(Spelling, "spelled", counted)
+    told = [*asked, answer("a" * 1_000), user("Go on.")]
+    assert prompt_of(tokenizer, told).tokens.tolist() == own_tokens(tokenizer, told).tolist()
+    assert len(looks) < 10
+
+
+def tokenizer_of_pairs() -> HFTokenizer:
+    """Returns a tokenizer with the token "aa", which writes a space before each text."""
+    chars = [*map(chr, range(32, 127)), "\n", "\u2581"]
+    names = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {piece: id for id, piece in enumerate([*names, *chars, "aa"])}
+    made = Tokenizer(models.BPE(vocabulary, [("a", "a")], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    made.add_special_tokens(names)
+    return HFTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>"), TEMPLATES["chatml"]
+    )
 
 
 def test_an_answer_that_continues_the_clients_beginning_is_found() -> None:
