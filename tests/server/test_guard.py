@@ -18,7 +18,7 @@ from cli.running import Process
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.access import Guard
-from rootstock.server.errors import install_error_handlers
+from rootstock.server.errors import ErrorForms, install_error_handlers
 from server.conftest import assert_error
 from waiting import HANG_S
 
@@ -322,7 +322,7 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> Non
     async def run() -> None:
         may_answer = asyncio.Event()
         inner = FastAPI()
-        install_error_handlers(inner)
+        install_error_handlers(inner, ErrorForms())
 
         @inner.post(TEXT)
         async def route(request: Request) -> int:
