@@ -330,7 +330,8 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> Non
             await may_answer.wait()
             return count
 
-        inner.add_middleware(Guard, config=ServerConfig(max_body_bytes=6000), max_held_body_bytes=10_000)
+        config = ServerConfig(max_body_bytes=6000)
+        inner.add_middleware(Guard, config=config, forms=ErrorForms(), max_held_body_bytes=10_000)
         guard = inner.build_middleware_stack()
         first, second, third = (Asked(guard) for _ in range(3))  # type: ignore[arg-type]
         await first.part(4000)
@@ -377,7 +378,7 @@ def test_a_content_length_that_is_not_a_number_is_refused_on_any_server(length: 
 
     receive: Callable[[], Awaitable[Any]] = unreachable
     scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [(b"content-length", length)]}
-    asyncio.run(Guard(unreachable, ServerConfig())(scope, receive, send))
+    asyncio.run(Guard(unreachable, ServerConfig(), ErrorForms())(scope, receive, send))
     assert answered[0]["status"] == 400
     assert json.loads(answered[1]["body"])["error"]["code"] == "malformed_http"
 

@@ -157,7 +157,7 @@ class Guard:
         self,
         app: ASGIApp,
         config: ServerConfig,
-        forms: ErrorForms = ErrorForms(),
+        forms: ErrorForms,
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
     ) -> None:
         self._app = app

@@ -389,7 +389,9 @@ def test_each_repetition_of_an_answer_is_found_by_the_ids_of_its_own_calls() -> 
     place = prompt_of(tokenizer, asked, tools=TOOLS).place
     place.remember_call("call_2", "look_up", ARGUMENTS, RAW)
     place.remember(call_ids(tokenizer))
-    place.remember_call("call_3", "look_up", ARGUMENTS, RAW)  # of a stream that is read after the answer's end
+    place.remember_call(
+        "call_3", "look_up", ARGUMENTS, RAW
+    )  # of a stream that is read after the answer's end
     for id in ("call_1", "call_2", "call_3"):
         turn = [called(ARGUMENTS, id=id), {"role": "tool", "content": "A plant."}]
         assert_begins_with(prompt_of(tokenizer, [*asked, *turn], tools=TOOLS), cached)

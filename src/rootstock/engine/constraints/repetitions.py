@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 _REPETITION = r"\{\s*(?P<least>\d{1,18})\s*(?:,\s*(?P<most>\d{0,18})\s*)?\}"
-# A class, a string or a pattern without its end goes on to the end of the text or line. Otherwise each of many openings
-# would be searched for an end that is not there.
+# A class, a string or a pattern without its end goes on to the end of the text or line. Otherwise an end that is not
+# there would be searched for behind every opening.
 _OF_PATTERN = re.compile(rf"(?P<piece>\\.|\[(?:\\.|[^\]\\])*\]?)|{_REPETITION}|.", re.DOTALL)
 _OF_LARK = re.compile(
     r"(?P<comment>//[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"?)|/(?P<regex>(?:\\.|[^/\\\n])+)/?"
