@@ -191,7 +191,7 @@ class _ChatChoice:
 
     def __init__(self, parser: DeltaParser, style: CallStyle) -> None:
         self.parser = parser
-        self.has_calls = False  # complete ones
+        self.has_calls = False  # complete ones that are shown
         self._style = style
         self._custom: dict[int, CallStarted] = {}  # open calls of custom tools
 
@@ -209,7 +209,7 @@ class _ChatChoice:
                 case CallArguments(index, text) if index not in self._custom:
                     yield self._arguments(index, text)
                 case CallEnded(index, arguments):
-                    self.has_calls |= arguments is not None
+                    self.has_calls |= arguments is not None and (index == 0 or self._shows_several)
                     if index in self._custom:
                         self._custom.pop(index)
                         yield {"tool_calls": [{"index": index, "custom": {"input": _input_of(arguments)}}]}
