@@ -220,6 +220,23 @@ def test_a_stored_response_is_retrieved_listed_and_deleted(client: httpx.Client)
     assert_error(again, 400, "previous_response_not_found", param="previous_response_id")
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "allowed"),
+    [
+        ("/input_items?limit=0", "limit", "greater than or equal to 1"),
+        ("/input_items?limit=ten", "limit", "a valid integer"),
+        ("/input_items?order=random", "order", "'asc' or 'desc'"),
+        ("?stream=perhaps", "stream", "a valid boolean"),
+        ("/input_items?after=unknown", "after", "the id of one of the items"),
+    ],
+)
+def test_a_wrong_parameter_of_the_query_is_named(
+    client: httpx.Client, path: str, param: str, allowed: str
+) -> None:
+    stored = created(client, input="say:kept")["id"]
+    assert_error(client.get(f"{PATH}/{stored}{path}"), 400, "invalid_parameter", allowed, param=param)
+
+
 def test_a_response_that_is_not_to_be_stored_is_not(client: httpx.Client) -> None:
     body = created(client, input="say:gone", store=False)
     assert_error(client.get(f"{PATH}/{body['id']}"), 404, "response_not_found")
