@@ -98,7 +98,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         store.delete(salt_of(tenant, None), id)
         return {"id": id, "object": "response", "deleted": True}
 
-    @router.post("/{id}/cancel", responses=_POSTED)
+    @router.post("/{id}/cancel", status_code=400, responses=_POSTED)
     def cancel(id: str, tenant: Tenant) -> dict[str, Any]:
         """Refuses to cancel: a stored response is complete."""
         store.get(salt_of(tenant, None), id)
