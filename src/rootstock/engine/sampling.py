@@ -41,8 +41,8 @@ class Sampler:
 
     The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
     earlier sampler of the same request: this one continues exactly after them. `progress` is that of a constrained
-    answer at its beginning. Its restriction applies after penalties and bias, and before temperature and filters. Bans
-    do not count where they would leave no token that the constraint allows.
+    answer at its beginning. Its restriction applies after penalties and bias, and before temperature and filters.
+    Where other bans leave no token that it allows, they do not count.
     """
 
     def __init__(

@@ -22,8 +22,12 @@ _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tok
 
 def _rename(error: RequestError, body: ResponseRequest) -> None:
     """Gives an error the client's name of a field."""
-    if error.param is not None and error.param not in (body.model_extra or {}):
-        error.param = _PARAMS.get(error.param, error.param)
+    old = error.param
+    if old is None or old not in _PARAMS or old in (body.model_extra or {}):
+        return
+    error.param = _PARAMS[old]
+    if error.message.startswith(f"'{old}'"):
+        error.message = f"'{error.param}'{error.message.removeprefix(repr(old))}"
 
 
 _POSTED = documented_errors(*MODEL_ROUTE)
