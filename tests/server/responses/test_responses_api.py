@@ -251,6 +251,26 @@ def test_an_item_can_be_named_instead_of_sent(client: httpx.Client) -> None:
     assert_error(wrong, 400, "invalid_parameter", param="input[0].id")
 
 
+def test_a_huge_or_forged_seal_is_left_out(client: httpx.Client) -> None:
+    body = created(client, input="say:<think>why</think>because", include=["reasoning.encrypted_content"])
+    sealed = body["output"][0]["encrypted_content"]
+    ask = {"role": "user", "content": "say:fine"}
+
+    def tokens(seal: str) -> int:
+        item = {"type": "reasoning", "summary": [], "encrypted_content": seal}
+        return _input_tokens(client, [ask, item, body["output"][1], ask])
+
+    without = _input_tokens(client, [ask, body["output"][1], ask])
+    assert tokens(sealed) == without + len("<think>why</think>")
+    for forged in (
+        f"{sealed[:-6]}AAAA==",
+        f"rs1.{'A' * 8_000_000}",
+        f"rs1.{'%' * 1_000_000}",
+        "x" * 1_000_000,
+    ):
+        assert tokens(forged) == without
+
+
 def test_tenants_do_not_see_each_others_responses(client: httpx.Client) -> None:
     mine = {"X-Cache-Salt": "mine"}
     body = client.post(
