@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rootstock.server.responses.answers import InputItems, ResponseBody
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed
@@ -47,6 +48,7 @@ def created(client: httpx.Client, **fields: Any) -> Json:
     answer = client.post(PATH, json=fields)
     assert answer.status_code == 200, answer.text
     body: Json = answer.json()
+    ResponseBody.model_validate(body, strict=True)  # as the OpenAPI document says
     return body
 
 
@@ -206,6 +208,7 @@ def test_a_stored_response_is_retrieved_listed_and_deleted(client: httpx.Client)
     path = f"{PATH}/{body['id']}"
     assert client.get(path).json() == body
     page = client.get(f"{path}/input_items", params={"order": "asc", "limit": 1}).json()
+    InputItems.model_validate(page, strict=True)
     assert page["has_more"]
     [first] = page["data"]
     assert first["content"] == [{"type": "input_text", "text": "say:kept"}]
