@@ -286,9 +286,11 @@ class Answer:
 
 
 def _told(text: str) -> str:
-    """Removes ids and creation times from an answer."""
+    """Removes ids and times from an answer."""
     text = re.sub(r"""(["'])[a-z]+[_-][0-9a-f]{24,}(_\d+|i\d+)?\1""", '"id"', text)
-    return re.sub(r'"(created|created_at|completed_at)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
+    return re.sub(
+        r'"(created|created_at|completed_at|last_seen_s_ago)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text
+    )
 
 
 @contextlib.contextmanager
