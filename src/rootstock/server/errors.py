@@ -163,6 +163,8 @@ def install_error_handlers(app: FastAPI, forms: ErrorForms) -> None:
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
     """Makes one error of the first wrong field. The errors of a union's alternatives are joined."""
     first = errors[0]
+    if first["loc"][0] != "body":  # a parameter of the query, the path or the head
+        return _wrong_parameter([error for error in errors if error["loc"][:2] == first["loc"][:2]])
     if first["type"] == "json_invalid":
         return InvalidJson(f"{first['ctx']['error']} at character {first['loc'][-1]}")
     if first["type"] == "missing" and len(first["loc"]) > 1:
@@ -177,6 +179,15 @@ def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError
     )
     allowed = [_allowed(error) for other, _, error in located if other == path]
     return InvalidParameter(path or "body", value, " or ".join(dict.fromkeys(allowed)))
+
+
+def _wrong_parameter(errors: Sequence[Mapping[str, Any]]) -> RootstockError:
+    """Makes one error of those of a parameter beside the body."""
+    first = errors[0]
+    name = str(first["loc"][1])
+    if first["type"] == "missing":
+        return MissingParameter(name)
+    return InvalidParameter(name, first["input"], " or ".join(dict.fromkeys(map(_allowed, errors))))
 
 
 _WORDS = {

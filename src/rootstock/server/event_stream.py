@@ -163,11 +163,10 @@ class Answerer:
 
             generation.offer_to(write_tokens)
         ends: dict[int, Finished] = {}
-        text = writer.begin()
+        text = ""
         try:
-            if text:
-                await send(text)
-                text = ""
+            if begun := writer.begin():
+                await send(begun)
             while events := await generation.next():
                 skipped = 0
                 if unsent:
@@ -176,31 +175,32 @@ class Answerer:
                     assert not isinstance(event, Failed | Aborted)
                     pieces = writer.events(index, event)
                     if isinstance(event, PromptScored):
-                        async for chunk in self._encoded(in_chunks(itertools.chain([text], pieces))):
+                        before, text = text, ""  # an error must not send it again
+                        async for chunk in self._encoded(in_chunks(itertools.chain([before], pieces))):
                             generation.refuse_if_gone()
                             await send(chunk)
-                        text = ""
                         continue
                     text += "".join(pieces)
                     if isinstance(event, Finished):
                         ends[index] = event
                 if text and len(ends) < len(call.requests):  # the last text goes with the end of the stream
-                    await send(text)
-                    text = ""
+                    ready, text = text, ""
+                    await send(ready)
+            in_order = [ends[index] for index in range(len(ends))]
+            usage = total_usage(in_order, call.choices_per_prompt)
+            last = text + writer.end(in_order, usage)
         except (ClientGone, asyncio.CancelledError, OSError):
             self._metrics.answered(route, "disconnected")
             raise
         except Exception as error:
-            # The status has been sent: the error goes into the stream.
+            # The status has been sent: the error goes into the stream, after the text that precedes it.
             self._metrics.answered(route, "error")
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
-            return writer.error(error)
-        in_order = [ends[index] for index in range(len(ends))]
-        usage = total_usage(in_order, call.choices_per_prompt)
+            return text + writer.error(error)
         self._metrics.answered(route, "ok", usage)
-        return text + writer.end(in_order, usage)
+        return last
 
     def _bridge_of_this_loop(self) -> Bridge:
         loop = asyncio.get_running_loop()

@@ -92,8 +92,8 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
 
 def _built(conversation: Conversation, tokenizer: ModelTokenizer, *, moves_system: bool) -> _Builder:
     builder = _Builder(conversation, tokenizer, moves_system)
-    for index, message in enumerate(_with_results_in_order(conversation.messages)):
-        builder.add(index, message)
+    for message in _with_results_in_order(conversation.messages):
+        builder.add(message)
     return builder
 
 
@@ -169,9 +169,8 @@ class _Builder:
             (name for name in _REASONING_FIELDS if name in attributes), _REASONING_FIELDS[0]
         )
 
-    def add(self, index: int, message: Message) -> None:
-        role = _TEMPLATE_ROLES.get(message.role, message.role)
-        path = f"messages[{index}].role"
+    def add(self, message: Message) -> None:
+        role, path = _TEMPLATE_ROLES.get(message.role, message.role), message.origin
         if role not in ROLES and not _is_named(self._tokenizer, role):
             raise InvalidParameter(path, message.role, f"one of {', '.join(ROLES)}")
         plain: list[Part] = []
@@ -180,7 +179,10 @@ class _Builder:
                 if plain:
                     self._add_plain(role, plain, message.fields, path)
                     plain = []
-                self._add_result(part, message.fields if message.role == "tool" else {}, path)
+                if message.role == "tool":
+                    self._add_result(part, message.fields, path)
+                else:
+                    self._add_result(part, {}, path.removesuffix(".role"))
             else:
                 plain.append(part)
         if plain or not message.parts:
@@ -197,14 +199,14 @@ class _Builder:
             if calls:
                 taken["tool_calls"] = calls
         if role == "system":
-            self._add_system(taken, ends)
+            self._add_system(taken, ends, path)
             return
         if content:
             self._refuse_dropped(role, path)
         doubled = role == "user" and self._last_role == "user" and not _takes_users_in_a_row(self._tokenizer)
         self._join_last(content, ends) if doubled else self._append(taken, ends)
 
-    def _add_system(self, message: dict[str, Any], ends: Sequence[int]) -> None:
+    def _add_system(self, message: dict[str, Any], ends: Sequence[int], path: str) -> None:
         text = message["content"]
         is_first = not self.messages
         moves = self._moves_system and not is_first
@@ -213,10 +215,10 @@ class _Builder:
         elif all(each["role"] == "system" for each in self.messages) and not is_first:
             self._join_last(text, ends)
         elif is_first:
-            self._add_plain("user", [Text(text)], {}, "")
+            self._add_plain("user", [Text(text)], {}, path)
         else:
             # The markers tell the model that the user did not write it. Claude Code uses the same ones.
-            self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, "")
+            self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, path)
 
     def _add_result(self, result: ToolResult, fields: Mapping[str, Any], path: str) -> None:
         content, ends = self._content(result.parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
@@ -21,6 +23,34 @@ from rootstock.server.anthropic.blocks import (
 from rootstock.server.anthropic.errors import error_body
 from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Json
+
+
+class MessageUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageBody(BaseModel):
+    """A whole answer, for the OpenAPI document."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: Literal[
+        "end_turn", "tool_use", "stop_sequence", "max_tokens", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountedTokens(BaseModel):
+    """The size of a prompt, for the OpenAPI document."""
+
+    input_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

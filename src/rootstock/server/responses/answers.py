@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel
 
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.request import Event as EngineEvent
@@ -20,6 +23,70 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
 
 Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseBody(BaseModel):
+    """A response that has ended, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    incomplete_details: Json | None
+    error: None
+    instructions: str | None
+    metadata: dict[str, str]
+    output: list[Json]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    top_p: float
+    tool_choice: str | Json
+    tools: list[Json]
+    usage: ResponseUsage
+
+
+class CountedInput(BaseModel):
+    """The size of a prompt, for the OpenAPI document."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputItems(BaseModel):
+    """A page of a request's items, for the OpenAPI document."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(BaseModel):
+    """The answer to a DELETE, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 @dataclass(frozen=True, slots=True)

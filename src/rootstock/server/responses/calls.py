@@ -95,7 +95,7 @@ class Responses:
         tools.add(body.tools or [], "tools")
         messages = messages_of(history, own, tools, self._unseal(tenant))
         if body.instructions:
-            messages.insert(0, Message("system", (Text(body.instructions),)))
+            messages.insert(0, Message("system", (Text(body.instructions),), origin="instructions"))
         choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
         options, effort = body.template_options(self.model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options)
