@@ -23,7 +23,7 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.server.event_stream import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
 from rootstock.server.json_pieces import CHUNK_CHARACTERS
 from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
 from rootstock.testing.byte_tokenizer import ByteTokenizer
