@@ -24,14 +24,8 @@ from rootstock.engine.request import (
     TokenLogprob,
     Usage,
 )
-from rootstock.server.event_stream import (
-    LONG_ANSWER_CHARS,
-    Bridge,
-    Generation,
-    Indexed,
-    KeepAlive,
-    Mailbox,
-)
+from rootstock.server.event_stream import LONG_ANSWER_CHARS
+from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
 from rootstock.server.json_pieces import CHUNK_CHARACTERS
 from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
 from rootstock.server.wire import ChoiceHistory
