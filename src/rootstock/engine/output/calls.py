@@ -89,7 +89,7 @@ class Tools:
         return self._parameters.get(name, {})
 
 
-class Call:
+class CallInProgress:
     """A call that is being read. It gives its deltas."""
 
     def __init__(self, index: int, tools: Tools, new_id: NewId, give: Callable[[Delta], None]) -> None:
@@ -229,7 +229,7 @@ class JsonReader:
         return text
 
 
-def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[None]:
+def read_arguments(reader: JsonReader, scanner: Scanner, call: CallInProgress) -> Reading[None]:
     """Reads a value as a call's arguments, as it comes.
 
     Some models write the object as a string, or null for none.
@@ -249,7 +249,9 @@ def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[
 class JsonCall:
     """Reading of a call that is a JSON object, with its members in any order."""
 
-    def __init__(self, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool) -> None:
+    def __init__(
+        self, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
+    ) -> None:
         self._scanner = scanner
         self._call = call
         self._reader = JsonReader(scanner, marks)
@@ -319,7 +321,7 @@ def _ignore(_: str) -> None:
 
 
 def read_json_call(
-    calls: JsonCalls, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool
+    calls: JsonCalls, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call and the text up to the next one. Returns whether there is one.
 
@@ -353,7 +355,7 @@ def _to_next_object(calls: JsonCalls, scanner: Scanner) -> Reading[bool]:
 
 
 def read_header_call(
-    calls: HeaderCalls, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool
+    calls: HeaderCalls, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after its opening, and the text up to the next one. Returns whether there is one."""
     header: list[str] = []

@@ -7,10 +7,11 @@ and marks instead of quotes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rootstock.engine.limits import MAX_JSON_DEPTH
-from rootstock.engine.output.calls import MAX_HEADER_CHARS, Call, json_text, json_value
+from rootstock.engine.output.calls import MAX_HEADER_CHARS, CallInProgress, json_text, json_value
 from rootstock.engine.output.formats import BareKeyCalls, PythonicCalls
 from rootstock.engine.output.scanner import (
     EndOfText,
@@ -96,32 +97,31 @@ class LiteralReader:
     def _list(self, end: str) -> Reading[None]:
         self._scanner.take(1)
         self._give("[")
-        yield from self._scanner.skip_space()
-        first = True
-        while not (yield from self._scanner.skips(end)):
-            if not first:
-                self._give(", ")
-            first = False
-            yield from self.value()
-            yield from self._separator(end)
+        yield from self._separated(end, self.value)
         self._give("]")
 
     def items(self, end: str) -> Reading[None]:
         """Reads an object with its brackets."""
         self._scanner.take(1)
         self._give("{")
-        yield from self._scanner.skip_space()
-        first = True
-        while not (yield from self._scanner.skips(end)):
-            if not first:
-                self._give(", ")
-            first = False
-            yield from self._key()
-            self._give(": ")
-            yield from self._scanner.skip_space()
-            yield from self.value()
-            yield from self._separator(end)
+        yield from self._separated(end, self._item)
         self._give("}")
+
+    def _item(self) -> Reading[None]:
+        yield from self._key()
+        self._give(": ")
+        yield from self._scanner.skip_space()
+        yield from self.value()
+
+    def _separated(self, end: str, part: Callable[[], Reading[None]]) -> Reading[None]:
+        """Reads parts with commas between them, and the bracket after the last one."""
+        yield from self._scanner.skip_space()
+        before = ""
+        while not (yield from self._scanner.skips(end)):
+            self._give(before)
+            before = ", "
+            yield from part()
+            yield from self._separator(end)
 
     def _separator(self, end: str) -> Reading[None]:
         yield from self._scanner.skip_space()
@@ -169,7 +169,7 @@ class LiteralReader:
             if len(digits) < chars or not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
                 raise Malformed
             self._scanner.take(1 + chars)
-            # As JSON's own escape: two of them may be the halves of one character.
+            # A surrogate stays an escape: two of them may be the halves of one character.
             point = int(digits, 16)
             self._give(f"\\u{point:04x}" if 0xD800 <= point < 0xE000 else json_text(chr(point)))
         elif octal := _OCTAL.match((yield from self._scanner.peek(3))):
@@ -228,7 +228,7 @@ def python_value(text: str) -> str | None:
 
 
 def read_pythonic_call(
-    calls: PythonicCalls, scanner: Scanner, call: Call, *, known_only: bool
+    calls: PythonicCalls, scanner: Scanner, call: CallInProgress, *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after the bracket of the list if it is the first one, and the text up to the next one."""
     yield from scanner.skips("[")
@@ -258,7 +258,7 @@ def read_pythonic_call(
     return False
 
 
-def _keyword_arguments(scanner: Scanner, call: Call) -> Reading[None]:
+def _keyword_arguments(scanner: Scanner, call: CallInProgress) -> Reading[None]:
     yield from scanner.expect("(")
     yield from scanner.skip_space()
     reader = LiteralReader(scanner, PYTHON, call.write)
@@ -283,7 +283,7 @@ def _keyword_arguments(scanner: Scanner, call: Call) -> Reading[None]:
 
 
 def read_bare_key_call(
-    calls: BareKeyCalls, scanner: Scanner, call: Call, *, known_only: bool
+    calls: BareKeyCalls, scanner: Scanner, call: CallInProgress, *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after its opening, and the text up to the next one."""
     yield from scanner.skip_space()
