@@ -108,17 +108,19 @@ def _json_of(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
     return lambda _, arguments: re.search(pattern, json.dumps(arguments)) is not None
 
 
+_STRIPPED = "glm45 glm47 longcat minimax_m2 minicpm5 muse_spark deepseek_v32 deepseek_v4"
 REASONS = tuple(
     Reason(frozenset(libraries.split()), frozenset(formats.split()), text, holds)
     for libraries, formats, text, holds in (
         ("mlx_lm", "lfm2 function_gemma", "no name with a hyphen", _has_hyphen),
         ("mlx_lm", "function_gemma", "no lists and objects", _json_of(r": [\[{]")),
         ("mlx_lm", "function_gemma", "no brackets in a text", _text_of(r"[{}]")),
-        ("mlx_lm", "glm45 glm47 longcat", "no space around a text", _text_of(r"\A\s|\s\Z")),
+        ("mlx_lm sglang", _STRIPPED, "no space around a text", _text_of(r"\A\s|\s\Z")),
         ("mlx_lm", "longcat", "no call without arguments", _json_of(r"\A\{\}\Z")),
         ("mlx_lm sglang", "qwen3_coder", "the text null is no text", _text_of(r"\Anull\Z")),
         ("sglang", "glm45", "null is the text None", _json_of(r'"note": null')),
         ("sglang", "glm45 glm47", "a text that is JSON is no text", _text_of(r'(?s)\A\s*null\s*\Z|\A".*"\Z')),
+        ("sglang", "minimax_m2", "a text that may be null is null", _json_of(r'"note": "')),
         ("sglang", "lfm2 pythonic", "no name with a hyphen", _has_hyphen),
         ("sglang", "pythonic", "no numbers below zero", _json_of(r"-\d")),
         ("sglang", "harmony", "no <| in a text", _json_of(r"<\|")),

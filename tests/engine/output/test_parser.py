@@ -233,6 +233,15 @@ def test_marks_of_other_forms_enclose_reasoning() -> None:
     assert (reasoning_of(deltas), text_of(deltas)) == ("hm", "So.")
 
 
+def test_messages_with_marks_around_them_are_reasoning_text_and_calls() -> None:
+    solar = OUTPUT_FORMATS["solar_open"].with_reasoning(ReasoningMarks("<|think|>", "<|end|>"))
+    call = written(solar, [("look_up", {"word": "owl"})])
+    text = f"<|think|>hm<|end|><|begin|>assistant<|content|>Wait.<|end|><|begin|>assistant{call}"
+    deltas = whole(solar, text, prompt="<|begin|>assistant")
+    assert (reasoning_of(deltas), text_of(deltas)) == ("hm", "Wait.")
+    assert answers.found_calls(deltas) == [("look_up", {"word": "owl"})]
+
+
 # ---- harmony
 
 
@@ -298,6 +307,16 @@ def test_a_harmony_call_without_a_body_has_no_arguments(end: str) -> None:
 def test_usual_variants_of_a_call_in_json_are_read(text: str) -> None:
     deltas = whole(HERMES, f"<tool_call>\n{text}\n</tool_call>")
     assert answers.found_calls(deltas) == [("look_up", {"word": "owl"})]
+    assert text_of(deltas) == ""
+
+
+def test_the_name_of_a_call_may_be_the_key_of_its_arguments() -> None:
+    apertus = OUTPUT_FORMATS["apertus"]
+    text = (
+        '<|tools_prefix|>[{"look_up": {"word": "owl"}}, {"name": "look_up", "arguments": {}}]<|tools_suffix|>'
+    )
+    deltas = whole(apertus, text)
+    assert answers.found_calls(deltas) == [("look_up", {"word": "owl"}), ("look_up", {})]
     assert text_of(deltas) == ""
 
 
@@ -410,6 +429,15 @@ def test_mistral_ids_have_nine_letters_and_digits() -> None:
     text = "[TOOL_CALLS]look_up[CALL_ID]abc123DEF[ARGS]{}[TOOL_CALLS]look_up[CALL_ID]odd[ARGS]{}"
     ids = [delta.id for delta in whole(mistral, text) if isinstance(delta, CallStarted)]
     assert ids == ["abc123DEF", "000000000"]
+
+
+def test_solar_ids_have_ten_lowercase_letters_and_digits() -> None:
+    call = "<|tool_call:begin|>{}<|tool_call:name|>look_up<|tool_call:args|>{{}}<|tool_call:end|>"
+    text = f"<|tool_calls|>{call.format('a1b2c3d4e5')}{call.format('Odd')}<|calls|>"
+    deltas = whole(OUTPUT_FORMATS["solar_open"], text)
+    assert answers.found_calls(deltas) == [("look_up", {})] * 2
+    ids = [delta.id for delta in deltas if isinstance(delta, CallStarted)]
+    assert ids == ["a1b2c3d4e5", "0000000000"]
 
 
 def test_kimi_ids_are_the_models_own_and_never_twice_the_same() -> None:

@@ -32,6 +32,7 @@ MAX_HEADER_CHARS = 1_024
 _NAME = re.compile(r"[\w.:/-]+")
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 _NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
+_TEN_CHARS = re.compile("[a-z0-9]{10}")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id")
@@ -53,6 +54,10 @@ def call_ids(ids: CallIds, random_text: RandomText) -> NewId:
                 if written and _NINE_CHARS.fullmatch(written):
                     yield written
                 yield from (random_text(9) for _ in count())
+            case CallIds.TEN_CHARS:
+                if written and _TEN_CHARS.fullmatch(written):
+                    yield written
+                yield from (random_text(10).lower() for _ in count())
             case CallIds.NUMBERED:
                 if written:
                     yield written
@@ -247,15 +252,25 @@ def read_arguments(reader: JsonReader, scanner: Scanner, call: CallInProgress) -
 
 
 class JsonCall:
-    """Reading of a call that is a JSON object, with its members in any order."""
+    """Reading of a call that is a JSON object, with its members in any order.
+
+    With `named_by_key`, it may be an object of one member: a tool's name and the arguments.
+    """
 
     def __init__(
-        self, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
+        self,
+        scanner: Scanner,
+        call: CallInProgress,
+        marks: tuple[str, ...],
+        *,
+        known_only: bool,
+        named_by_key: bool,
     ) -> None:
         self._scanner = scanner
         self._call = call
         self._reader = JsonReader(scanner, marks)
         self._known_only = known_only
+        self._named_by_key = named_by_key
         self._held: str | None = None  # arguments that come before the name
         self._id: str | None = None
 
@@ -273,7 +288,10 @@ class JsonCall:
         yield from scanner.skip_space()
         while not (yield from scanner.skips("}")):
             key = yield from self._reader.short_text()
-            if self._known_only and key not in _KNOWN_KEYS:
+            if self._named_by_key and self._call.name is None and key not in _KNOWN_KEYS:
+                self._start(key)
+                key = _ARGUMENT_KEYS[0]
+            elif self._known_only and key not in _KNOWN_KEYS:
                 raise Malformed  # an object of an answer in JSON: its text need not wait
             yield from scanner.skip_space()
             yield from scanner.expect(":")
@@ -330,7 +348,9 @@ def read_json_call(
     yield from scanner.skips("[")
     yield from scanner.skip_space()
     try:
-        yield from JsonCall(scanner, call, marks, known_only=known_only or not calls.opening).read()
+        known_only = known_only or not calls.opening
+        named_by_key = not calls.name_key
+        yield from JsonCall(scanner, call, marks, known_only=known_only, named_by_key=named_by_key).read()
     except EndOfText:
         raise
     except Malformed:
