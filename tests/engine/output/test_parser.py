@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
@@ -365,6 +366,28 @@ def test_arguments_that_are_no_json_object_are_none(text: str) -> None:
     assert answers.found_calls(deltas) == [("look_up", None)]
 
 
+@pytest.mark.parametrize(
+    ("written_text", "text"),
+    [
+        (r"\ud83d\ude00", "😀"),
+        (r"\ud83d", "\ufffd"),
+        (r"a\uDE00b", "a\ufffdb"),
+        (r"\ude00\ud83d", "\ufffd\ufffd"),
+        (r"\\ud83d", r"\ud83d"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_replacement_character(written_text: str, text: str) -> None:
+    deltas = whole(HERMES, CALL.replace("owl", written_text))
+    assert answers.found_calls(deltas) == [("look_up", {"word": text})]
+    assert arguments_of(deltas) == f'{{"word": "{written_text}"}}'
+    within = CALL.replace('{"word": "owl"}', json.dumps(f'{{"word": "{written_text}"}}'))
+    deltas = whole(HERMES, within)
+    assert answers.found_calls(deltas) == [("look_up", {"word": text})]
+    arguments_of(deltas).encode()
+    python = whole(OUTPUT_FORMATS["pythonic"], f"[look_up(word='{written_text}')]")
+    assert answers.found_calls(python) == [("look_up", {"word": text})]
+
+
 @pytest.mark.parametrize("open", ['{"a":', "["])
 def test_nesting_beyond_the_limit_is_malformed(open: str) -> None:
     text = CALL.replace('"owl"', open * 5_000)
@@ -446,6 +469,13 @@ def test_kimi_ids_are_the_models_own_and_never_twice_the_same() -> None:
     text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
     ids = [delta.id for delta in whole(kimi, text) if isinstance(delta, CallStarted)]
     assert ids == ["functions.look_up:4", "functions.look_up:1"]
+
+
+@pytest.mark.parametrize("id", ["", r"\ud800", "two words", "a" * 300])
+def test_a_text_that_is_no_id_is_replaced(id: str) -> None:
+    call = f'{{"id": "{id}", "name": "look_up", "arguments": {{}}}}'
+    deltas = whole(OUTPUT_FORMATS["kimi_k2"], f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>")
+    assert [delta.id for delta in deltas if isinstance(delta, CallStarted)] == ["functions.look_up:0"]
 
 
 # ---- calls in tags

@@ -30,6 +30,8 @@ MAX_CALLS = 1_024  # of one answer: those after them are text
 MAX_HEADER_CHARS = 1_024
 
 _NAME = re.compile(r"[\w.:/-]+")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 _NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
 _TEN_CHARS = re.compile("[a-z0-9]{10}")
@@ -59,7 +61,7 @@ def call_ids(ids: CallIds, random_text: RandomText) -> NewId:
                     yield written
                 yield from (random_text(10).lower() for _ in count())
             case CallIds.NUMBERED:
-                if written:
+                if written and _is_name(written):
                     yield written
                 yield from (f"functions.{name}:{number}" for number in count(index))
             case CallIds.RANDOM:
@@ -140,9 +142,15 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_value(text: str) -> Any:
-    """Parses JSON. Raises nothing: the value of a text that is no JSON is None."""
+    """Parses JSON. Raises nothing: the value of a text that is no JSON is None.
+
+    An escape may be half of a surrogate pair, which UTF-8 does not have. It becomes U+FFFD.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        if _SURROGATE_ESCAPE.search(text):
+            value = json.loads(_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+        return value
     except (ValueError, RecursionError):
         return None
 
