@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """\
         {%- for tool in tools %}
             {{- '\\n' + (tool | tojson) }}
         {%- endfor %}
-        {{- '\\n\\nTo call one, write\\n<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' }}
+        {{- '\\n\\nWrite a call as\\n<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' }}
     {%- endif %}
     {{- '<|turn_end|>\\n' }}
 {%- endif %}
@@ -88,7 +88,7 @@ class TinyModelSpec:
         return f"{NAME}-v{VERSION}-{sizes}-{more}-s{self.seed}"
 
 
-# With this seed the best two logits of each of the demo's 480 tokens differ by at least 1.2e-3 standard deviations.
+# With this seed the best two logits of each of the demo's 480 tokens differ by at least 4e-4 standard deviations.
 # Another division of a prefill into chunks moves float32 logits by less than 1e-5.
 DEMO_SPEC = TinyModelSpec()
 
