@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.output.templates import TemplateTokenizer
 from rootstock.bench.scenario import AGENTS, TOOLS, add_step, first_messages
-from rootstock.bench.tiny_model import DEMO_SPEC, TinyModelSpec, ensure_tiny_model, user_cache_folder
+from rootstock.bench.tiny_model import (
+    CHAT_TEMPLATE,
+    DEMO_SPEC,
+    TinyModelSpec,
+    ensure_tiny_model,
+    user_cache_folder,
+)
 from rootstock.engine.conversation.openai import conversation_of
 from rootstock.engine.conversation.template import template_input
+from rootstock.engine.output.detect import detect
 from rootstock.engine.tokenizer import HFTokenizer
 from rootstock.errors import ChatTemplateFailed
 
@@ -108,3 +116,7 @@ def test_an_unknown_role_is_refused(folder: Path) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_template_writes_calls_in_a_known_format() -> None:
+    assert detect(TemplateTokenizer(CHAT_TEMPLATE)).name == "hermes"

@@ -25,7 +25,7 @@ from rootstock.bench.corpus import document
 from rootstock.bench.scenario import AGENTS, SYSTEM_PROMPT, TOOLS
 
 # Part of the directory's name. Raise it when a change below changes the model.
-VERSION = 1
+VERSION = 2
 NAME = "rootstock-tiny"
 
 BEGIN, END, TURN_END = "<|begin|>", "<|end|>", "<|turn_end|>"
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """\
         {%- for tool in tools %}
             {{- '\\n' + (tool | tojson) }}
         {%- endfor %}
-        {{- '\\n\\nTo call one, write <call>{"name": NAME, "arguments": OBJECT}</call>.' }}
+        {{- '\\n\\nWrite a call as\\n<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' }}
     {%- endif %}
     {{- '<|turn_end|>\\n' }}
 {%- endif %}
@@ -57,7 +57,7 @@ CHAT_TEMPLATE = """\
     {%- elif message['role'] == 'assistant' %}
         {{- '<|assistant|>\\n' + (message['content'] or '') }}
         {%- for call in message['tool_calls'] or [] %}
-            {{- '<call>' + (call['function'] | tojson) + '</call>' }}
+            {{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|turn_end|>\\n' }}
     {%- elif message['role'] != 'system' %}
@@ -88,7 +88,7 @@ class TinyModelSpec:
         return f"{NAME}-v{VERSION}-{sizes}-{more}-s{self.seed}"
 
 
-# With this seed the best two logits of each of the demo's 480 tokens differ by at least 1.2e-3 standard deviations.
+# With this seed the best two logits of each of the demo's 480 tokens differ by at least 4e-4 standard deviations.
 # Another division of a prefill into chunks moves float32 logits by less than 1e-5.
 DEMO_SPEC = TinyModelSpec()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -129,10 +128,14 @@ def arguments(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def suits(format: OutputFormat, args: Any) -> bool:
     """Returns whether the format can say a call: text in tags and between marks has no escapes."""
-    if not isinstance(format.shape, Marked) or not isinstance(format.shape.calls, TaggedCalls | BareKeyCalls):
-        return True
-    marks = {mark.strip() for mark in format.marks}
-    return not any(mark in text for mark in marks for text in (json.dumps(args), *_strings(args)))
+    match format.shape:
+        case Marked(TaggedCalls() as calls):
+            end = calls.value_closing
+        case Marked(BareKeyCalls() as calls):
+            end = calls.quote
+        case _:
+            return True
+    return not any(end in text for text in _strings(args))
 
 
 def _strings(value: Any) -> Iterator[str]:

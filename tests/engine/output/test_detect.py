@@ -37,6 +37,16 @@ CALLS = {
         "CALL", f"<｜tool▁call▁begin｜>{{{{ call.function.name }}}}<｜tool▁sep｜>{HEADER}<｜tool▁call▁end｜>"
     )
     + "<｜tool▁calls▁end｜>",
+    "apertus": "<|tools_prefix|>["
+    + EACH.replace("CALL", f'{{"{{{{ call.function.name }}}}": {HEADER}}}{{{{ ", " if not loop.last }}}}')
+    + "]<|tools_suffix|>",
+    "solar_open": "<|tool_calls|>"
+    + EACH.replace(
+        "CALL",
+        "<|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ call.function.name }}<|tool_call:args|>"
+        f"{HEADER}<|tool_call:end|>",
+    )
+    + "<|calls|>",
     "kimi_k2": "<|tool_calls_section_begin|>"
     + EACH.replace(
         "CALL",
@@ -56,6 +66,18 @@ CALLS = {
         + ITEMS.replace("ITEM", "<arg_key>{{ key }}</arg_key><arg_value>" + VALUE + "</arg_value>")
         + "</tool_call>",
     ),
+    "hy3": "<tool_calls:opensource>\n"
+    + EACH.replace(
+        "CALL",
+        "<tool_call:opensource>{{ call.function.name }}<tool_sep:opensource>\n"
+        + ITEMS.replace(
+            "ITEM",
+            "<arg_key:opensource>{{ key }}</arg_key:opensource>\n"
+            f"<arg_value:opensource>{VALUE}</arg_value:opensource>\n",
+        )
+        + "</tool_call:opensource>\n",
+    )
+    + "</tool_calls:opensource>",
     "minimax_m2": "<minimax:tool_call>\n"
     + EACH.replace(
         "CALL",
@@ -137,6 +159,7 @@ def marks_of(found_in: TemplateTokenizer) -> ReasoningMarks | None:
             "<|channel>thought\n{{ message.reasoning }}\n<channel|>",
             ReasoningMarks("<|channel>thought\n", "<channel|>"),
         ),
+        ("<|think|>{{ message.reasoning }}<|end|>", ReasoningMarks("<|think|>", "<|end|>")),
         ("<my:thought>{{ message.reasoning }}</my:thought>", ReasoningMarks("<my:thought>", "</my:thought>")),
     ],
 )

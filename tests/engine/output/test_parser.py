@@ -235,6 +235,15 @@ def test_marks_of_other_forms_enclose_reasoning() -> None:
     assert (reasoning_of(deltas), text_of(deltas)) == ("hm", "So.")
 
 
+def test_messages_with_marks_around_them_are_reasoning_text_and_calls() -> None:
+    solar = OUTPUT_FORMATS["solar_open"].with_reasoning(ReasoningMarks("<|think|>", "<|end|>"))
+    call = written(solar, [("look_up", {"word": "owl"})])
+    text = f"<|think|>hm<|end|><|begin|>assistant<|content|>Wait.<|end|><|begin|>assistant{call}"
+    deltas = whole(solar, text, prompt="<|begin|>assistant")
+    assert (reasoning_of(deltas), text_of(deltas)) == ("hm", "Wait.")
+    assert answers.found_calls(deltas) == [("look_up", {"word": "owl"})]
+
+
 # ---- harmony
 
 
@@ -300,6 +309,16 @@ def test_a_harmony_call_without_a_body_has_no_arguments(end: str) -> None:
 def test_usual_variants_of_a_call_in_json_are_read(text: str) -> None:
     deltas = whole(HERMES, f"<tool_call>\n{text}\n</tool_call>")
     assert answers.found_calls(deltas) == [("look_up", {"word": "owl"})]
+    assert text_of(deltas) == ""
+
+
+def test_the_name_of_a_call_may_be_the_key_of_its_arguments() -> None:
+    apertus = OUTPUT_FORMATS["apertus"]
+    text = (
+        '<|tools_prefix|>[{"look_up": {"word": "owl"}}, {"name": "look_up", "arguments": {}}]<|tools_suffix|>'
+    )
+    deltas = whole(apertus, text)
+    assert answers.found_calls(deltas) == [("look_up", {"word": "owl"}), ("look_up", {})]
     assert text_of(deltas) == ""
 
 
@@ -380,6 +399,28 @@ def test_arguments_that_are_no_json_object_are_none(text: str) -> None:
     assert answers.found_calls(deltas) == [("look_up", None)]
 
 
+@pytest.mark.parametrize(
+    ("written_text", "text"),
+    [
+        (r"\ud83d\ude00", "😀"),
+        (r"\ud83d", "\ufffd"),
+        (r"a\uDE00b", "a\ufffdb"),
+        (r"\ude00\ud83d", "\ufffd\ufffd"),
+        (r"\\ud83d", r"\ud83d"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_replacement_character(written_text: str, text: str) -> None:
+    deltas = whole(HERMES, CALL.replace("owl", written_text))
+    assert answers.found_calls(deltas) == [("look_up", {"word": text})]
+    assert json.loads(arguments_of(deltas)) == {"word": text}
+    within = CALL.replace('{"word": "owl"}', json.dumps(f'{{"word": "{written_text}"}}'))
+    deltas = whole(HERMES, within)
+    assert answers.found_calls(deltas) == [("look_up", {"word": text})]
+    arguments_of(deltas).encode()
+    python = whole(OUTPUT_FORMATS["pythonic"], f"[look_up(word='{written_text}')]")
+    assert answers.found_calls(python) == [("look_up", {"word": text})]
+
+
 @pytest.mark.parametrize("open", ['{"a":', "["])
 def test_nesting_beyond_the_limit_is_malformed(open: str) -> None:
     text = CALL.replace('"owl"', open * 5_000)
@@ -446,12 +487,28 @@ def test_mistral_ids_have_nine_letters_and_digits() -> None:
     assert ids == ["abc123DEF", "000000000"]
 
 
+def test_solar_ids_have_ten_lowercase_letters_and_digits() -> None:
+    call = "<|tool_call:begin|>{}<|tool_call:name|>look_up<|tool_call:args|>{{}}<|tool_call:end|>"
+    text = f"<|tool_calls|>{call.format('a1b2c3d4e5')}{call.format('Odd')}<|calls|>"
+    deltas = whole(OUTPUT_FORMATS["solar_open"], text)
+    assert answers.found_calls(deltas) == [("look_up", {})] * 2
+    ids = [delta.id for delta in deltas if isinstance(delta, CallStarted)]
+    assert ids == ["a1b2c3d4e5", "0000000000"]
+
+
 def test_kimi_ids_are_the_models_own_and_never_twice_the_same() -> None:
     kimi = OUTPUT_FORMATS["kimi_k2"]
     call = "<|tool_call_begin|>functions.look_up:4<|tool_call_argument_begin|>{}<|tool_call_end|>"
     text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
     ids = [delta.id for delta in whole(kimi, text) if isinstance(delta, CallStarted)]
     assert ids == ["functions.look_up:4", "functions.look_up:1"]
+
+
+@pytest.mark.parametrize("id", ["", r"\ud800", "two words", "a" * 300])
+def test_a_text_that_is_no_id_is_replaced(id: str) -> None:
+    call = f'{{"id": "{id}", "name": "look_up", "arguments": {{}}}}'
+    deltas = whole(OUTPUT_FORMATS["kimi_k2"], f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>")
+    assert [delta.id for delta in deltas if isinstance(delta, CallStarted)] == ["functions.look_up:0"]
 
 
 # ---- calls in tags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rootstock.engine.output.calls import MAX_CALLS, Call, NewId, Tools
+from rootstock.engine.output.calls import MAX_CALLS, CallInProgress, NewId, Tools
 from rootstock.engine.output.deltas import (
     CallArguments,
     CallStarted,
@@ -77,7 +77,7 @@ class Prose:
             self._give(Markup(text))
 
 
-class Answer:
+class AnswerInProgress:
     """The deltas of one answer that were not taken yet."""
 
     def __init__(self, scanner: Scanner, tools: Tools, new_id: NewId) -> None:
@@ -122,8 +122,8 @@ class Answer:
 
     def call(
         self,
-        read: Callable[[Call], Reading[bool]],
-        rest: Callable[[Call], Reading[bool]],
+        read: Callable[[CallInProgress], Reading[bool]],
+        rest: Callable[[CallInProgress], Reading[bool]],
         prose: Prose,
     ) -> Reading[bool]:
         """Reads one call, whose text the scanner keeps. Returns whether another one of its section follows.
@@ -137,7 +137,7 @@ class Answer:
                 prose.end()
             self._give(delta)
 
-        call = Call(self.calls, self.tools, self._new_id, give)
+        call = CallInProgress(self.calls, self.tools, self._new_id, give)
         more = False
         try:
             try:
@@ -159,7 +159,9 @@ class Answer:
         return more and self.may_call
 
 
-def copy_rest(scanner: Scanner, call: Call, closings: Stops, openings: tuple[str, ...]) -> Reading[str]:
+def copy_rest(
+    scanner: Scanner, call: CallInProgress, closings: Stops, openings: tuple[str, ...]
+) -> Reading[str]:
     """Gives the rest of a malformed call as its arguments, up to a closing, which is consumed, or to an opening."""
     stop = yield from scanner.before(closings, call.write)
     if stop not in openings:

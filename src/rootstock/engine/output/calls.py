@@ -32,6 +32,7 @@ MAX_HEADER_CHARS = 1_024
 _NAME = re.compile(r"[\w.:/-]+")
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 _NINE_CHARS = re.compile("[A-Za-z0-9]{9}")
+_TEN_CHARS = re.compile("[a-z0-9]{10}")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _ID_KEYS = ("id", "tool_call_id")
@@ -58,8 +59,12 @@ def call_ids(ids: CallIds, random_text: RandomText) -> NewId:
                 if written and _NINE_CHARS.fullmatch(written):
                     yield written
                 yield from (random_text(9) for _ in count())
+            case CallIds.TEN_CHARS:
+                if written and _TEN_CHARS.fullmatch(written):
+                    yield written
+                yield from (random_text(10).lower() for _ in count())
             case CallIds.NUMBERED:
-                if written:
+                if written and _is_name(written):
                     yield written
                 yield from (f"functions.{name}:{number}" for number in count(index))
             case CallIds.RANDOM:
@@ -94,7 +99,7 @@ class Tools:
         return self._parameters.get(name, {})
 
 
-class Call:
+class CallInProgress:
     """A call that is being read. It gives its deltas."""
 
     def __init__(self, index: int, tools: Tools, new_id: NewId, give: Callable[[Delta], None]) -> None:
@@ -140,9 +145,12 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_value(text: str) -> Any:
-    """Parses JSON. Raises nothing: the value of a text that is no JSON is None."""
+    """Parses JSON. Raises nothing: the value of a text that is no JSON is None.
+
+    An escape may be half of a surrogate pair, which UTF-8 does not have. It becomes U+FFFD.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(without_halves(text), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
@@ -254,7 +262,7 @@ class JsonReader:
         return text
 
 
-def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[None]:
+def read_arguments(reader: JsonReader, scanner: Scanner, call: CallInProgress) -> Reading[None]:
     """Reads a value as a call's arguments, as it comes.
 
     Some models write the object as a string, or null for none.
@@ -273,13 +281,25 @@ def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[
 
 
 class JsonCall:
-    """Reading of a call that is a JSON object, with its members in any order."""
+    """Reading of a call that is a JSON object, with its members in any order.
 
-    def __init__(self, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool) -> None:
+    With `named_by_key`, it may be an object of one member: a tool's name and the arguments.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        call: CallInProgress,
+        marks: tuple[str, ...],
+        *,
+        known_only: bool,
+        named_by_key: bool,
+    ) -> None:
         self._scanner = scanner
         self._call = call
         self._reader = JsonReader(scanner, marks)
         self._known_only = known_only
+        self._named_by_key = named_by_key
         self._held: str | None = None  # arguments that come before the name
         self._id: str | None = None
 
@@ -297,7 +317,10 @@ class JsonCall:
         yield from scanner.skip_space()
         while not (yield from scanner.skips("}")):
             key = yield from self._reader.short_text()
-            if self._known_only and key not in _KNOWN_KEYS:
+            if self._named_by_key and self._call.name is None and key not in _KNOWN_KEYS:
+                self._start(key)
+                key = _ARGUMENT_KEYS[0]
+            elif self._known_only and key not in _KNOWN_KEYS:
                 raise Malformed  # an object of an answer in JSON: its text need not wait
             yield from scanner.skip_space()
             yield from scanner.expect(":")
@@ -345,7 +368,7 @@ def _ignore(_: str) -> None:
 
 
 def read_json_call(
-    calls: JsonCalls, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool
+    calls: JsonCalls, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call and the text up to the next one. Returns whether there is one.
 
@@ -354,7 +377,9 @@ def read_json_call(
     yield from scanner.skips("[")
     yield from scanner.skip_space()
     try:
-        yield from JsonCall(scanner, call, marks, known_only=known_only or not calls.opening).read()
+        known_only = known_only or not calls.opening
+        named_by_key = not calls.name_key
+        yield from JsonCall(scanner, call, marks, known_only=known_only, named_by_key=named_by_key).read()
     except EndOfText:
         raise
     except Malformed:
@@ -379,7 +404,7 @@ def _to_next_object(calls: JsonCalls, scanner: Scanner) -> Reading[bool]:
 
 
 def read_header_call(
-    calls: HeaderCalls, scanner: Scanner, call: Call, marks: tuple[str, ...], *, known_only: bool
+    calls: HeaderCalls, scanner: Scanner, call: CallInProgress, marks: tuple[str, ...], *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after its opening, and the text up to the next one. Returns whether there is one."""
     header: list[str] = []

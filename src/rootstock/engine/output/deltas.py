@@ -91,7 +91,7 @@ class TextOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class WholeCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
@@ -99,19 +99,19 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WholeAnswer:
     """A whole answer. Calls that are incomplete or malformed are part of its text."""
 
     text: str
     reasoning: str
-    calls: tuple[Call, ...]
+    calls: tuple[WholeCall, ...]
 
 
-def answer_of(parser: DeltaParser, text: str) -> Answer:
+def answer_of(parser: DeltaParser, text: str) -> WholeAnswer:
     """Parses the whole text of an answer."""
     texts: list[str] = []
     reasoning: list[str] = []
-    calls: list[Call] = []
+    calls: list[WholeCall] = []
     started: dict[int, tuple[CallStarted, list[str]]] = {}
     for delta in [*parser.push(text), *parser.finish()]:
         match delta:
@@ -128,7 +128,7 @@ def answer_of(parser: DeltaParser, text: str) -> Answer:
                 if arguments is None:
                     texts.append(raw)
                 else:
-                    calls.append(Call(start.id, start.name, arguments, "".join(parts)))
+                    calls.append(WholeCall(start.id, start.name, arguments, "".join(parts)))
             case Markup():
                 pass
-    return Answer("".join(texts), "".join(reasoning), tuple(calls))
+    return WholeAnswer("".join(texts), "".join(reasoning), tuple(calls))

@@ -18,6 +18,7 @@ from rootstock.engine.conversation.types import Tool
 from rootstock.engine.output.deltas import CallEnded, CallStarted, ReasoningDelta, TextDelta
 from rootstock.engine.output.formats import (
     KNOWN_REASONING,
+    MESSAGE_REASONING,
     OUTPUT_FORMATS,
     PLAIN,
     OutputFormat,
@@ -214,7 +215,7 @@ def _rendered_thoughts(tokenizer: ModelTokenizer) -> Iterator[str]:
 
 
 def _marks_around(before: str, after: str) -> ReasoningMarks | None:
-    for marks in KNOWN_REASONING:
+    for marks in (*KNOWN_REASONING, MESSAGE_REASONING):
         if before.rstrip().endswith(marks.opening.rstrip()) and after.lstrip().startswith(marks.closing):
             return marks
     opening, closing = _OPENING.search(before), _CLOSING.match(after)

@@ -18,6 +18,7 @@ class CallIds(Enum):
 
     RANDOM = "random"  # call_ and 24 letters and digits
     NINE_CHARS = "nine_chars"  # nine letters and digits, the model's if it writes one
+    TEN_CHARS = "ten_chars"  # ten lowercase letters and digits, the model's if it writes one
     NUMBERED = "numbered"  # the model's: functions.NAME:NUMBER
 
 
@@ -39,7 +40,9 @@ class JsonCalls:
     opening: str = ""
     closing: str = ""
     array: bool = False  # the template writes an array; both are read
-    name_key: str = "name"  # that the template writes; other usual ones are read
+    name_key: str = (
+        "name"  # that the template writes; other usual ones are read. "": the name is the arguments' key
+    )
     arguments_key: str = "arguments"
     padding: str = "\n"  # between the markers and the JSON, as the template writes it
 
@@ -51,7 +54,7 @@ class HeaderCalls:
     opening: str
     header: str  # a pattern of the header with the groups "name" and perhaps "id"
     header_end: str
-    written_header: str  # as the template writes it, with {name}
+    written_header: str  # as the template writes it, with {name} and perhaps {index} or {id}
     closing: str = ""
     section: tuple[str, str] = ("", "")  # around all calls
     tail: str = ""  # between the arguments and the closing
@@ -214,6 +217,7 @@ HARMONY_MARKS = frozenset(
 THINK = ReasoningMarks("<think>", "</think>")
 
 # Marks of reasoning that no tag encloses, or that differ from each other. Others are found by their shape.
+# The closing alone tells of reasoning.
 KNOWN_REASONING = (
     THINK,
     ReasoningMarks("[THINK]", "[/THINK]"),  # Mistral
@@ -227,6 +231,7 @@ KNOWN_REASONING = (
     ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),  # Apriel
     ReasoningMarks("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
+MESSAGE_REASONING = ReasoningMarks("<|think|>", "<|end|>")  # Solar Open: each of its messages ends so
 
 _MAX_PROMPT_SPACE = 16
 _QUOTED = ValueType.OF_SCHEMA
@@ -279,6 +284,20 @@ def _equals_tags(section: str, padding: str, newline: str = "\n") -> TaggedCalls
     )
 
 
+def _suffixed_tags(suffix: str) -> TaggedCalls:
+    """Returns calls with a tag per key and per value, whose names all end in `suffix`."""
+    return TaggedCalls(
+        opening=f"<tool_call{suffix}>",
+        name_ends=(f"<tool_sep{suffix}>",),
+        key_opening=f"<arg_key{suffix}>",
+        key_ends={f"</arg_key{suffix}>": _QUOTED},
+        value_opening=f"<arg_value{suffix}>",
+        value_closing=f"</arg_value{suffix}>",
+        closing=f"</tool_call{suffix}>",
+        section=(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),
+    )
+
+
 def _key_value_tags(call: str, prefix: str = "", newline: str = "\n") -> TaggedCalls:
     """Returns calls with a tag per key and per value: <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>…"""
     return TaggedCalls(
@@ -318,6 +337,7 @@ _CALLS: Mapping[str, CallFormat] = {
     "internlm2": JsonCalls("<|action_start|><|plugin|>", "<|action_end|>", arguments_key="parameters"),
     "gigachat3": JsonCalls("function call<|role_sep|>\n", padding=""),
     "gigachat31": JsonCalls("<|function_call|>", padding=""),
+    "apertus": JsonCalls("<|tools_prefix|>", "<|tools_suffix|>", array=True, name_key="", padding=""),
     "mistral": HeaderCalls(  # Mistral since v11, Devstral, Magistral, Ministral 3
         "[TOOL_CALLS]",
         r"(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>[^\[\]{}\s]+))?",
@@ -345,6 +365,14 @@ _CALLS: Mapping[str, CallFormat] = {
         "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "solar_open": HeaderCalls(
+        "<|tool_call:begin|>",
+        r"(?P<id>[^<>\s]+)<\|tool_call:name\|>(?P<name>[^<>\n]+)",
+        "<|tool_call:args|>",
+        "{id}<|tool_call:name|>{name}",
+        "<|tool_call:end|>",
+        ("<|tool_calls|>", "<|calls|>"),
+    ),
     "qwen3_coder": _equals_tags("tool_call", "\n"),  # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
     "mimo": _equals_tags("tool_call", "", newline=""),  # MiMo V2
     "seed_oss": _equals_tags("seed:tool_call", ""),
@@ -354,6 +382,7 @@ _CALLS: Mapping[str, CallFormat] = {
     "glm45": _key_value_tags("tool_call"),  # GLM 4.5 and 4.6, Ling 3
     "glm47": _key_value_tags("tool_call", newline=""),  # GLM 4.7 and 5, Laguna, Spark 2.5
     "longcat": _key_value_tags("longcat_tool_call", "longcat_"),
+    "hy3": _suffixed_tags(":opensource"),  # Hunyuan 3
     "minimax_m2": _named_tags("minimax:tool_call"),
     "minicpm5": replace(_named_tags("", "", "function", "param"), newline=""),
     "muse_spark": _named_tags("atem:function_calls", "atem:"),
@@ -378,10 +407,16 @@ _CALLS: Mapping[str, CallFormat] = {
     "gemma4": BareKeyCalls("<|tool_call>", "<tool_call|>", '<|"|>'),
     "function_gemma": BareKeyCalls("<start_function_call>", "<end_function_call>", "<escape>"),
 }
-_IDS = {"mistral": CallIds.NINE_CHARS, "mistral_json": CallIds.NINE_CHARS, "kimi_k2": CallIds.NUMBERED}
+_IDS = {
+    "mistral": CallIds.NINE_CHARS,
+    "mistral_json": CallIds.NINE_CHARS,
+    "solar_open": CallIds.TEN_CHARS,
+    "kimi_k2": CallIds.NUMBERED,
+}
 _FRAMES = {
     "command": _COMMAND_FRAME,
     "kimi_k3": _KIMI_K3_FRAME,
+    "solar_open": ("<|begin|>assistant", "<|content|>", "<|end|>", "<|flush|>"),
     "gemma4": ("<|tool_response>",),
     "llama3_json": ("<|python_tag|>",),
     "pythonic": ("<|python_start|>", "<|python_end|>"),

@@ -28,6 +28,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _BARE_SCHEMA_KEYS = frozenset({"type", "title", "description", "default"})
 _PYTHON_WORDS = {"string": "PYTHON_STRING", "boolean": '"True" | "False"', "null": '"None"'}
 _INDEX = "\x00"  # stands for a number in a text
+_ID = "\x01"  # stands for ten letters and digits
+_PATTERNS = {_INDEX: "/[0-9]{1,4}/", _ID: "/[a-z0-9]{10}/"}
 
 
 def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
@@ -106,9 +108,11 @@ class _Grammar:
         match self._format.shape.calls:
             case JsonCalls() as calls:
                 head = f'{{"{calls.name_key}": {json.dumps(tool.name)}, "{calls.arguments_key}": '
+                if not calls.name_key:
+                    head = f"{{{json.dumps(tool.name)}: "
                 return f"{self._text(head)} {self._json(rule, _schema(tool))} {self._text('}')}"
             case HeaderCalls() as calls:
-                header = calls.written_header.format(name=tool.name, index=_INDEX)
+                header = calls.written_header.format(name=tool.name, index=_INDEX, id=_ID)
                 arguments = self._json(rule, _schema(tool))
                 head = f"{calls.opening}{header}{calls.header_end}"
                 return f"{self._text(head)} {arguments} {self._text(calls.tail + calls.closing)}"
@@ -228,13 +232,8 @@ class _Grammar:
 
 
 def _strings(text: str) -> list[str]:
-    pieces: list[str] = []
-    for i, piece in enumerate(text.split(_INDEX)):
-        if i:
-            pieces.append("/[0-9]{1,4}/")
-        if piece:
-            pieces.append(json.dumps(piece, ensure_ascii=False))
-    return pieces
+    pieces = re.split(f"([{_INDEX}{_ID}])", text)
+    return [_PATTERNS.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece]
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

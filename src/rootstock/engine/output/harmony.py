@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
-from rootstock.engine.output.answer import MAX_HELD_CHARS, Answer, Prose, copy_rest
-from rootstock.engine.output.calls import MAX_HEADER_CHARS, Call, JsonReader, read_arguments
+from rootstock.engine.output.answer import MAX_HELD_CHARS, AnswerInProgress, Prose, copy_rest
+from rootstock.engine.output.calls import MAX_HEADER_CHARS, CallInProgress, JsonReader, read_arguments
 from rootstock.engine.output.formats import HARMONY_MARKS
 from rootstock.engine.output.scanner import EndOfText, Malformed, Reading, Stops
 
@@ -26,7 +26,7 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyReader:
-    def __init__(self, answer: Answer, prompt: str) -> None:
+    def __init__(self, answer: AnswerInProgress, prompt: str) -> None:
         self._answer = answer
         self._scanner = answer.scanner
         start = prompt.rfind(_START)
@@ -82,7 +82,7 @@ class HarmonyReader:
             return name.removeprefix(_FUNCTIONS)
         return name if name in self._answer.tools else None
 
-    def _call(self, call: Call, function: str) -> Reading[bool]:
+    def _call(self, call: CallInProgress, function: str) -> Reading[bool]:
         yield from self._scanner.expect(_MESSAGE)
         call.start(function, known_only=False)
         self._scanner.keep_all()
@@ -101,7 +101,7 @@ class HarmonyReader:
                 return True
         return False
 
-    def _rest(self, call: Call) -> Reading[bool]:
+    def _rest(self, call: CallInProgress) -> Reading[bool]:
         yield from copy_rest(self._scanner, call, _BETWEEN, (_START, _CHANNEL))
         return False
 

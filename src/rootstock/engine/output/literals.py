@@ -7,13 +7,14 @@ and marks instead of quotes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rootstock.engine.limits import MAX_JSON_DEPTH
 from rootstock.engine.output.calls import (
     MAX_HEADER_CHARS,
     REPLACEMENT,
-    Call,
+    CallInProgress,
     is_surrogate_pair,
     json_text,
     json_value,
@@ -103,32 +104,31 @@ class LiteralReader:
     def _list(self, end: str) -> Reading[None]:
         self._scanner.take(1)
         self._give("[")
-        yield from self._scanner.skip_space()
-        first = True
-        while not (yield from self._scanner.skips(end)):
-            if not first:
-                self._give(", ")
-            first = False
-            yield from self.value()
-            yield from self._separator(end)
+        yield from self._separated(end, self.value)
         self._give("]")
 
     def items(self, end: str) -> Reading[None]:
         """Reads an object with its brackets."""
         self._scanner.take(1)
         self._give("{")
-        yield from self._scanner.skip_space()
-        first = True
-        while not (yield from self._scanner.skips(end)):
-            if not first:
-                self._give(", ")
-            first = False
-            yield from self._key()
-            self._give(": ")
-            yield from self._scanner.skip_space()
-            yield from self.value()
-            yield from self._separator(end)
+        yield from self._separated(end, self._item)
         self._give("}")
+
+    def _item(self) -> Reading[None]:
+        yield from self._key()
+        self._give(": ")
+        yield from self._scanner.skip_space()
+        yield from self.value()
+
+    def _separated(self, end: str, part: Callable[[], Reading[None]]) -> Reading[None]:
+        """Reads parts with commas between them, and the bracket after the last one."""
+        yield from self._scanner.skip_space()
+        before = ""
+        while not (yield from self._scanner.skips(end)):
+            self._give(before)
+            before = ", "
+            yield from part()
+            yield from self._separator(end)
 
     def _separator(self, end: str) -> Reading[None]:
         yield from self._scanner.skip_space()
@@ -177,7 +177,7 @@ class LiteralReader:
                 raise Malformed
             self._scanner.take(1 + chars)
             point = int(digits, 16)
-            if 0xD800 <= point < 0xE000:  # as JSON's own escape, if it is half of a pair
+            if 0xD800 <= point < 0xE000:  # two escapes of JSON, if they are the halves of one character
                 both = f"\\u{point:04x}" + (yield from self._scanner.peek(6))
                 if is_surrogate_pair(both):
                     self._scanner.take(6)
@@ -240,7 +240,7 @@ def python_value(text: str) -> str | None:
 
 
 def read_pythonic_call(
-    calls: PythonicCalls, scanner: Scanner, call: Call, *, known_only: bool
+    calls: PythonicCalls, scanner: Scanner, call: CallInProgress, *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after the bracket of the list if it is the first one, and the text up to the next one."""
     yield from scanner.skips("[")
@@ -270,7 +270,7 @@ def read_pythonic_call(
     return False
 
 
-def _keyword_arguments(scanner: Scanner, call: Call) -> Reading[None]:
+def _keyword_arguments(scanner: Scanner, call: CallInProgress) -> Reading[None]:
     yield from scanner.expect("(")
     yield from scanner.skip_space()
     reader = LiteralReader(scanner, PYTHON, call.write)
@@ -295,7 +295,7 @@ def _keyword_arguments(scanner: Scanner, call: Call) -> Reading[None]:
 
 
 def read_bare_key_call(
-    calls: BareKeyCalls, scanner: Scanner, call: Call, *, known_only: bool
+    calls: BareKeyCalls, scanner: Scanner, call: CallInProgress, *, known_only: bool
 ) -> Reading[bool]:
     """Reads one call, after its opening, and the text up to the next one."""
     yield from scanner.skip_space()

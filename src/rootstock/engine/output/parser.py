@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rootstock.engine.conversation.types import Tool
-from rootstock.engine.output.answer import MAX_HELD_CHARS, Answer, Prose, copy_rest
+from rootstock.engine.output.answer import MAX_HELD_CHARS, AnswerInProgress, Prose, copy_rest
 from rootstock.engine.output.calls import (
-    Call,
+    CallInProgress,
     RandomText,
     Tools,
     call_ids,
@@ -51,7 +51,7 @@ class OutputParser:
     ) -> None:
         """`prompt` is the rendered prompt, whose end may open the reasoning. Without tools, no calls are parsed."""
         self._scanner = Scanner()
-        self._answer = Answer(self._scanner, Tools(tools), call_ids(format.ids, random_text))
+        self._answer = AnswerInProgress(self._scanner, Tools(tools), call_ids(format.ids, random_text))
         match format.shape:
             case Harmony():
                 self._reading = HarmonyReader(self._answer, prompt).read()
@@ -78,7 +78,7 @@ class OutputParser:
 class _CallReader:
     """Readings of the calls of one format, behind the markers that open them."""
 
-    def __init__(self, calls: CallFormat, answer: Answer) -> None:
+    def __init__(self, calls: CallFormat, answer: AnswerInProgress) -> None:
         self._calls = calls
         self._answer = answer
         self._scanner = answer.scanner
@@ -102,7 +102,7 @@ class _CallReader:
         is_json = isinstance(self._calls, JsonCalls)
         is_first = True
 
-        def read(call: Call) -> Reading[bool]:
+        def read(call: CallInProgress) -> Reading[bool]:
             nonlocal is_json, is_first
             if is_first and opening:
                 self._scanner.take(len(opening))
@@ -125,7 +125,7 @@ class _CallReader:
             return (yield from self._scanner.peek(2)) == "[{"
         return first in ("{", "[")
 
-    def _read(self, call: Call, *, is_json: bool, known_only: bool) -> Reading[bool]:
+    def _read(self, call: CallInProgress, *, is_json: bool, known_only: bool) -> Reading[bool]:
         if is_json:
             return read_json_call(self._json, self._scanner, call, self._marks, known_only=known_only)
         match self._calls:
@@ -141,7 +141,7 @@ class _CallReader:
             case BareKeyCalls() as calls:
                 return read_bare_key_call(calls, self._scanner, call, known_only=known_only)
 
-    def _rest(self, call: Call) -> Reading[bool]:
+    def _rest(self, call: CallInProgress) -> Reading[bool]:
         stop = yield from copy_rest(self._scanner, call, self._rest_stops, self.openings)
         if stop == self._calls.closing and self.section_opening != self._calls.opening:
             return (yield from to_next_opening(self._calls.opening, self._closings[-1], self._scanner))
@@ -151,7 +151,7 @@ class _CallReader:
 class _MarkedReader:
     """Reading of an answer that is text with marks around reasoning and calls."""
 
-    def __init__(self, shape: Marked, answer: Answer) -> None:
+    def __init__(self, shape: Marked, answer: AnswerInProgress) -> None:
         self._reasoning: ReasoningMarks | None = shape.reasoning
         self._frame = shape.frame
         self._answer = answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rootstock.engine.output.calls import (
     MAX_HEADER_CHARS,
-    Call,
+    CallInProgress,
     JsonReader,
     json_text,
     read_arguments,
@@ -26,7 +26,7 @@ class TaggedReader:
         self._ends_of_key = Stops(calls.key_ends)
         self._end_of_value = Stops([calls.value_closing])
 
-    def read(self, scanner: Scanner, call: Call, *, known_only: bool) -> Reading[bool]:
+    def read(self, scanner: Scanner, call: CallInProgress, *, known_only: bool) -> Reading[bool]:
         """Reads one call, after its opening, and the text up to the next one. Returns whether there is one."""
         calls = self._calls
         yield from self._name(scanner, call, known_only=known_only)
@@ -40,7 +40,7 @@ class TaggedReader:
             call.is_complete = True
         return (yield from to_next_opening(calls.opening, calls.section[1], scanner))
 
-    def _name(self, scanner: Scanner, call: Call, *, known_only: bool) -> Reading[None]:
+    def _name(self, scanner: Scanner, call: CallInProgress, *, known_only: bool) -> Reading[None]:
         calls = self._calls
         yield from scanner.skip_space()
         name: list[str] = []
@@ -55,7 +55,7 @@ class TaggedReader:
             yield from scanner.before(self._end_of_tag, _ignore, MAX_HEADER_CHARS)
             yield from scanner.expect(calls.tag_end)
 
-    def _arguments(self, scanner: Scanner, call: Call) -> Reading[None]:
+    def _arguments(self, scanner: Scanner, call: CallInProgress) -> Reading[None]:
         calls = self._calls
         before = "{"
         while not (yield from scanner.skips(calls.closing)):

@@ -65,11 +65,11 @@ def _harmony(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _json_object(form: JsonCalls, name: str, arguments: Mapping[str, Any]) -> str:
-    return _json({form.name_key: name, form.arguments_key: arguments})
+    return _json({form.name_key: name, form.arguments_key: arguments} if form.name_key else {name: arguments})
 
 
 def _header_call(form: HeaderCalls, index: int, name: str, arguments: Mapping[str, Any]) -> str:
-    header = form.written_header.format(name=name, index=index)
+    header = form.written_header.format(name=name, index=index, id=f"call{index:06}")
     return f"{form.opening}{header}{form.header_end}{_json(arguments)}{form.tail}{form.closing}"
 
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from rootstock.cache.types import Tokens
 from rootstock.engine.output.deltas import (
-    Answer,
-    Call,
     CallArguments,
     CallEnded,
     CallStarted,
@@ -24,6 +22,8 @@ from rootstock.engine.output.deltas import (
     ReasoningDelta,
     TextDelta,
     TextOnly,
+    WholeAnswer,
+    WholeCall,
     answer_of,
 )
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
@@ -140,7 +140,7 @@ class ChatFormat:
             "stop_reason": end.stopped_by,
         }
 
-    def _message(self, answer: Answer) -> Json:
+    def _message(self, answer: WholeAnswer) -> Json:
         calls = answer.calls if self._calls.parallel else answer.calls[:1]
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.reasoning:
@@ -153,7 +153,7 @@ class ChatFormat:
                 message["tool_calls"] = [self._call(call) for call in calls]
         return message
 
-    def _call(self, call: Call) -> Json:
+    def _call(self, call: WholeCall) -> Json:
         if call.name in self._calls.custom:
             custom = {"name": call.name, "input": _input_of(call.arguments)}
             return {"id": call.id, "type": "custom", "custom": custom}
