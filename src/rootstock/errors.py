@@ -114,6 +114,7 @@ class JsonTooComplex(RequestError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"The body of the request has {detail}. Send less in one request.")
+        self.detail = detail
 
 
 class InvalidParameter(RequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rootstock.engine.limits import MAX_BODY_OBJECTS
 from rootstock.errors import (
     HistoryTooLong,
     InvalidOption,
@@ -144,6 +146,15 @@ def test_a_long_history_is_refused_before_it_is_read(
     monkeypatch.setattr(store_module, "MAX_HISTORY_BYTES", 40)
     with pytest.raises(HistoryTooLong, match="more than 40 bytes"):
         store.history(TENANT, ids[4])
+
+
+def test_a_history_of_too_many_values_is_refused_before_it_is_parsed(store: ResponseStore) -> None:
+    many = json.dumps([{"type": "message", "extra": [{}] * (MAX_BODY_OBJECTS * 2 // 3)}])
+    for i in range(2):
+        store.put(TENANT, NewResponse(f"r{i}", f"r{i - 1}" if i else None, "{}", many, "[]"))
+    assert len(store.history(TENANT, "r0")) == 1
+    with pytest.raises(HistoryTooLong, match="more than 131,072 lists, objects and fields of objects"):
+        store.history(TENANT, "r1")
 
 
 def test_responses_that_wait_are_bounded(

@@ -6,6 +6,7 @@ that begin with one are a chain. Eviction removes whole chains: a chain without 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sqlite3
@@ -24,10 +25,12 @@ from typing import Any, TypeVar
 from rootstock.errors import (
     HistoryTooLong,
     InvalidOption,
+    JsonTooComplex,
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStoreFailed,
 )
+from rootstock.server.request_bodies import check_shape
 from rootstock.tiers.disk.index import is_damage
 from rootstock.units import MIB
 
@@ -253,11 +256,16 @@ class ResponseStore:
             raise HistoryTooLong(id, f"more than {MAX_DEPTH:,} responses")
         if sum(size for _, _, size in rows) > MAX_HISTORY_BYTES:
             raise HistoryTooLong(id, f"more than {MAX_HISTORY_BYTES:,} bytes")
-        items: list[Any] = []
+        lists: list[bytes] = []
         for each, _, _ in rows:
-            stored = self._get(tenant, each)
-            items += stored.input
-            items += stored.output
+            packed = self._db.execute("SELECT input, output FROM responses WHERE id = ?", (each,)).fetchone()
+            lists += map(zlib.decompress, packed)
+        text = b"[%s]" % b",".join(lists)
+        try:
+            check_shape(text)
+        except JsonTooComplex as error:
+            raise HistoryTooLong(id, error.detail) from error
+        items = list(itertools.chain.from_iterable(_parsed(text)))
         (chain,) = self._db.execute("SELECT chain FROM responses WHERE id = ?", (id,)).fetchone()
         self._tenants[tenant].chains.move_to_end(chain)
         return items
@@ -344,4 +352,8 @@ def _set_aside(path: Path, error: sqlite3.Error) -> None:
 
 
 def _unpacked(packed: bytes) -> Any:
-    return json.loads(zlib.decompress(packed).decode(errors="surrogatepass"))
+    return _parsed(zlib.decompress(packed))
+
+
+def _parsed(text: bytes) -> Any:
+    return json.loads(text.decode(errors="surrogatepass"))
