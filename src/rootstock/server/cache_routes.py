@@ -92,6 +92,7 @@ def cache_routes(
         if not salt:
             refuse_unless(is_operator(request), config)
         model.tokenizer.forget(salt or None)
+        model.fingerprints.forget(salt or None)
         return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
 
     return router

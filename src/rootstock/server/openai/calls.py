@@ -15,6 +15,7 @@ from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_toke
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
+from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.openai.answers import (
     ChatFormat,
     ChoiceFormat,
@@ -29,7 +30,7 @@ from rootstock.server.openai.schema import (
     ExplainRequest,
     GenerationFields,
 )
-from rootstock.server.wire import Call, Json, ServedModel
+from rootstock.server.wire import Call, Diagnose, Json, ServedModel
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -46,6 +47,8 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
+    diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+    model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
         model.model_tokenizer,
@@ -56,8 +59,9 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
         model,
         body,
         format,
-        chat.requests(id, n, sampling, stop),
+        chat.requests(id, n, sampling, stop, diagnose=diagnose is not None),
         chat.dropped,
+        diagnose,
     )
 
 
@@ -120,10 +124,11 @@ def _call(
     format: ChoiceFormat,
     requests: tuple[Request, ...],
     dropped: tuple[DroppedHead, ...] = (),
+    diagnose: Diagnose | None = None,
 ) -> Call:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return model.call(
-        OpenAIFormat(format, include_usage),
+        OpenAIFormat(format, include_usage, diagnose),
         requests,
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),
