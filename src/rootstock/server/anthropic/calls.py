@@ -14,6 +14,7 @@ from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
 from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
 from rootstock.server.cache_diagnostics import anthropic_diagnose
+from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 
@@ -62,6 +63,14 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
         cleared = sum(edit["cleared_input_tokens"] for edit in applied)
         counted["context_management"] = {"original_input_tokens": prompt_tokens + cleared}
     return counted
+
+
+def explained_prompt(model: ServedModel, body: PromptFields, tenant: str) -> ExplainedPrompt:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    model.refuse_other(body.model)
+    body.refuse_unsupported()
+    _, chat, _ = _prepared(model, body, salt_of(tenant, body.cache_salt), tenant)
+    return ExplainedPrompt.of_chat(chat)
 
 
 def _prepared(

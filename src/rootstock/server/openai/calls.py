@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
@@ -16,6 +15,7 @@ from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.server.cache_diagnostics import openai_diagnose
+from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.openai.answers import (
     ChatFormat,
     ChoiceFormat,
@@ -97,25 +97,21 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     )
 
 
-def explained_prompt(
-    model: ServedModel, body: ExplainRequest, salt: str, tenant: str
-) -> tuple[Tokens, int, tuple[DroppedHead, ...]]:
-    """Returns a prompt, how many of its tokens are sampled ids of earlier answers, and the dropped volatile heads.
-
-    Renders and tokenizes: not for an event loop. Raises RequestError.
-    """
+def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> ExplainedPrompt:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
     model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
+    salt = salt_of(tenant, body.cache_salt)
     if body.messages is not None:
         chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
-        return chat.prompt.tokens, chat.prompt.sampled_tokens, chat.dropped
+        return ExplainedPrompt.of_chat(chat)
     prompts = prompts_of(body.prompt, model.tokenizer)
     if len(prompts) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return prompts[0].tokens, 0, ()
+    return ExplainedPrompt(prompts[0].tokens, salt)
 
 
 def _call(

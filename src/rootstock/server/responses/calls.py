@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.types import Conversation, Message, Text
 from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
@@ -83,9 +82,9 @@ class Responses:
         _refuse_many_logprobs(call, model.context_limit)
         return call
 
-    def tokens(self, body: ResponseRequest, tenant: str) -> Tokens:
-        """Returns the prompt. Not for an event loop. Raises RequestError."""
-        return self._prepared(body, tenant).chat.prompt.tokens
+    def chat(self, body: ResponseRequest, tenant: str) -> PreparedChat:
+        """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
+        return self._prepared(body, tenant).chat
 
     def _prepared(self, body: ResponseRequest, tenant: str) -> _Prepared:
         self.model.refuse_other(body.model)
