@@ -158,7 +158,7 @@ def test_the_part_that_has_changed_is_named_with_the_tokens_that_it_cost(
         diagnose = api.diagnose_stream if streams else api.diagnose
         first = api.ask()
         for prompt, part in (
-            ((ASKED, RULES, ("look_up",)), "tools"),
+            ((ASKED, RULES, ("look_up_a_word_in_the_dictionary", "count_the_words_of_a_book")), "tools"),
             ((ASKED, "Answer in one word."), "system"),
             ((OTHER, RULES), "messages"),
         ):
