@@ -300,6 +300,22 @@ def test_a_call_that_is_serialized_anew_is_found(arguments: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("ids_after", [[], ["\n"], ["<|endoftext|>"]])
+def test_a_call_that_ends_an_answer_otherwise_than_the_template_is_found(ids_after: list[str]) -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked = [user("What is a tree?")]
+    prompt = prompt_of(tokenizer, asked, tools=TOOLS)
+    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    own = sampled(tokenizer, " ", "<tool_call>", body, "</tool_call>")
+    prompt.place.remember_call("call_1", "look_up", ARGUMENTS, RAW)
+    remembered(prompt, [*own, *sampled(tokenizer, *ids_after)])
+    following = prompt_of(
+        tokenizer, [*asked, called(ARGUMENTS), {"role": "tool", "content": "A plant."}], tools=TOOLS
+    )
+    assert_begins_with(following, np.concatenate((prompt.tokens, np.array(own, np.int32))))
+    assert tokenizer.answers.counters.restored_calls == 1
+
+
 @pytest.mark.parametrize("content", ["The reader asks.", "The reader asks.\n"])
 def test_white_space_beside_a_call_is_the_templates(content: str) -> None:
     tokenizer = prompt_tokenizer("qwen3")

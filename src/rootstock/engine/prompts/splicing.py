@@ -142,7 +142,7 @@ class _Alignment:
         at = here = run = 0  # in the answer, in the text, and where the current run begins in the answer
         while True:
             count = common_chars(own[at:], self._text[here:])
-            if count:
+            if count or skipped:  # an answer may be cut right behind a call
                 self._equal.append((at, here, count))
                 at, here = at + count, here + count
             if at == len(own):
