@@ -187,6 +187,21 @@ def test_a_prompt_that_repeats_an_earlier_one_hits(serve: Any, name: str, stream
 
 
 @each_api
+def test_a_change_costs_nothing_if_another_request_has_left_the_prompt(serve: Any, name: str) -> None:
+    with serve() as served:
+        api = APIS[name](served.client)
+        first = api.ask()
+        api.ask(OTHER)
+        told = api.diagnose(first, OTHER)
+        assert cause(told) == "none"
+        if name == "messages":  # compares the requests, whatever the cache holds
+            expected = {"type": "messages_changed", "cache_missed_input_tokens": 0}
+            assert told["cache_miss_reason"] == expected
+        else:
+            assert told["type"] == "cache_hit"
+
+
+@each_api
 def test_a_request_that_does_not_ask_is_told_nothing(served: Any, name: str) -> None:
     api = APIS[name](served.client)
     body = api.post().json()

@@ -101,14 +101,16 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
     """Returns the `prompt_cache_diagnostics` of a response that names an earlier one."""
     if isinstance(comparison, EarlierNotFound):
         return {"type": "comparison_response_not_found", "rootstock": cause_of(diagnosis)}
+    missed = _missed(diagnosis, comparison)
+    if missed == 0:  # another request may have left what the earlier one did not
+        return {"type": "cache_hit", "rootstock": cause_of(diagnosis)}
     if comparison.change is None:
-        kind = "cache_hit" if diagnosis.cause == "none" else "unavailable"
-        return {"type": kind, "rootstock": cause_of(diagnosis)}
+        return {"type": "unavailable", "rootstock": cause_of(diagnosis)}
     reason = _OPENAI_SETTINGS.get(comparison.setting or "", _OPENAI_REASONS[comparison.change])
     return {
         "type": "cache_miss",
         "reason": reason,
-        "cache_missed_tokens": _missed(diagnosis, comparison),
+        "cache_missed_tokens": missed,
         "comparison_reusable_tokens": comparison.earlier_prompt_tokens,
         "rootstock": cause_of(diagnosis),
     }
@@ -116,4 +118,6 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
 
 def _missed(diagnosis: Diagnosis, comparison: Comparison) -> int:
     """Counts the tokens of the earlier prompt that this one computes again, at most."""
-    return max(0, min(comparison.earlier_prompt_tokens, diagnosis.prompt_tokens) - diagnosis.cached_tokens)
+    # Every prompt computes its last token.
+    reusable = min(comparison.earlier_prompt_tokens, diagnosis.prompt_tokens - 1)
+    return max(0, reusable - diagnosis.cached_tokens)

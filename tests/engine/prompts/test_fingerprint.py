@@ -39,6 +39,7 @@ BASE = Conversation((SYSTEM, ASKED), (TOOL,), options={"reasoning_effort": "low"
 
 MISS = Diagnosis(100, 10, 10, "diverged", 10, 90, "…")
 HIT = Diagnosis(100, 90, 90, "none", None, 0, "…")
+ALL = Diagnosis(100, 99, 99, "none", None, 0, "…")
 EVICTED = Diagnosis(100, 10, 10, "evicted", 10, 70, "…")
 
 
@@ -182,6 +183,8 @@ def test_a_hit_has_no_diagnostics_for_anthropics_clients() -> None:
         (HIT, Comparison(None, earlier_prompt_tokens=80), {"type": "cache_hit"}),
         (EVICTED, Comparison(None, earlier_prompt_tokens=80), {"type": "unavailable"}),
         (HIT, EarlierNotFound(), {"type": "comparison_response_not_found"}),
+        (HIT, Comparison("messages", earlier_prompt_tokens=80), {"type": "cache_hit"}),
+        (ALL, Comparison(None, earlier_prompt_tokens=100), {"type": "cache_hit"}),
         *(
             (
                 MISS,
