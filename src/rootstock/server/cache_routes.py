@@ -16,6 +16,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.errors import RequestError
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import Explainer
@@ -71,7 +72,12 @@ def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, expla
     @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a prompt is cached, and why not more."""
-        return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+        try:
+            return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+        except RequestError as error:
+            if error.param == "prompt" and body.messages is not None:  # the engine's name for `messages`
+                error.param = "messages"
+            raise
 
     @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:

@@ -19,6 +19,12 @@ from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.wire import ServedModel
 
 
+def _rename(error: RequestError) -> None:
+    """Gives an error the client's name of a field."""
+    if error.param == "prompt":  # the engine's name for `messages`
+        error.param = "messages"
+
+
 def anthropic_routes(
     model: ServedModel, answerer: Answerer, queue: PreparationQueue, explainer: Explainer
 ) -> APIRouter:
@@ -33,8 +39,7 @@ def anthropic_routes(
         try:
             response = await answerer.answer(lambda: messages_call(model, body, tenant), request)
         except RequestError as error:
-            if error.param == "prompt":  # the engine's name for `messages`
-                error.param = "messages"
+            _rename(error)
             raise
         response.headers["request-id"] = new_request_id()
         return response
@@ -47,6 +52,10 @@ def anthropic_routes(
     @router.post(f"{EXPLAIN}/messages", tags=["Cache"], responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a conversation's prompt is cached, and why not more."""
-        return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+        try:
+            return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+        except RequestError as error:
+            _rename(error)
+            raise
 
     return router

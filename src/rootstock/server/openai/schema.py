@@ -279,7 +279,7 @@ def _thinking(asked: bool | Json | None) -> bool | None:
 IGNORED = frozenset(
     {
         # OpenAI
-        "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+        "metadata", "prediction", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store",
         # vLLM, SGLang
         "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",
