@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +15,16 @@ from hypothesis import strategies as st
 
 from rootstock.config import ServerConfig
 from rootstock.engine.request import Event, Finished, Request, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.event_stream import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.server.event_stream import (
+    LONG_ANSWER_CHARS,
+    Bridge,
+    Generation,
+    Indexed,
+    KeepAlive,
+    Mailbox,
+)
 from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
+from rootstock.server.wire import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.held import Held
 from server.raw_http import Clock, MovedClock
@@ -185,6 +194,25 @@ def test_a_stream_has_keep_alives_before_its_first_token(
         assert rest.pop() == "data: [DONE]"
         assert rest
         assert all(line.startswith("data: {") for line in rest)
+
+
+def test_a_long_whole_answer_is_parsed_and_encoded_beside_the_event_loop(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = CompletionFormat.whole
+
+    def noted(format: CompletionFormat, index: int, history: ChoiceHistory) -> dict[str, Any]:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return whole(format, index, history)
+
+    monkeypatch.setattr(CompletionFormat, "whole", noted)
+    body = {"prompt": "x", "ignore_eos": True, "logit_bias": {"97": 100}}
+    with serve() as served:
+        for length in (1, LONG_ANSWER_CHARS):
+            answer = served.client.post("/v1/completions", json=body | {"max_tokens": length})
+            assert answer.json()["choices"][0]["text"] == "a" * length
+    assert [name == "rootstock-encoder" for name in threads] == [False, True]
 
 
 def test_keep_alives_can_be_switched_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from rootstock.server.wire import Call, ChoiceHistory
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 0.02  # between two chunks of a large answer
+LONG_ANSWER_CHARS = 2_048  # from this length on, an answer is not encoded on the event loop
 
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
 Shortcut = Callable[[list[Indexed]], bool]  # returns whether it took them: all or none
@@ -105,8 +106,15 @@ class Answerer:
         ends = [history.end for history in histories if history.end is not None]
         usage = total_usage(ends, call.choices_per_prompt)
         self._metrics.answered(route, "ok", usage)
-        chunks = in_chunks(json_pieces(call.format.whole(histories, usage)))
-        first = next(chunks)
+
+        def begin() -> tuple[str, Iterator[str]]:
+            chunks = in_chunks(json_pieces(call.format.whole(histories, usage)))
+            return next(chunks), chunks
+
+        if sum(history.chars for history in histories) < LONG_ANSWER_CHARS:
+            first, chunks = begin()
+        else:  # parsing the calls of a long answer takes up to a microsecond per character
+            first, chunks = await asyncio.get_running_loop().run_in_executor(self._encoder, begin)
         if len(first) < CHUNK_CHARACTERS:  # it is the only one
             return Response(first, headers=call.headers, media_type="application/json")
         body_chunks = self._sent_in_chunks(first, chunks)

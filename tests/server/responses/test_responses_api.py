@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore, StoredResponse
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed
@@ -232,6 +234,43 @@ def test_an_item_can_be_named_instead_of_sent(client: httpx.Client) -> None:
     assert _input_tokens(client, [ask, *named, ask]) == _input_tokens(client, [ask, *body["output"], ask])
     wrong = client.post(PATH, json={"input": [{"type": "item_reference", "id": "msg_1"}]})
     assert_error(wrong, 400, "invalid_parameter", param="input[0].id")
+
+
+def test_references_to_one_response_read_it_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [item] = created(client, input="say:yes")["output"]
+    read: list[str] = []
+    get = ResponseStore.get
+
+    def counted(store: ResponseStore, tenant: str, id: str) -> StoredResponse:
+        read.append(id)
+        return get(store, tenant, id)
+
+    monkeypatch.setattr(ResponseStore, "get", counted)
+    ask = {"role": "user", "content": "say:fine"}
+    named = {"type": "item_reference", "id": item["id"]}
+    assert _input_tokens(client, [ask, *[named] * 50]) == _input_tokens(client, [ask, *[item] * 50])
+    assert len(read) == 1
+
+
+def test_the_text_of_seals_is_bounded_while_they_are_opened(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: Json = {"include": ["reasoning.encrypted_content"]}
+    reasoning, _ = created(client, input=f"say:<think>{'why ' * 1_000}</think>x", **fields)["output"]
+    opened: list[str] = []
+    unseal = Sealer.open
+
+    def counted(sealer: Sealer, sealed: str, tenant: str) -> str | None:
+        opened.append(sealed)
+        return unseal(sealer, sealed, tenant)
+
+    monkeypatch.setattr(Sealer, "open", counted)
+    sealed = {"type": "reasoning", "summary": [], **_only(reasoning, "encrypted_content")}
+    refused = client.post(PATH, json={"input": [{"role": "user", "content": "x"}, *[sealed] * 1_000]})
+    assert_error(refused, 400, "context_length_exceeded")
+    assert len(opened) < 100
 
 
 def test_tenants_do_not_see_each_others_responses(client: httpx.Client) -> None:

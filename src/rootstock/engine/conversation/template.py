@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rootstock.engine.chat_template import TemplateNames
@@ -92,9 +92,40 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
 
 def _built(conversation: Conversation, tokenizer: ModelTokenizer, *, moves_system: bool) -> _Builder:
     builder = _Builder(conversation, tokenizer, moves_system)
-    for index, message in enumerate(conversation.messages):
+    for index, message in enumerate(_with_results_in_order(conversation.messages)):
         builder.add(index, message)
     return builder
+
+
+def _with_results_in_order(messages: Iterable[Message]) -> Iterator[Message]:
+    """Puts the results of parallel calls into the order of the calls, as templates that show no ids expect it.
+
+    Clients send the results as the tools end.
+    """
+    order: dict[str | None, int] = {}  # of the last calls, by id
+
+    def place(result: Part) -> int:
+        assert isinstance(result, ToolResult)
+        return order.get(result.call_id, len(order))
+
+    for are_results, run in groupby(messages, lambda message: message.role == "tool"):
+        together = list(run)
+        if are_results and all(isinstance(part, ToolResult) for each in together for part in each.parts):
+            yield from sorted(together, key=lambda message: min(map(place, message.parts), default=0))
+            continue
+        for message in together:
+            results = iter(
+                sorted((part for part in message.parts if isinstance(part, ToolResult)), key=place)
+            )
+            yield replace(
+                message,
+                parts=tuple(
+                    next(results) if isinstance(part, ToolResult) else part for part in message.parts
+                ),
+            )
+            if message.role == "assistant":
+                calls = (part for part in message.parts if isinstance(part, ToolCall))
+                order = {call.id: number for number, call in enumerate(calls)}
 
 
 def _has_late_system(messages: Sequence[TemplateMessage]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from rootstock.server.anthropic.blocks import (
     WholeBlocks,
 )
 from rootstock.server.anthropic.errors import error_body
+from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
 
@@ -192,16 +192,12 @@ class MessageWriter:
                 case BlockGrew(index, kind, field, text):
                     # Most events are of this kind: only their text is encoded.
                     yield (
-                        f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {index}, '
-                        f'"delta": {{"type": "{kind}", "{field}": {_quoted(text)}}}}}\n\n'
+                        f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
+                        f'"delta":{{"type":"{kind}","{field}":{quoted(text)}}}}}\n\n'
                     )
                 case BlockStopped(index):
                     yield _event({"type": "content_block_stop", "index": index})
 
 
 def _event(body: Json) -> str:
-    return f"event: {body['type']}\ndata: {_dumps(body)}\n\n"
-
-
-_quoted: Callable[[str], str] = json.encoder.encode_basestring  # as `_dumps` writes a string
-_dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+    return f"event: {body['type']}\ndata: {dumps(body)}\n\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLo
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
+from rootstock.server.json_pieces import dumps
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
@@ -38,7 +38,7 @@ class Answering:
 
     def text(self, changing: Json) -> str:
         """Returns the response's object without its output, as JSON."""
-        return f"{self.fields_text[:-1]},{_dumps(changing)[1:]}"
+        return f"{self.fields_text[:-1]},{dumps(changing)[1:]}"
 
     def ended(self, end: Finished, usage: Usage, parser: DeltaParser) -> Json:
         """Returns the changing fields of a response that has ended."""
@@ -84,7 +84,7 @@ class ResponseFormat:
         output.finish(held_back, complete=history.end.reason == "stop")
         changing = answering.ended(history.end, usage, parser)
         if answering.keep is not None:
-            answering.keep(answering.text(changing), _dumps(output.items))
+            answering.keep(answering.text(changing), dumps(output.items))
         return answering.fields | changing | {"output": output.items}
 
 
@@ -129,7 +129,7 @@ class EventWriter:
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         [end] = ends
         changing = self._answering.ended(end, usage, self._parser)
-        head, output = self._answering.text(changing), _dumps(self._output.items)
+        head, output = self._answering.text(changing), dumps(self._output.items)
         if self._answering.keep is not None:
             self._answering.keep(head, output)
         return self._framed_response(f"response.{changing['status']}", head, output)
@@ -141,13 +141,13 @@ class EventWriter:
             code = _LIMITED
         told = {"code": code, "message": error.message, "param": error.param, "type": error.code}
         head = self._answering.text(_changing("failed", error=told))
-        return self._framed_response("response.failed", head, _dumps(self._output.so_far()))
+        return self._framed_response("response.failed", head, dumps(self._output.so_far()))
 
     def _texts(self, events: Sequence[Event]) -> Iterator[str]:
         return (self._event(kind, fields) for kind, fields in events)
 
     def _event(self, kind: str, fields: Json) -> str:
-        return self._framed(kind, _dumps(fields)[1:])
+        return self._framed(kind, dumps(fields)[1:])
 
     def _framed_response(self, kind: str, head: str, output: str) -> str:
         return self._framed(kind, f'"response":{head[:-1]},"output":{output}}}}}')
@@ -171,8 +171,3 @@ def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-_dumps: Callable[[object], str] = json.JSONEncoder(
-    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
-).encode
