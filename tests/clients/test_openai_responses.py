@@ -103,7 +103,7 @@ def test_a_round_trip_of_a_tool_with_a_stream(client: openai.OpenAI) -> None:
     assert answered.usage is not None
     assert called.usage is not None
     assert answered.usage.input_tokens_details.cached_tokens >= called.usage.input_tokens - 64
-    assert answered.usage.output_tokens_details.reasoning_tokens == len("<think>It says rain.")
+    assert answered.usage.output_tokens_details.reasoning_tokens == len("It says rain.")
 
 
 def test_parse_of_a_text(client: openai.OpenAI) -> None:

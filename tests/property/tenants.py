@@ -113,9 +113,15 @@ _MESSAGES = st.lists(TEXTS, min_size=1, max_size=3).map(
     lambda said: [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 )
 # One choice each: how several of one request meet in the cache depends on when the engine sees each of them.
-_CHAT = _body(messages=_MESSAGES, logprobs=st.booleans(), **_SAMPLING)
+_EARLIER = st.none() | st.just("unknown")  # the id of an answer that diagnostics compare with
+_CACHE_OPTIONS = st.none() | st.just({"comparison_response_id": "unknown"})
+_CHAT = _body(messages=_MESSAGES, logprobs=st.booleans(), prompt_cache_options=_CACHE_OPTIONS, **_SAMPLING)
 _COMPLETION = _body(prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), **_SAMPLING)
-_MESSAGES_BODY = _body(messages=_MESSAGES, **_SAMPLING | {"max_tokens": st.sampled_from([1, 9])})
+_MESSAGES_BODY = _body(
+    messages=_MESSAGES,
+    diagnostics=st.none() | _body(previous_message_id=_EARLIER),
+    **_SAMPLING | {"max_tokens": st.sampled_from([1, 9])},
+)
 _RESPONSE = _body(
     input=TEXTS,
     stream=st.booleans(),
@@ -123,6 +129,7 @@ _RESPONSE = _body(
     max_output_tokens=st.sampled_from([1, 9]),
     temperature=st.sampled_from([0, 1.0]),
     seed=st.integers(0, 3),
+    prompt_cache_options=_CACHE_OPTIONS,
 )
 _UNKNOWN = f"resp_{'0' * 32}"
 _REFERRED = st.sampled_from(["unknown", "own", "other"])
@@ -171,6 +178,10 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/responses/{id}/cancel"): _stored("POST", "/v1/responses/{id}/cancel"),
     ("GET", "/v1/cache/volatile"): _plain("/v1/cache/volatile"),
     ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN),
+    ("POST", "/v1/cache/explain/chat/completions"): _posted("/v1/cache/explain/chat/completions", _CHAT),
+    ("POST", "/v1/cache/explain/completions"): _posted("/v1/cache/explain/completions", _COMPLETION),
+    ("POST", "/v1/cache/explain/messages"): _posted("/v1/cache/explain/messages", _MESSAGES_BODY),
+    ("POST", "/v1/cache/explain/responses"): _posted("/v1/cache/explain/responses", _RESPONSE),
     ("POST", "/v1/cache/clear"): _posted("/v1/cache/clear", st.none() | st.just({})),
     ("GET", "/v1/cache/stats"): _plain("/v1/cache/stats"),
     ("GET", "/v1/models"): _plain("/v1/models"),

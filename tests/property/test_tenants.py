@@ -31,18 +31,28 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
     """Asks each route, which the examples may leave out, after the other tenant has used all of them."""
     prompt = "my password is correct horse"
     said = {"max_tokens": 3, "temperature": 0}
+    messages = [{"role": "user", "content": prompt}]
+    compared = {"prompt_cache_options": {"comparison_response_id": "unknown"}}
     asks = [
         Ask("POST", "/v1/completions", body={"prompt": prompt, **said}),
         Ask(
             "POST",
             "/v1/chat/completions",
-            body={"messages": [{"role": "user", "content": prompt}], **said},
+            body={"messages": messages, **said, **compared},
         ),
-        Ask("POST", "/v1/messages", body={"messages": [{"role": "user", "content": prompt}], **said}),
-        Ask("POST", "/v1/messages/count_tokens", body={"messages": [{"role": "user", "content": prompt}]}),
-        Ask("POST", "/v1/responses", body={"input": prompt, "max_output_tokens": 3, "temperature": 0}),
+        Ask("POST", "/v1/messages", body={"messages": messages, **said, "diagnostics": {}}),
+        Ask("POST", "/v1/messages/count_tokens", body={"messages": messages}),
+        Ask(
+            "POST",
+            "/v1/responses",
+            body={"input": prompt, "max_output_tokens": 3, "temperature": 0, **compared},
+        ),
         Ask("POST", "/v1/responses/input_tokens", body={"input": prompt}),
         Ask("POST", "/v1/cache/explain", body={"prompt": prompt}),
+        Ask("POST", "/v1/cache/explain/completions", body={"prompt": prompt}),
+        Ask("POST", "/v1/cache/explain/chat/completions", body={"messages": messages}),
+        Ask("POST", "/v1/cache/explain/messages", body={"messages": messages}),
+        Ask("POST", "/v1/cache/explain/responses", body={"input": prompt}),
         *(
             Ask(method, route, route.replace("{name:path}", "fake").replace("{id}", "resp_0"), body)
             for method, route in sorted(ROUTES)

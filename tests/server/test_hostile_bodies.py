@@ -84,7 +84,8 @@ def test_other_encodings_than_utf_8_are_refused() -> None:
     ],
 )
 def test_a_body_with_deep_or_too_many_values_is_refused(served: Any, body: str, detail: str) -> None:
-    for route in (CHAT, "/v1/completions", "/v1/cache/explain"):
+    explain = "/v1/cache/explain"
+    for route in (CHAT, "/v1/completions", explain, f"{explain}/messages", f"{explain}/responses"):
         answer = served.client.post(route, content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "json_too_complex"
@@ -113,6 +114,9 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(serve: Any) -
             (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
             ("/v1/completions", {"prompt": text}, "prompt"),
             ("/v1/cache/explain", {"prompt": text}, "prompt"),
+            ("/v1/cache/explain", {"messages": [{"role": "user", "content": text}]}, "messages"),
+            ("/v1/cache/explain/messages", {"messages": [{"role": "user", "content": text}]}, "messages"),
+            ("/v1/cache/explain/responses", {"input": text}, "input"),
         ):
             answer = served.client.post(route, json=body)
             error = answer.json()["error"]

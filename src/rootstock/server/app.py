@@ -27,13 +27,14 @@ from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
+from rootstock.server.explainer import Explainer
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.calls import Responses
-from rootstock.server.responses.routes import response_routes
+from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
 from rootstock.server.wire import MAX_TOKENS_HEADER, ServedModel
@@ -66,7 +67,8 @@ def create_app(
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
     )
-    metrics = Metrics(engine, model.tokenizer.answers)
+    store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
+    metrics = Metrics(engine, model.tokenizer.answers, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     app.add_middleware(Guard, config=config, forms=forms)
@@ -84,11 +86,12 @@ def create_app(
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
     answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
     app.include_router(_generation_routes(model, answerer))
-    app.include_router(anthropic_routes(model, answerer, queue))
-    store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
+    explainer = Explainer(engine, tokenizer, config, queue)
+    app.include_router(anthropic_routes(model, answerer, queue, explainer))
     responses = Responses(model, store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, queue))
-    app.include_router(cache_routes(engine, model, config, queue))
+    app.include_router(explain_route(responses, explainer))
+    app.include_router(cache_routes(engine, model, config, explainer))
     app.include_router(
         _state_routes(
             engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config

@@ -8,12 +8,14 @@ field `rootstock` has the cause in each case: it is an addition of this server.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
 
 from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.prompts.fingerprint import Comparison, EarlierNotFound
-
-Json = dict[str, Any]
+from rootstock.engine.request import Finished
+from rootstock.server.fields import REASONING_SWITCHES
+from rootstock.server.wire import Diagnose, Json, PreparedChat, ServedModel
 
 _ANTHROPIC_REASONS = {
     "model": "model_changed",
@@ -28,7 +30,39 @@ _OPENAI_REASONS = {
     "messages": "input_changed",
     "settings": "input_changed",
 }
-_OPENAI_SETTINGS = {"reasoning_effort": "reasoning_effort_changed", "tool_choice": "tools_changed"}
+_OPENAI_SETTINGS = dict.fromkeys(("reasoning_effort", *REASONING_SWITCHES), "reasoning_effort_changed")
+
+
+def anthropic_diagnose(
+    model: ServedModel, chat: PreparedChat, tenant: str, previous_message: str | None
+) -> Diagnose:
+    """Compares a chat with the earlier one that a client of Anthropic's names; None on a first turn."""
+    if previous_message is None:
+        return partial(anthropic_diagnostics, comparison=None)
+    found = model.fingerprints.compare(chat.salt, tenant, previous_message, chat.fingerprint)
+    return partial(anthropic_diagnostics, comparison=found)
+
+
+def openai_diagnose(
+    model: ServedModel, chat: PreparedChat, tenant: str, comparison_response: str | None
+) -> Diagnose | None:
+    """Compares a chat with the earlier one that a client of OpenAI's names. None: it names none."""
+    if comparison_response is None:
+        return None
+    found = model.fingerprints.compare(chat.salt, tenant, comparison_response, chat.fingerprint)
+    return partial(openai_diagnostics, comparison=found)
+
+
+def openai_fields(diagnose: Diagnose | None, ends: Iterable[Finished]) -> Json:
+    """Returns the field that a response has if its request asks for it.
+
+    Of several choices it tells of the one that found the fewest tokens, as the usage does.
+    """
+    if diagnose is None:
+        return {}
+    found = [end.diagnosis for end in ends if end.diagnosis is not None]
+    told = diagnose(min(found, key=lambda diagnosis: diagnosis.cached_tokens)) if found else None
+    return {"prompt_cache_diagnostics": told}
 
 
 def cause_of(diagnosis: Diagnosis) -> Json:
@@ -54,9 +88,7 @@ def anthropic_diagnostics(
         case EarlierNotFound():
             reason = {"type": "previous_message_not_found"}
         case Comparison(change="settings"):
-            reason = {
-                "type": "unavailable"
-            }  # Anthropic's for a change of `tool_choice`, `thinking` and the like
+            reason = {"type": "unavailable"}  # Anthropic's for a change of `thinking` and the like
         case Comparison(change=change) if change is not None:
             missed = _missed(diagnosis, comparison)
             reason = {"type": _ANTHROPIC_REASONS[change], "cache_missed_input_tokens": missed}
@@ -69,14 +101,16 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
     """Returns the `prompt_cache_diagnostics` of a response that names an earlier one."""
     if isinstance(comparison, EarlierNotFound):
         return {"type": "comparison_response_not_found", "rootstock": cause_of(diagnosis)}
+    missed = _missed(diagnosis, comparison)
+    if missed == 0:  # another request may have left what the earlier one did not
+        return {"type": "cache_hit", "rootstock": cause_of(diagnosis)}
     if comparison.change is None:
-        kind = "cache_hit" if diagnosis.cause == "none" else "unavailable"
-        return {"type": kind, "rootstock": cause_of(diagnosis)}
+        return {"type": "unavailable", "rootstock": cause_of(diagnosis)}
     reason = _OPENAI_SETTINGS.get(comparison.setting or "", _OPENAI_REASONS[comparison.change])
     return {
         "type": "cache_miss",
         "reason": reason,
-        "cache_missed_tokens": _missed(diagnosis, comparison),
+        "cache_missed_tokens": missed,
         "comparison_reusable_tokens": comparison.earlier_prompt_tokens,
         "rootstock": cause_of(diagnosis),
     }
@@ -84,4 +118,6 @@ def openai_diagnostics(diagnosis: Diagnosis, comparison: Comparison | EarlierNot
 
 def _missed(diagnosis: Diagnosis, comparison: Comparison) -> int:
     """Counts the tokens of the earlier prompt that this one computes again, at most."""
-    return max(0, min(comparison.earlier_prompt_tokens, diagnosis.prompt_tokens) - diagnosis.cached_tokens)
+    # Every prompt computes its last token.
+    reusable = min(comparison.earlier_prompt_tokens, diagnosis.prompt_tokens - 1)
+    return max(0, reusable - diagnosis.cached_tokens)

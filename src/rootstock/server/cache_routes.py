@@ -9,28 +9,27 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from rootstock.cache.explain import Explanation
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
 from rootstock.engine.engine import Engine
-from rootstock.engine.prompts.explained import explained_in_words, text_before, volatile_in_words
+from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.errors import RequestError
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
+from rootstock.server.explainer import Explainer
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.wire import ServedModel
 
 VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
 VOLATILE_EXAMPLE_CHARS = 200
 
 
-def cache_routes(
-    engine: Engine, model: ServedModel, config: ServerConfig, queue: PreparationQueue
-) -> APIRouter:
+def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, explainer: Explainer) -> APIRouter:
     router = APIRouter(
         prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute, responses=documented_errors()
     )
@@ -68,22 +67,17 @@ def cache_routes(
             ],
         }
 
+    @router.post("/explain/chat/completions", responses=documented_errors(*MODEL_ROUTE))
+    @router.post("/explain/completions", responses=documented_errors(*MODEL_ROUTE))
     @router.post("/explain", responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a prompt is cached, and why not more."""
-        refuse_unless(config.admin_key is None or caller_of(request).has_admin_key, config)
-        salt = salt_of(tenant, body.cache_salt)
-
-        def explained() -> dict[str, Any]:
-            tokens, sampled_tokens, dropped = explained_prompt(model, body, salt, tenant)
-            explanation = engine.explain(tokens, salt)
-            if config.explain == "own":
-                explanation = explanation.of_the_prompt()
-            told = _explained(explanation, tokens, model.model_tokenizer)
-            told["message"] = " ".join([told["message"], *map(str, dropped)])
-            return told | {"sampled_tokens": sampled_tokens, "dropped": [asdict(head) for head in dropped]}
-
-        return await queue.run(request, explained)
+        try:
+            return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+        except RequestError as error:
+            if error.param == "prompt" and body.messages is not None:  # the engine's name for `messages`
+                error.param = "messages"
+            raise
 
     @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
@@ -92,6 +86,7 @@ def cache_routes(
         if not salt:
             refuse_unless(is_operator(request), config)
         model.tokenizer.forget(salt or None)
+        model.fingerprints.forget(salt or None)
         return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
 
     return router
@@ -125,33 +120,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _as_json(each) for key, each in value.items()}
     return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _explained(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Returns the JSON of an explanation, with the text of its tokens."""
-    at = explanation.divergence
-    divergence = None
-    if at is not None:
-
-        def shown(token: int) -> dict[str, Any]:
-            return {"token": token, "text": token_text(tokenizer, token)}
-
-        others = explanation.cached_tokens_there
-        divergence = {
-            "position": at,
-            "before": text_before(tokens, at, tokenizer),
-            "asked": shown(int(tokens[at])),
-            "cached": None if others is None else [shown(token) for token in others],
-        }
-    return {
-        "prompt_tokens": explanation.prompt_tokens,
-        "matched_tokens": explanation.matched_tokens,
-        "found_tokens": explanation.found_tokens,
-        "cap": explanation.cap,
-        "capped_by": explanation.capped_by,
-        "message": explained_in_words(explanation, tokens, tokenizer),
-        "divergence": divergence,
-        "evicted_tokens": explanation.evicted_tokens,
-        "pending_tokens": explanation.pending_tokens,
-        "below": None if explanation.below is None else asdict(explanation.below),
-    }

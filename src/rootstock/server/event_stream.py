@@ -59,6 +59,7 @@ class Answerer:
             call.refuse_too_many_logprobs(self._engine.context_limit)
             generation.submit(call.requests)
             self._metrics.dropped(call.dropped)
+            self._metrics.tools_ignored(call.ignored_tools)
             return call
 
         try:
@@ -74,8 +75,9 @@ class Answerer:
                 raise
             generation.close()
             return answer
-        except RootstockError:
+        except RootstockError as error:
             self._metrics.answered(route, "error")
+            self._metrics.refused(error)
             raise
         except (ClientGone, asyncio.CancelledError):
             self._metrics.answered(route, "disconnected")

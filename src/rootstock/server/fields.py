@@ -39,6 +39,12 @@ class Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
+class PromptCacheOptions(Wire):
+    comparison_response_id: Annotated[
+        Label | None, Field(description="asks how much of that response's prompt was found in the cache")
+    ] = None
+
+
 class SamplingFields(Wire):
     """Parameters of sampling, and conditions that end an answer."""
 

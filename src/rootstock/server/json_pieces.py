@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 CHUNK_CHARACTERS = 32 * 1024  # of a body that is sent in chunks
@@ -23,6 +24,13 @@ class LazyList:
 
     def pieces(self) -> Iterator[str]:
         return _enclosed("[]", ([piece] for piece in itertools.chain.from_iterable(self._parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A value that is made when its text is due, after all that comes before it."""
+
+    make: Callable[[], Any]
 
 
 class Kept:
@@ -48,9 +56,11 @@ def items_text(values: Sequence[Any]) -> str:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """Yields the text of a value in which objects may hold LazyLists, and iterators in the place of lists."""
+    """Yields the text of a value. Objects may hold LazyLists, Late values, and iterators in the place of lists."""
     if isinstance(value, LazyList):
         yield from value.pieces()
+    elif isinstance(value, Late):
+        yield from json_pieces(value.make())
     elif isinstance(value, Iterator):
         yield from _enclosed("[]", map(json_pieces, value))
     elif isinstance(value, dict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -19,14 +21,29 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
-from rootstock.errors import EngineStopped
+from rootstock.errors import EngineStopped, RequestError, RootstockError
+
+_TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseStoreStats:
+    """The state of the store of responses."""
+
+    responses: int
+    stored_bytes: int
+    budget_bytes: int
+    waiting_bytes: int  # of responses that are not written yet
+    events: Mapping[str, int]  # responses by event, since the start
+
+
 class Metrics:
-    def __init__(self, engine: Engine, answers: SampledAnswers) -> None:
+    def __init__(
+        self, engine: Engine, answers: SampledAnswers, response_store: Callable[[], ResponseStoreStats]
+    ) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -42,12 +59,21 @@ class Metrics:
         self.dropped_chars = counter(
             "rootstock_dropped_volatile_characters", "Characters of the volatile blocks dropped", ["begins"]
         )
+        self.ignored_tools = counter(
+            "rootstock_ignored_tools",
+            "Tools left out of prompts, because the server has none of their type",
+            ["type"],
+        )
+        self.refused_tools = counter(
+            "rootstock_refused_tools", "Requests refused because of a tool or its definition", ["code"]
+        )
         self.queue_s = histogram("rootstock_queue_seconds", "Submission to admission", buckets=_LATENCY_S)
         self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
         self.registry.register(self.itl_s)
         self.registry.register(_EngineCollector(engine))
         self.registry.register(_AnswersCollector(answers))
+        self.registry.register(_ResponsesCollector(response_store))
 
     def timing(self, requests: int) -> Timing:
         return Timing(self, requests)
@@ -64,6 +90,15 @@ class Metrics:
         for head in heads:
             self.dropped_blocks.labels(head.begins).inc()
             self.dropped_chars.labels(head.begins).inc(head.chars)
+
+    def tools_ignored(self, types: Iterable[str]) -> None:
+        for type in types:
+            self.ignored_tools.labels(type).inc()
+
+    def refused(self, error: RootstockError) -> None:
+        """Counts a refusal if its reason is a tool."""
+        if isinstance(error, RequestError) and _TOOL.match(error.param or ""):
+            self.refused_tools.labels(error.code).inc()
 
     def render(self) -> bytes:
         """Renders all metrics. Waits for the engine's thread: not for an event loop."""
@@ -200,6 +235,26 @@ class _AnswersCollector(Collector):
             dropped=self._answers.dropped,
         )
         yield _gauge("sampled_answers_bytes", "Memory of sampled answers", self._answers.held_bytes)
+
+
+class _ResponsesCollector(Collector):
+    """The store of responses at each scrape."""
+
+    def __init__(self, stats: Callable[[], ResponseStoreStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield _gauge("stored_responses", "Responses in the store", stats.responses)
+        yield _gauges(
+            "stored_responses_bytes",
+            "Bytes of the store of responses",
+            "of",
+            used=stats.stored_bytes,
+            budget=stats.budget_bytes,
+            waiting_to_be_stored=stats.waiting_bytes,
+        )
+        yield _counters("stored_responses_events", "Responses by event", "event", **stats.events)
 
 
 def _tier(tier: TierStats) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,15 +19,18 @@ import numpy as np
 from rootstock.engine.constraints.asked import Constraint, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
-from rootstock.engine.conversation.template import template_input
+from rootstock.engine.conversation.template import TemplateInput, template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
+from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
-from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, Markup, TextOnly
+from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar
 from rootstock.engine.output.parser import OutputParser
+from rootstock.engine.output.reasoning_tokens import CountingParser
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
 from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import (
@@ -52,6 +56,7 @@ ANY_NAME = "*"  # an alias
 _PROMPT_END_TOKENS = 64  # in which the parser looks for the opening of reasoning
 
 Json = dict[str, Any]
+Diagnose = Callable[[Diagnosis], Json | None]  # returns a diagnosis in the shape of a wire format
 
 
 class StreamWriter(Protocol):
@@ -166,6 +171,7 @@ class Call:
     stream: bool
     lowered_max_tokens: int | None = None  # the lowest, if the context has less room than `max_tokens`
     dropped: tuple[DroppedHead, ...] = ()  # from the prompt
+    ignored_tools: tuple[str, ...] = ()  # their types: the model does not see them
 
     @property
     def headers(self) -> dict[str, str]:
@@ -201,16 +207,22 @@ def _most_tokens(request: Request, context_limit: int) -> int:
     return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedChat:
     """A conversation's prompt, and all that its answers need."""
 
+    model: str
+    template: TemplateInput
     prompt: ChatPrompt
     salt: str
     new_parser: Callable[[], DeltaParser]
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self.model, self.template, len(self.prompt.tokens))
 
     def requests(
         self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
@@ -232,10 +244,7 @@ class PreparedChat:
 
 
 class RememberingParser:
-    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them.
-
-    It leaves out markup, which no client sees.
-    """
+    """A parser that keeps the complete calls of an answer: a later prompt gets them back as the model wrote them."""
 
     def __init__(self, parser: DeltaParser, place: AnswerPlace) -> None:
         self._parser = parser
@@ -256,7 +265,7 @@ class RememberingParser:
                 case CallEnded(index, arguments, raw) if arguments is not None:
                     call = self._started[index]
                     self._place.remember_call(call.id, call.name, arguments, raw)
-        return [delta for delta in deltas if not isinstance(delta, Markup)]
+        return deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +284,7 @@ class ServedModel:
     output: OutputFormat = PLAIN  # of the model's answers
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -311,20 +321,23 @@ class ServedModel:
         if self.drop_volatile:
             conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
-        template = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
+        text = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
         make = chat_with_boundaries if self.wants_boundaries else chat_prompt
-        prompt = make(template, self.tokenizer, salt, tenant)
+        prompt = make(text, self.tokenizer, salt, tenant)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        prepared = PreparedChat(
+            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+        )
         if not output.has_reasoning and not (tools and output.has_calls):
-            return PreparedChat(prompt, salt, TextOnly, constraint=constraint, dropped=dropped)
+            return prepared
 
         def new_parser() -> DeltaParser:
-            return RememberingParser(OutputParser(output, tools, end), prompt.place)
+            return CountingParser(RememberingParser(OutputParser(output, tools, end), prompt.place))
 
-        return PreparedChat(prompt, salt, new_parser, self.visible_tokens, constraint, dropped)
+        return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 
     def _constraint(
         self,
@@ -366,6 +379,7 @@ class ServedModel:
         stream: bool = False,
         strict_max_tokens: bool = False,
         dropped: tuple[DroppedHead, ...] = (),
+        ignored_tools: tuple[str, ...] = (),
     ) -> Call:
         """Makes a call. Lowers `max_tokens` to the room that the context has, unless it is strict."""
         lowered = None
@@ -375,4 +389,4 @@ class ServedModel:
                 new.stop.max_tokens for new, old in zip(fitted, requests, strict=True) if new is not old
             ]
             requests, lowered = fitted, min((most for most in lengths if most is not None), default=None)
-        return Call(format, requests, choices_per_prompt, stream, lowered, dropped)
+        return Call(format, requests, choices_per_prompt, stream, lowered, dropped, ignored_tools)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rootstock.engine.conversation.template import template_input
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
@@ -14,6 +15,7 @@ from rootstock.engine.conversation.types import (
     Tool,
     ToolCall,
     ToolChoice,
+    ToolReference,
     ToolResult,
 )
 from rootstock.engine.diagnosis import Diagnosis
@@ -26,6 +28,7 @@ from rootstock.engine.prompts.fingerprint import (
     fingerprint_of,
 )
 from rootstock.server.cache_diagnostics import anthropic_diagnostics, openai_diagnostics
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 
 SYSTEM = Message("system", (Text("Be brief."),))
 ASKED = Message("user", (Text("What is a tree?"),))
@@ -36,11 +39,12 @@ BASE = Conversation((SYSTEM, ASKED), (TOOL,), options={"reasoning_effort": "low"
 
 MISS = Diagnosis(100, 10, 10, "diverged", 10, 90, "…")
 HIT = Diagnosis(100, 90, 90, "none", None, 0, "…")
+ALL = Diagnosis(100, 99, 99, "none", None, 0, "…")
 EVICTED = Diagnosis(100, 10, 10, "evicted", 10, 70, "…")
 
 
 def taken(conversation: Conversation = BASE, model: str = "model") -> Fingerprint:
-    return fingerprint_of(model, conversation, 80)
+    return fingerprint_of(model, template_input(conversation, ByteTokenizer()), 80)
 
 
 def changed(later: Conversation, model: str = "model") -> Comparison:
@@ -63,7 +67,7 @@ def test_a_request_that_goes_on_has_not_changed() -> None:
         (replace(BASE, messages=(Message("system", (Text("Be long."),)), ASKED)), "system"),
         (replace(BASE, messages=(ASKED,)), "system"),
         (replace(BASE, options={}), "settings"),
-        (replace(BASE, tool_choice=ToolChoice("required")), "settings"),
+        (replace(BASE, tool_choice=ToolChoice("none")), "tools"),
         (replace(BASE, messages=(SYSTEM, Message("user", (Text("What?"),)))), "messages"),
         (replace(BASE, messages=(SYSTEM,)), "messages"),
     ],
@@ -71,6 +75,40 @@ def test_a_request_that_goes_on_has_not_changed() -> None:
 def test_the_first_part_that_has_changed_is_named(later: Conversation, change: str) -> None:
     assert changed(later).change == change
     assert changed(later, "other").change == "model"
+
+
+DEFERRED = Tool("later", deferred=True)
+LOADED = Message("tool", (ToolResult("call_1", (ToolReference("later"),)),))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        (BASE, replace(BASE, tool_choice=ToolChoice("required"))),  # forces the answer, not the prompt
+        (BASE, replace(BASE, tools=(TOOL, DEFERRED))),  # is shown nowhere yet
+        (BASE, replace(BASE, tools=(TOOL, DEFERRED), messages=(SYSTEM, ASKED, CALLED, LOADED))),
+        (
+            replace(BASE, options={"add_generation_prompt": True}),
+            replace(BASE, options={"add_generation_prompt": False, "continue_final_message": True}),
+        ),
+    ],
+)
+def test_fields_that_leave_the_prompts_beginning_alone_change_nothing(
+    earlier: Conversation, later: Conversation
+) -> None:
+    assert compared(taken(earlier), taken(later)).change is None
+
+
+def test_the_definition_of_a_deferred_tool_is_part_of_the_message_that_shows_it() -> None:
+    earlier = replace(BASE, tools=(TOOL, DEFERRED), messages=(SYSTEM, ASKED, CALLED, LOADED))
+    later = replace(earlier, tools=(TOOL, replace(DEFERRED, description="It does more.")))
+    found = compared(taken(earlier), taken(later))
+    assert (found.change, found.message) == ("messages", 2)
+
+
+def test_a_developer_is_the_system() -> None:
+    developer = replace(BASE, messages=(Message("developer", SYSTEM.parts), ASKED))
+    assert changed(developer).change is None
 
 
 def test_the_changed_setting_and_message_are_named() -> None:
@@ -90,6 +128,7 @@ def test_answers_of_other_tenants_and_salts_are_not_found() -> None:
         ("salt", "tenant", "msg_2"),
     ):
         assert kept.compare(salt, tenant, answer, taken()) == EarlierNotFound()
+    assert kept.compare("salt", "tenant", "msg_\ud800", taken()) == EarlierNotFound()
     for number in range(100):
         kept.add("salt", "tenant", f"msg_{number}", taken())
     assert kept.compare("salt", "tenant", "msg_1", taken()) == EarlierNotFound()
@@ -144,6 +183,8 @@ def test_a_hit_has_no_diagnostics_for_anthropics_clients() -> None:
         (HIT, Comparison(None, earlier_prompt_tokens=80), {"type": "cache_hit"}),
         (EVICTED, Comparison(None, earlier_prompt_tokens=80), {"type": "unavailable"}),
         (HIT, EarlierNotFound(), {"type": "comparison_response_not_found"}),
+        (HIT, Comparison("messages", earlier_prompt_tokens=80), {"type": "cache_hit"}),
+        (ALL, Comparison(None, earlier_prompt_tokens=100), {"type": "cache_hit"}),
         *(
             (
                 MISS,
@@ -161,8 +202,8 @@ def test_a_hit_has_no_diagnostics_for_anthropics_clients() -> None:
                 ("system", None, "input_changed"),
                 ("messages", None, "input_changed"),
                 ("settings", "reasoning_effort", "reasoning_effort_changed"),
-                ("settings", "tool_choice", "tools_changed"),
-                ("settings", "enable_thinking", "input_changed"),
+                ("settings", "enable_thinking", "reasoning_effort_changed"),
+                ("settings", "documents", "input_changed"),
             )
         ),
     ],

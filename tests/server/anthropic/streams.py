@@ -68,7 +68,7 @@ def format_of(
             "context_limit": 4096,
             "style": style or AnswerStyle(),
             "applied_edits": None,
-            "diagnostics": None,
+            "diagnose": None,
         }
         | fields
     )

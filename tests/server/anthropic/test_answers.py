@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.output.deltas import Delta, ReasoningDelta, TextDelta
 from rootstock.engine.request import Usage
 from rootstock.errors import QueueFull, StepFailed
@@ -185,6 +186,7 @@ def test_a_message_begins_with_the_first_token_and_the_numbers_of_its_prompt() -
         "cache_creation_input_tokens": 39,
         "cache_read_input_tokens": 60,
         "output_tokens": 7,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
 
 
@@ -197,8 +199,14 @@ def test_an_answer_without_tokens_is_a_message_too() -> None:
 
 def test_edits_and_diagnostics_are_told_where_they_are_asked_for() -> None:
     edit = {"type": "clear_thinking_20251015", "cleared_thinking_turns": 1, "cleared_input_tokens": 5}
-    fields: Any = {"applied_edits": [edit], "diagnostics": {"cache_miss_reason": None}}
-    for message in (message_of(streamed([[TextDelta("a")]], **fields)), whole([[TextDelta("a")]], **fields)):
+    diagnosis = Diagnosis(100, 60, 60, "diverged", 60, 40, "a text that only the operator may see")
+    told: Any = {"cache_miss_reason": None}
+    fields: Any = {"applied_edits": [edit], "diagnose": lambda given: told if given is diagnosis else None}
+    end = finished(diagnosis=diagnosis)
+    for message in (
+        message_of(streamed([], end=end, **fields)),
+        whole([[TextDelta("a")]], end=end, **fields),
+    ):
         assert message["context_management"] == {"applied_edits": [edit]}
         assert message["diagnostics"] == {"cache_miss_reason": None}
     assert "context_management" not in whole([[TextDelta("a")]])

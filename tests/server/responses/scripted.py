@@ -18,9 +18,11 @@ from rootstock.engine.output.deltas import (
     CallEnded,
     CallStarted,
     Delta,
+    Markup,
     ReasoningDelta,
     TextDelta,
 )
+from rootstock.engine.output.reasoning_tokens import CountingParser
 from rootstock.runtime.base import Batch, Logits
 from rootstock.server.app import create_app
 from rootstock.server.listen import running
@@ -82,6 +84,7 @@ class MarkedParser:
             self._state = "text"
         else:
             self._state = "reasoning" if tag == "<think>" else "text"
+            deltas.append(Markup(tag))
         return True
 
     def _raw(self, end: str) -> str:
@@ -145,7 +148,7 @@ def scripted_server(
     of_model = ServedModel.prepared_chat
 
     def prepared_chat(model: ServedModel, *asked: Any) -> PreparedChat:
-        return replace(of_model(model, *asked), new_parser=MarkedParser)
+        return replace(of_model(model, *asked), new_parser=lambda: CountingParser(MarkedParser()))
 
     runtime = ScriptedRuntime(script, context_limit)
     made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 24), EngineConfig())

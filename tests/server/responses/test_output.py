@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rootstock.engine.output.reasoning_tokens import CountingParser
 from rootstock.server.responses.output import Output, OutputSettings, WholeCalls
 from rootstock.server.responses.tools import Toolbox
 from server.responses.events import checked
@@ -32,7 +33,7 @@ def tools() -> Toolbox:
 
 
 def answered(pieces: list[str], **settings: Any) -> tuple[Output, list[Json]]:
-    output = Output(OutputSettings("resp_0", tools(), **settings), MarkedParser())
+    output = Output(OutputSettings("resp_0", tools(), **settings), CountingParser(MarkedParser()))
     events = [event for piece in pieces for event in output.push(piece)]
     events += output.finish("", complete=True)
     return output, _numbered(events, output)
@@ -82,14 +83,6 @@ def test_the_items_of_an_answer() -> None:
     assert len(pieces) > len(INPUT)
 
 
-def test_reasoning_tokens_are_those_whose_text_is_reasoning() -> None:
-    tokens = ["<think>", "a", "b", "", "c", "</think>", "d", "<think>", "e", "</think>"]
-    output, _ = answered(tokens)
-    # An opening marker and a token without text count with the text that follows.
-    assert output.reasoning_tokens == 5 + 2
-    assert [item["type"] for item in output.items] == ["reasoning", "message", "reasoning"]
-
-
 @given(st.text(alphabet='<>calthink/ {}":[]input\\u0041dD834\n', max_size=120), st.data())
 def test_no_text_raises(text: str, data: st.DataObject) -> None:
     text = (
@@ -99,7 +92,7 @@ def test_no_text_raises(text: str, data: st.DataObject) -> None:
     pieces = data.draw(splits(text))
     output, events = answered(pieces)
     assert checked(events)["output"] == output.items == answered([text])[0].items
-    whole = Output(OutputSettings("resp_0", tools()), WholeCalls(MarkedParser()))
+    whole = Output(OutputSettings("resp_0", tools()), WholeCalls(CountingParser(MarkedParser())))
     for piece in pieces:
         whole.push(piece)
     whole.finish("", complete=True)
@@ -110,7 +103,7 @@ def test_no_text_raises(text: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["f", "patch", "local_shell"])
 def test_a_whole_answer_shows_a_malformed_call_as_text(name: str) -> None:
     text = f"before <call {name}>[1]</call> after"
-    whole = Output(OutputSettings("resp_0", tools()), WholeCalls(MarkedParser()))
+    whole = Output(OutputSettings("resp_0", tools()), WholeCalls(CountingParser(MarkedParser())))
     whole.push(text)
     whole.finish("", complete=True)
     [message] = whole.items

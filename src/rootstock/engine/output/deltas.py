@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,13 +107,13 @@ class WholeAnswer:
     calls: tuple[WholeCall, ...]
 
 
-def answer_of(parser: DeltaParser, text: str) -> WholeAnswer:
-    """Parses the whole text of an answer."""
+def answer_of(deltas: Iterable[Delta]) -> WholeAnswer:
+    """Puts the deltas of a whole answer together."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[WholeCall] = []
     started: dict[int, tuple[CallStarted, list[str]]] = {}
-    for delta in [*parser.push(text), *parser.finish()]:
+    for delta in deltas:
         match delta:
             case TextDelta(part):
                 texts.append(part)

@@ -6,7 +6,6 @@ tells which part of the request has changed since. A fingerprint has no text.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ from typing import Any, Literal
 
 import xxhash
 
-from rootstock.engine.conversation.types import Conversation
-from rootstock.engine.prompts.fair_memory import FairMemory
+from rootstock.engine.conversation.template import TemplateInput
+from rootstock.engine.prompts.fair_memory import FairMemory, Key
 from rootstock.units import MIB
 
 CAP_BYTES = 8 * MIB
 _ENTRY_BYTES = 1_024
 _DIGEST_BYTES = 64
+# They change the end of a prompt only, behind all that a later one repeats.
+_OF_THE_END = ("add_generation_prompt", "continue_final_message")
 
 # The first part that differs, in the order in which a cache depends on them.
 Change = Literal["model", "tools", "system", "messages", "settings"]
@@ -29,13 +30,16 @@ Change = Literal["model", "tools", "system", "messages", "settings"]
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Digests of the parts of a request from which its prompt is rendered."""
+    """Digests of the parts from which the chat template renders a prompt.
+
+    A field of a request that the template does not get changes no prompt, and no fingerprint.
+    """
 
     model: str
     tools: tuple[bytes, ...]
     system: tuple[bytes, ...]  # of the messages before the first one of another role
     messages: tuple[bytes, ...]  # of the others
-    settings: Mapping[str, bytes]  # the variables of the chat template, and the choice among the tools
+    settings: Mapping[str, bytes]  # other variables of the template
     prompt_tokens: int
 
     @property
@@ -59,17 +63,16 @@ class EarlierNotFound:
     """The answer that a client has named is unknown to its tenant, or was forgotten."""
 
 
-def fingerprint_of(model: str, conversation: Conversation, prompt_tokens: int) -> Fingerprint:
-    """Digests a request. Marks of shared prefixes move from request to request and do not count."""
-    messages = conversation.messages
-    system = list(takewhile(lambda message: message.role == "system", messages))
-    settings = dict(conversation.options) | {"tool_choice": _plain(conversation.tool_choice)}
+def fingerprint_of(model: str, template: TemplateInput, prompt_tokens: int) -> Fingerprint:
+    """Digests a request."""
+    messages = template.messages
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
     return Fingerprint(
         model,
-        tuple(map(_digest, conversation.tools)),
+        tuple(map(_digest, template.tools)),
         tuple(map(_digest, system)),
         tuple(map(_digest, messages[len(system) :])),
-        {name: _digest(value) for name, value in settings.items()},
+        {name: _digest(value) for name, value in template.options.items() if name not in _OF_THE_END},
         prompt_tokens,
     )
 
@@ -100,13 +103,13 @@ class Fingerprints:
         self._kept: FairMemory[Fingerprint] = FairMemory(cap_bytes)
 
     def add(self, salt: str, tenant: str, answer: str, fingerprint: Fingerprint) -> None:
-        self._kept.put(tenant or salt, (salt, answer.encode()), fingerprint, fingerprint.nbytes)
+        self._kept.put(tenant or salt, _key(salt, answer), fingerprint, fingerprint.nbytes)
 
     def compare(
         self, salt: str, tenant: str, answer: str, later: Fingerprint
     ) -> Comparison | EarlierNotFound:
         """Compares a request with the one of the same tenant and salt that got this answer."""
-        earlier = self._kept.get(tenant or salt, (salt, answer.encode()))
+        earlier = self._kept.get(tenant or salt, _key(salt, answer))
         return EarlierNotFound() if earlier is None else compared(earlier, later)
 
     def forget(self, salt: str | None) -> None:
@@ -114,21 +117,9 @@ class Fingerprints:
         self._kept.forget(salt)
 
 
+def _key(salt: str, answer: str) -> Key:
+    return salt, answer.encode(errors="surrogatepass")  # a client may name anything
+
+
 def _digest(value: Any) -> bytes:
-    return xxhash.xxh3_128_digest(json.dumps(_plain(value), default=str).encode())
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON, with the names of its types, without marks."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            each.name: _plain(getattr(value, each.name))
-            for each in dataclasses.fields(value)
-            if each.name != "marked"
-        }
-        return [type(value).__name__, fields]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
+    return xxhash.xxh3_128_digest(json.dumps(value, default=str).encode())

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.output.deltas import DeltaParser
+from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
 from rootstock.errors import RootstockError
 from rootstock.server.anthropic.blocks import (
@@ -22,7 +24,7 @@ from rootstock.server.anthropic.blocks import (
 )
 from rootstock.server.anthropic.errors import error_body
 from rootstock.server.json_pieces import dumps, quoted
-from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
 
 class MessageUsage(BaseModel):
@@ -86,7 +88,7 @@ class MessageFormat:
     context_limit: int
     style: AnswerStyle
     applied_edits: Sequence[Mapping[str, Any]] | None  # None: the request asks for no edits
-    diagnostics: Json | None
+    diagnose: Diagnose | None  # None: the request does not ask why its prompt was not found
 
     def stream(self) -> MessageWriter:
         return MessageWriter(self)
@@ -95,12 +97,16 @@ class MessageFormat:
         [history] = histories
         assert history.end is not None
         parser = self.new_parser()
-        blocks = WholeBlocks.of([*parser.push(history.text), *parser.finish()], self.style)
-        return self.message(blocks.content, usage.cached_tokens, usage.completion_tokens) | self.ending(
-            history.end, blocks.has_calls, self.edits()
+        blocks = WholeBlocks.of(parsed_answer(parser, history.texts()), self.style)
+        message = self.message(
+            blocks.content, usage.cached_tokens, usage.completion_tokens, history.end.diagnosis
         )
+        message["usage"] |= thinking_tokens(parser)
+        return message | self.ending(history.end, blocks.has_calls, self.edits())
 
-    def message(self, content: list[Json], cached_tokens: int, output_tokens: int) -> Json:
+    def message(
+        self, content: list[Json], cached_tokens: int, output_tokens: int, diagnosis: Diagnosis | None
+    ) -> Json:
         """Returns the message, without its end."""
         usage = self.prompt.body(cached_tokens, output_tokens)
         created = usage["cache_creation_input_tokens"]
@@ -114,7 +120,7 @@ class MessageFormat:
             "stop_sequence": None,
             "stop_details": None,
             "container": None,
-            "diagnostics": self.diagnostics,
+            "diagnostics": None if self.diagnose is None or diagnosis is None else self.diagnose(diagnosis),
             "usage": usage
             | {
                 # Prefixes stay until memory is needed: no time is promised, and the shortest is told.
@@ -145,6 +151,10 @@ class MessageFormat:
         return "tool_use" if has_calls else "end_turn"
 
 
+def thinking_tokens(parser: DeltaParser) -> Json:
+    return {"output_tokens_details": {"thinking_tokens": reasoning_tokens(parser)}}
+
+
 def _stop_sequence(end: Finished) -> str | None:
     return end.stopped_by if isinstance(end.stopped_by, str) else None
 
@@ -166,11 +176,11 @@ class MessageWriter:
 
     def events(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[str]:
         match event:
-            case TokenEvent(text=text, cached_tokens=cached_tokens):
-                yield from self._beginning(cached_tokens, 1)
+            case TokenEvent(text=text, cached_tokens=cached_tokens, diagnosis=diagnosis):
+                yield from self._beginning(cached_tokens, 1, diagnosis)
                 yield from self._texts(self._blocks.add(self._parser.push(text)))
-            case Finished(text=text, usage=usage):
-                yield from self._beginning(usage.cached_tokens, usage.completion_tokens)
+            case Finished(text=text, usage=usage, diagnosis=diagnosis):
+                yield from self._beginning(usage.cached_tokens, usage.completion_tokens, diagnosis)
                 deltas = [*self._parser.push(text), *self._parser.finish()]
                 yield from self._texts([*self._blocks.add(deltas), *self._blocks.close()])
             case PromptScored():
@@ -188,16 +198,19 @@ class MessageWriter:
         [end] = ends
         delta = self._format.ending(end, self._blocks.has_calls, {"stop_details": None, "container": None})
         told = self._format.prompt.body(usage.cached_tokens, usage.completion_tokens)
+        told |= thinking_tokens(self._parser)
         last = {"type": "message_delta", "delta": delta, "usage": told, **self._format.edits()}
         return _event(last) + _event({"type": "message_stop"})
 
     def error(self, error: RootstockError) -> str:
         return _event(error_body(error))
 
-    def _beginning(self, cached_tokens: int, output_tokens: int) -> Iterator[str]:
+    def _beginning(
+        self, cached_tokens: int, output_tokens: int, diagnosis: Diagnosis | None
+    ) -> Iterator[str]:
         if not self._has_begun:
             self._has_begun = True
-            message = self._format.message([], cached_tokens, output_tokens)
+            message = self._format.message([], cached_tokens, output_tokens, diagnosis)
             yield _event({"type": "message_start", "message": message})
 
     @staticmethod

@@ -13,6 +13,8 @@ from rootstock.server.anthropic.answers import MessageFormat, PromptUsage
 from rootstock.server.anthropic.blocks import AnswerStyle
 from rootstock.server.anthropic.edits import edited
 from rootstock.server.anthropic.schema import MessagesRequest, PromptFields
+from rootstock.server.cache_diagnostics import anthropic_diagnose
+from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.wire import Call, Json, PreparedChat, ServedModel
 
 
@@ -23,10 +25,13 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
     salt = salt_of(tenant, body.cache_salt)
-    asked = _constraint(body), body.thought().budget_tokens
-    conversation, chat, applied = _prepared(model, body, salt, tenant, *asked)
+    limits = _constraint(body), body.thought().budget_tokens
+    conversation, chat, applied = _prepared(model, body, salt, tenant, *limits)
     prompt_tokens = len(chat.prompt.tokens)
     id = f"msg_{uuid.uuid4().hex}"
+    asked = body.diagnostics
+    diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)
+    model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = MessageFormat(
         id,
         # As it was asked for: Claude Code drops the thinking of answers that name another model.
@@ -36,11 +41,11 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
         model.context_limit,
         AnswerStyle(body.thought().is_shown, conversation.tool_choice.parallel),
         applied,
-        diagnostics_of(body),
+        diagnose,
     )
     return model.call(
         format,
-        chat.requests(id, 1, sampling, stop),
+        chat.requests(id, 1, sampling, stop, diagnose=asked is not None),
         stream=bool(body.stream),
         dropped=chat.dropped,
     )
@@ -58,6 +63,14 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
         cleared = sum(edit["cleared_input_tokens"] for edit in applied)
         counted["context_management"] = {"original_input_tokens": prompt_tokens + cleared}
     return counted
+
+
+def explained_prompt(model: ServedModel, body: PromptFields, tenant: str) -> ExplainedPrompt:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
+    model.refuse_other(body.model)
+    body.refuse_unsupported()
+    _, chat, _ = _prepared(model, body, salt_of(tenant, body.cache_salt), tenant)
+    return ExplainedPrompt.of_chat(chat)
 
 
 def _prepared(
@@ -91,8 +104,3 @@ def _constraint(body: MessagesRequest) -> Constraint | None:
         return None
     text, path = schema
     return Constraint(json_schema_of(text, path, strict=False), param=path)
-
-
-def diagnostics_of(body: MessagesRequest) -> Json | None:
-    """Returns the cause of a miss, for a request that asks with `diagnostics`. None: nothing is known."""
-    return None

@@ -53,6 +53,12 @@ class Thinking:
     is_shown: bool = True  # False: the signature holds the text in its place
 
 
+class DiagnosticsFields(Wire):
+    previous_message_id: Annotated[
+        Label | None, Field(description="of the message whose prompt this one repeats; null on a first turn")
+    ] = None
+
+
 class PromptFields(Wire):
     """Fields from which a prompt is made."""
 
@@ -165,7 +171,9 @@ class MessagesRequest(PromptFields, SamplingFields):
     max_tokens: Count | None = None
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    diagnostics: JsonObject | None = None
+    diagnostics: Annotated[
+        DiagnosticsFields | None, Field(description="asks why the prompt was not found in the cache")
+    ] = None
 
     def stopping(self, max_tokens: int | None, vocab_size: int) -> StopParams:
         if self.stop is not None:

@@ -26,12 +26,14 @@ from rootstock.engine.output.deltas import (
     WholeCall,
     answer_of,
 )
+from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
+from rootstock.server.cache_diagnostics import openai_fields
 from rootstock.server.errors import error_body
-from rootstock.server.json_pieces import Kept, LazyList, dumps, items_text, json_pieces, quoted
-from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.server.json_pieces import Kept, Late, LazyList, dumps, items_text, json_pieces, quoted
+from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _ENTRIES_PER_PIECE = 512  # log-probabilities: less than a millisecond of encoding
@@ -47,6 +49,11 @@ class ChoiceFormat(Protocol):
 
     @property
     def chunk_object(self) -> str: ...
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of reasoning in the choices that have ended."""
+        ...
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
         """Yields the streamed choices of an event, also those of other requests with the same prompt."""
@@ -91,6 +98,7 @@ class ChatFormat:
         self._new_parser = new_parser
         self._calls = calls
         self._open: dict[int, _ChatChoice] = {}
+        self.reasoning_tokens = 0
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
         choice = self._open.get(index)
@@ -109,6 +117,7 @@ class ChatFormat:
             case Finished(text=text, stopped_by=stopped_by):
                 for delta in choice.fields([*choice.parser.push(text), *choice.parser.finish()]):
                     yield self._choice(index, delta)
+                self.reasoning_tokens += reasoning_tokens(choice.parser)
                 yield self._choice(index, {}) | {
                     "finish_reason": self._finish_reason(event, choice.has_calls),
                     "stop_reason": stopped_by,
@@ -131,7 +140,9 @@ class ChatFormat:
         end, scored = history.end, history.logprobs
         assert end is not None
         content = None if scored is None else LazyList(map(self._content_text, _slices(scored)))
-        answer = answer_of(self._new_parser(), history.text)
+        parser = self._new_parser()
+        answer = answer_of(parsed_answer(parser, history.texts()))
+        self.reasoning_tokens += reasoning_tokens(parser)
         return {
             "index": index,
             "message": self._message(answer),
@@ -271,6 +282,7 @@ class CompletionFormat:
         self._decoded: dict[int, str] = {}  # texts of prompts that were given as tokens, by prompt
 
     chunk_object = "text_completion"
+    reasoning_tokens = 0  # a completion's text is not parsed
 
     def choices(self, index: int, event: PromptScored | TokenEvent | Finished) -> Iterator[Json]:
         echo = self._echo
@@ -438,7 +450,7 @@ class _Offsets:
         return other
 
 
-def usage_body(usage: Usage) -> Json:
+def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -446,6 +458,7 @@ def usage_body(usage: Usage) -> Json:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         # OpenAI means a client's prediction, here it is the server's drafts. Rejected ones are no completion tokens.
         "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": usage.accepted_draft_tokens,
             "rejected_prediction_tokens": usage.draft_tokens - usage.accepted_draft_tokens,
         },
@@ -455,26 +468,30 @@ def usage_body(usage: Usage) -> Json:
 class OpenAIFormat:
     """The wire format of chats and completions: a body or chunks around the choices."""
 
-    def __init__(self, choices: ChoiceFormat, include_usage: bool) -> None:
+    def __init__(self, choices: ChoiceFormat, include_usage: bool, diagnose: Diagnose | None = None) -> None:
         self._choices = choices
         self._include_usage = include_usage
+        self._diagnose = diagnose
 
     def stream(self) -> ChunkWriter:
-        return ChunkWriter(self._choices, self._include_usage)
+        return ChunkWriter(self._choices, self._include_usage, self._diagnose)
 
     def whole(self, histories: Sequence[ChoiceHistory], usage: Usage) -> Json:
         choices = (self._choices.whole(index, history) for index, history in enumerate(histories))
-        return self._choices.head | {"choices": choices, "usage": usage_body(usage)}
+        told = Late(lambda: usage_body(usage, self._choices.reasoning_tokens))
+        ends = [history.end for history in histories if history.end is not None]
+        return self._choices.head | {"choices": choices, "usage": told} | openai_fields(self._diagnose, ends)
 
 
 class ChunkWriter:
     """Writer of server-sent events. Encodes the parts of a chunk around the choice once, and the parts of a choice
     around its text once if it has text alone."""
 
-    def __init__(self, format: ChoiceFormat, include_usage: bool) -> None:
+    def __init__(self, format: ChoiceFormat, include_usage: bool, diagnose: Diagnose | None = None) -> None:
         head = dumps(format.head | {"object": format.chunk_object})
         self._format = format
         self._include_usage = include_usage
+        self._diagnose = diagnose
         self._before = f'data: {head[:-1]},"choices":['
         self._after = '],"usage":null}\n\n' if include_usage else "]}\n\n"
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
@@ -521,9 +538,10 @@ class ChunkWriter:
         return f"{self._before}{dumps(choice)}{self._after}"
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
-        if not self._include_usage:
-            return DONE
-        return f'{self._before}],"usage":{dumps(usage_body(usage))}}}\n\n{DONE}'
+        told = openai_fields(self._diagnose, ends)
+        if self._include_usage:
+            told = {"usage": usage_body(usage, self._format.reasoning_tokens), **told}
+        return f"{self._before}],{dumps(told)[1:]}\n\n{DONE}" if told else DONE
 
     def error(self, error: RootstockError) -> str:
         return error_event(error_body(error))  # the stream ends without [DONE]

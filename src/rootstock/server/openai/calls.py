@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.limits import MAX_PROMPTS, refuse_more_than
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer, text_tokens
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
+from rootstock.server.cache_diagnostics import openai_diagnose
+from rootstock.server.explainer import ExplainedPrompt
 from rootstock.server.openai.answers import (
     ChatFormat,
     ChoiceFormat,
@@ -29,7 +30,7 @@ from rootstock.server.openai.schema import (
     ExplainRequest,
     GenerationFields,
 )
-from rootstock.server.wire import Call, Json, ServedModel
+from rootstock.server.wire import Call, Diagnose, Json, ServedModel
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no limit but the context's
 
@@ -46,6 +47,8 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
+    diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+    model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
         _head(model, id, "chat.completion", body.model),
         model.model_tokenizer,
@@ -56,8 +59,9 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
         model,
         body,
         format,
-        chat.requests(id, n, sampling, stop),
+        chat.requests(id, n, sampling, stop, diagnose=diagnose is not None),
         chat.dropped,
+        diagnose,
     )
 
 
@@ -93,25 +97,21 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
     )
 
 
-def explained_prompt(
-    model: ServedModel, body: ExplainRequest, salt: str, tenant: str
-) -> tuple[Tokens, int, tuple[DroppedHead, ...]]:
-    """Returns a prompt, how many of its tokens are sampled ids of earlier answers, and the dropped volatile heads.
-
-    Renders and tokenizes: not for an event loop. Raises RequestError.
-    """
+def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> ExplainedPrompt:
+    """Renders and tokenizes: not for an event loop. Raises RequestError."""
     model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
+    salt = salt_of(tenant, body.cache_salt)
     if body.messages is not None:
         chat = model.prepared_chat(body.conversation(body.messages, model.model_tokenizer), salt, tenant)
-        return chat.prompt.tokens, chat.prompt.sampled_tokens, chat.dropped
+        return ExplainedPrompt.of_chat(chat)
     prompts = prompts_of(body.prompt, model.tokenizer)
     if len(prompts) != 1:
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return prompts[0].tokens, 0, ()
+    return ExplainedPrompt(prompts[0].tokens, salt)
 
 
 def _call(
@@ -120,10 +120,11 @@ def _call(
     format: ChoiceFormat,
     requests: tuple[Request, ...],
     dropped: tuple[DroppedHead, ...] = (),
+    diagnose: Diagnose | None = None,
 ) -> Call:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return model.call(
-        OpenAIFormat(format, include_usage),
+        OpenAIFormat(format, include_usage, diagnose),
         requests,
         choices_per_prompt=body.choices_per_prompt,
         stream=bool(body.stream),

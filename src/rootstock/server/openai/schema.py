@@ -32,7 +32,15 @@ from rootstock.engine.limits import (
 )
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import InvalidParameter, Unsupported
-from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
+from rootstock.server.fields import (
+    REASONING_SWITCHES,
+    Count,
+    JsonObject,
+    Label,
+    PromptCacheOptions,
+    SamplingFields,
+    Wire,
+)
 from rootstock.server.openai.answers import CallStyle
 from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
@@ -185,6 +193,13 @@ class ChatCompletionRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Count | None = None
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+
+    @property
+    def comparison_response_id(self) -> str | None:
+        """The id of the chat that the diagnostics compare this one with; None: it does not ask for them."""
+        options = self.prompt_cache_options
+        return None if options is None else options.comparison_response_id
 
     def reasoning_budget(self) -> int | None:
         """Returns the most tokens of reasoning; None: any number. Raises InvalidParameter."""
@@ -264,7 +279,7 @@ def _thinking(asked: bool | Json | None) -> bool | None:
 IGNORED = frozenset(
     {
         # OpenAI
-        "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+        "metadata", "prediction", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store",
         # vLLM, SGLang
         "data_parallel_rank", "extra_key", "priority", "request_id", "rid", "routing_key", "session_id",

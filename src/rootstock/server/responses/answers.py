@@ -10,13 +10,15 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rootstock.engine.output.deltas import DeltaParser
+from rootstock.engine.output.reasoning_tokens import reasoning_tokens
 from rootstock.engine.request import Event as EngineEvent
 from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
+from rootstock.server.cache_diagnostics import openai_fields
 from rootstock.server.json_pieces import dumps
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
-from rootstock.server.wire import ChoiceHistory, Json
+from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 # OpenAI's codes of failed responses. Agents repeat a request after the first two.
@@ -99,18 +101,20 @@ class Answering:
     new_parser: Callable[[], DeltaParser]
     tokenizer: ModelTokenizer
     keep: Keep | None = None  # stores the response; None: not asked for
+    diagnose: Diagnose | None = None
 
     def text(self, changing: Json) -> str:
         """Returns the response's object without its output, as JSON."""
         return f"{self.fields_text[:-1]},{dumps(changing)[1:]}"
 
-    def ended(self, end: Finished, usage: Usage, output: Output) -> Json:
+    def ended(self, end: Finished, usage: Usage, parser: DeltaParser) -> Json:
         """Returns the changing fields of a response that has ended."""
         cut = end.reason == "length"
         return _changing(
             "incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            usage=usage_body(usage, output.reasoning_tokens),
+            usage=usage_body(usage, reasoning_tokens(parser)),
+            **openai_fields(self.diagnose, [end]),
         )
 
     def logprob(self, one: TokenLogprob) -> Json:
@@ -138,13 +142,14 @@ class ResponseFormat:
         answering = self._answering
         [history] = histories
         assert history.end is not None
-        output = Output(answering.settings, WholeCalls(answering.new_parser()))
+        parser = answering.new_parser()
+        output = Output(answering.settings, WholeCalls(parser))
         *texts, held_back = history.texts()
         scored = map(answering.logprob, history.logprobs or ())
         for text, logprob in itertools.zip_longest(texts, scored):
             output.push(text, logprob)
         output.finish(held_back, complete=history.end.reason == "stop")
-        changing = answering.ended(history.end, usage, output)
+        changing = answering.ended(history.end, usage, parser)
         if answering.keep is not None:
             answering.keep(answering.text(changing), dumps(output.items))
         return answering.fields | changing | {"output": output.items}
@@ -155,7 +160,8 @@ class EventWriter:
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._output = Output(answering.settings, answering.new_parser())
+        self._parser = answering.new_parser()
+        self._output = Output(answering.settings, self._parser)
         self._number = 0
 
     def begin(self) -> str:
@@ -189,7 +195,7 @@ class EventWriter:
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         [end] = ends
-        changing = self._answering.ended(end, usage, self._output)
+        changing = self._answering.ended(end, usage, self._parser)
         head, output = self._answering.text(changing), dumps(self._output.items)
         if self._answering.keep is not None:
             self._answering.keep(head, output)

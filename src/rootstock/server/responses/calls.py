@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rootstock.cache.types import Tokens
 from rootstock.engine.conversation.types import Conversation, Message, Text
 from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
+from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.responses.answers import Answering, ResponseFormat
 from rootstock.server.responses.items import Unseal, kind_of, messages_of
 from rootstock.server.responses.output import OutputSettings
@@ -60,27 +60,32 @@ class Responses:
                 new = NewResponse(settings.response_id, body.previous_response_id, head, own, output)
                 self.store.put(_owner(tenant), new)
 
-        fields = self._fields(body, prepared, settings.response_id, sampling.temperature, sampling.top_p)
+        chat, id = prepared.chat, settings.response_id
+        diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
+        model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
+        fields = self._fields(body, prepared, id, sampling.temperature, sampling.top_p)
         answering = Answering(
             fields,
             json_text(fields, "body"),
             settings,
-            prepared.chat.new_parser,
+            chat.new_parser,
             model.model_tokenizer,
             keep,
+            diagnose,
         )
         call = model.call(
             ResponseFormat(answering),
-            prepared.chat.requests(settings.response_id, 1, sampling, stop),
+            chat.requests(id, 1, sampling, stop, diagnose=diagnose is not None),
             stream=bool(body.stream),
-            dropped=prepared.chat.dropped,
+            dropped=chat.dropped,
+            ignored_tools=tuple(prepared.tools.ignored),
         )
         _refuse_many_logprobs(call, model.context_limit)
         return call
 
-    def tokens(self, body: ResponseRequest, tenant: str) -> Tokens:
-        """Returns the prompt. Not for an event loop. Raises RequestError."""
-        return self._prepared(body, tenant).chat.prompt.tokens
+    def chat(self, body: ResponseRequest, tenant: str) -> PreparedChat:
+        """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
+        return self._prepared(body, tenant).chat
 
     def _prepared(self, body: ResponseRequest, tenant: str) -> _Prepared:
         self.model.refuse_other(body.model)
@@ -166,8 +171,6 @@ class Responses:
         }
         if prepared.tools.ignored:
             fields["ignored_tools"] = prepared.tools.ignored
-        if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
-            fields["prompt_cache_diagnostics"] = {"type": "unavailable"}
         return fields | echoed(
             {
                 "instructions": body.instructions,

@@ -73,17 +73,14 @@ class Output:
 
     def __init__(self, settings: OutputSettings, parser: DeltaParser) -> None:
         self.items: list[Json] = []  # in the order of `output_index`; the last one may be open
-        self.reasoning_tokens = 0
         self._settings = settings
         self._parser = parser
         self._open: _OpenText | _OpenCall | None = None
-        self._tokens = 0  # pushed since the last delta
-        self._logprobs: list[Json] = []  # of these tokens
+        self._logprobs: list[Json] = []  # of the tokens pushed since the last delta
         self._held: dict[int, CallStarted] = {}  # calls whose items have no deltas
 
     def push(self, text: str, logprob: Json | None = None) -> list[Event]:
         """Takes the text of one token. `logprob` is the entry that describes it."""
-        self._tokens += 1
         if logprob is not None:
             self._logprobs.append(logprob)
         return self._taken(self._parser.push(text))
@@ -106,9 +103,6 @@ class Output:
             return []
         # A token without a delta of its own belongs to the delta that follows: its text was held back.
         scored, self._logprobs = self._logprobs, []
-        if isinstance(deltas[0], ReasoningDelta):
-            self.reasoning_tokens += self._tokens
-        self._tokens = 0
         events: list[Event] = []
         for delta in deltas:
             events += self._of(delta, scored)

@@ -12,6 +12,7 @@ from rootstock.errors import InvalidParameter, RequestError, Unsupported
 from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
+from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
 from rootstock.server.responses.calls import Responses, input_items
@@ -56,11 +57,11 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
-            tokens = await queue.run(request, lambda: responses.tokens(body, tenant))
+            chat = await queue.run(request, lambda: responses.chat(body, tenant))
         except RequestError as error:
             _rename(error, body)
             raise
-        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+        return {"object": "response.input_tokens", "input_tokens": len(chat.prompt.tokens)}
 
     # Plain functions run on other threads: they wait for the store's.
     @router.get("/{id}", responses={200: {"model": ResponseBody}})
@@ -110,5 +111,22 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         raise Unsupported(
             "background", "A stored response is complete. Close the connection of a response to cancel it."
         )
+
+    return router
+
+
+def explain_route(responses: Responses, explainer: Explainer) -> APIRouter:
+    router = APIRouter(tags=["Cache"], route_class=BoundedJsonRoute)
+
+    @router.post(f"{EXPLAIN}/responses", responses=_POSTED)
+    async def explain(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
+        """Explains how much of the prompt of a request is cached, and why not more."""
+        try:
+            return await explainer.explain(
+                request, lambda: ExplainedPrompt.of_chat(responses.chat(body, tenant))
+            )
+        except RequestError as error:
+            _rename(error, body)
+            raise
 
     return router

@@ -25,7 +25,15 @@ from rootstock.engine.limits import (
     refuse_large,
 )
 from rootstock.errors import InvalidParameter, Unsupported
-from rootstock.server.fields import REASONING_SWITCHES, Count, JsonObject, Label, SamplingFields, Wire
+from rootstock.server.fields import (
+    REASONING_SWITCHES,
+    Count,
+    JsonObject,
+    Label,
+    PromptCacheOptions,
+    SamplingFields,
+    Wire,
+)
 from rootstock.server.wire import Json
 
 MAX_METADATA = 16  # pairs: OpenAI's limits
@@ -68,12 +76,6 @@ class ReasoningFields(Wire):
 
 class TextFields(Wire):
     format: JsonObject | None = None
-
-
-class PromptCacheOptions(Wire):
-    comparison_response_id: Annotated[
-        Label | None, Field(description="asks how much of that response's prompt was found in the cache")
-    ] = None
 
 
 class ResponseRequest(SamplingFields):
@@ -143,6 +145,12 @@ class ResponseRequest(SamplingFields):
     def text_format(self) -> Json:
         asked = None if self.text is None else self.text.format
         return asked or {"type": "text"}
+
+    @property
+    def comparison_response_id(self) -> str | None:
+        """The id of the response that the diagnostics compare this one with; None: it does not ask for them."""
+        options = self.prompt_cache_options
+        return None if options is None else options.comparison_response_id
 
     @property
     def wants_sealed_reasoning(self) -> bool:

@@ -30,6 +30,7 @@ from rootstock.errors import (
     ResponseNotFound,
     ResponseStoreFailed,
 )
+from rootstock.server.metrics import ResponseStoreStats
 from rootstock.server.request_bodies import check_shape
 from rootstock.tiers.disk.index import is_damage
 from rootstock.units import MIB
@@ -116,11 +117,12 @@ class ResponseStore:
         self._stored_bytes = 0
         self._entries = 0
         self._worker = ThreadPoolExecutor(1, "rootstock-responses")
-        self._lock = threading.Lock()  # of the count below
+        self._lock = threading.Lock()  # of the counts that several threads change
         self._waiting_bytes = 0
+        self._events = {"stored": 0, "not_stored": 0, "deleted": 0, "evicted": 0}
         self._recount()
         with db:
-            self._evict()
+            self._events["evicted"] += self._evict()
         db.executescript("PRAGMA incremental_vacuum")  # `execute` would give back one page
         self.sealing_key = self._sealing_key()
 
@@ -151,12 +153,20 @@ class ResponseStore:
         self._worker.shutdown()
         self._db.close()
 
+    @property
+    def stats(self) -> ResponseStoreStats:
+        """The state at this moment. For any thread, without waiting for the store's."""
+        return ResponseStoreStats(
+            self._entries, self._stored_bytes, self._limit_bytes, self._waiting_bytes, dict(self._events)
+        )
+
     def put(self, tenant: str, response: NewResponse) -> None:
         """Stores a response later, on the store's thread. A response that finds too many waiting is not stored."""
         count = len(response.head) + len(response.input) + len(response.output)
         with self._lock:
             taken = self._waiting_bytes + count <= MAX_WAITING_BYTES
             self._waiting_bytes += count if taken else 0
+            self._events["not_stored"] += not taken
         if not taken:
             log.warning("a response is not stored: %d bytes already wait to be written", self._waiting_bytes)
             return
@@ -191,12 +201,17 @@ class ResponseStore:
             try:
                 with self._db:
                     self._insert(tenant, response)
-                    self._evict()
+                    evicted = self._evict()
             except BaseException:
                 self._recount()  # the transaction was rolled back
                 raise
         except Exception:
             log.exception("a response is not stored")
+            with self._lock:
+                self._events["not_stored"] += 1
+        else:
+            self._events["stored"] += 1
+            self._events["evicted"] += evicted
         finally:
             with self._lock:
                 self._waiting_bytes -= count
@@ -244,6 +259,7 @@ class ResponseStore:
             ).fetchone()
         if row is None:
             raise ResponseNotFound(id)
+        self._events["deleted"] += 1
         chain, stored_bytes = row
         self._count(tenant, chain, -stored_bytes, -1)
 
@@ -295,11 +311,12 @@ class ResponseStore:
         if of_tenant.entries == 0:
             del self._tenants[tenant]
 
-    def _evict(self) -> None:
-        """Removes chains until the rest fits, in an open transaction.
+    def _evict(self) -> int:
+        """Removes chains until the rest fits, in an open transaction. Returns the number of removed responses.
 
         The tenant that has the most loses the chain that it has not used for longest.
         """
+        before = self._entries
         while self._stored_bytes > self._limit_bytes or self._entries > MAX_RESPONSES:
             by_bytes = self._stored_bytes > self._limit_bytes
             tenant, of_tenant = max(
@@ -308,6 +325,7 @@ class ResponseStore:
             chain, of_chain = next(iter(of_tenant.chains.items()))
             self._db.execute("DELETE FROM responses WHERE tenant = ? AND chain = ?", (tenant, chain))
             self._count(tenant, chain, -of_chain.stored_bytes, -of_chain.entries)
+        return before - self._entries
 
     def _sealing_key(self) -> bytes:
         with self._db:

@@ -1,0 +1,97 @@
+"""Explanations of prompts, of each wire format: how much is cached, and why not more.
+
+The route that explains a body has the path of the route that answers it, below `/v1/cache/explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from fastapi import Request
+
+from rootstock.cache.explain import Explanation
+from rootstock.cache.types import Tokens
+from rootstock.config import ServerConfig
+from rootstock.engine.conversation.volatile_heads import DroppedHead
+from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.explained import explained_in_words, text_before
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.server.access import caller_of, refuse_unless
+from rootstock.server.request_bodies import PreparationQueue
+from rootstock.server.wire import Json, PreparedChat
+
+EXPLAIN = "/v1/cache/explain"
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPrompt:
+    tokens: Tokens
+    salt: str
+    sampled_tokens: int = 0  # ids of earlier answers
+    dropped: tuple[DroppedHead, ...] = ()
+
+    @staticmethod
+    def of_chat(chat: PreparedChat) -> ExplainedPrompt:
+        return ExplainedPrompt(chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped)
+
+
+class Explainer:
+    """An explainer of the prompts that wire formats make of their bodies."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: ModelTokenizer, config: ServerConfig, queue: PreparationQueue
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._config = config
+        self._queue = queue
+
+    async def explain(self, request: Request, make_prompt: Callable[[], ExplainedPrompt]) -> Json:
+        """Explains the prompt that `make_prompt` renders and tokenizes, on another thread.
+
+        Raises AdminOnly, the errors of `make_prompt`, and ClientGone.
+        """
+        refuse_unless(self._config.admin_key is None or caller_of(request).has_admin_key, self._config)
+        return await self._queue.run(request, lambda: self._told(make_prompt()))
+
+    def _told(self, prompt: ExplainedPrompt) -> Json:
+        explanation = self._engine.explain(prompt.tokens, prompt.salt)
+        if self._config.explain == "own":
+            explanation = explanation.of_the_prompt()
+        told = _explained(explanation, prompt.tokens, self._tokenizer)
+        told["message"] = " ".join([told["message"], *map(str, prompt.dropped)])
+        return told | {
+            "sampled_tokens": prompt.sampled_tokens,
+            "dropped": [asdict(head) for head in prompt.dropped],
+        }
+
+
+def _explained(explanation: Explanation, tokens: Tokens, tokenizer: ModelTokenizer) -> Json:
+    """Returns the JSON of an explanation, with the text of its tokens."""
+    at = explanation.divergence
+    divergence = None
+    if at is not None:
+
+        def shown(token: int) -> Json:
+            return {"token": token, "text": token_text(tokenizer, token)}
+
+        others = explanation.cached_tokens_there
+        divergence = {
+            "position": at,
+            "before": text_before(tokens, at, tokenizer),
+            "asked": shown(int(tokens[at])),
+            "cached": None if others is None else [shown(token) for token in others],
+        }
+    return {
+        "prompt_tokens": explanation.prompt_tokens,
+        "matched_tokens": explanation.matched_tokens,
+        "found_tokens": explanation.found_tokens,
+        "cap": explanation.cap,
+        "capped_by": explanation.capped_by,
+        "message": explained_in_words(explanation, tokens, tokenizer),
+        "divergence": divergence,
+        "evicted_tokens": explanation.evicted_tokens,
+        "pending_tokens": explanation.pending_tokens,
+        "below": None if explanation.below is None else asdict(explanation.below),
+    }
