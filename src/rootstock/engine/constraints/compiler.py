@@ -23,14 +23,13 @@ from rootstock.engine.constraints.compiled import (
     parser_limits,
 )
 from rootstock.engine.constraints.json_schema import (
-    patterns_of,
+    refuse_costly,
     refuse_more_parts,
-    refuse_written_out,
     schemas_in,
     without_unsupported_patterns,
 )
 from rootstock.engine.constraints.progress import first_line, mask_of
-from rootstock.engine.constraints.repetitions import largest_written_out
+from rootstock.engine.constraints.repetitions import largest_written_out, written_out
 from rootstock.engine.constraints.vocabulary import UnfitTokens, Vocabulary
 from rootstock.engine.limits import (
     MAX_GRAMMAR_CHARS,
@@ -151,7 +150,10 @@ def _compiled(
     grammar: Grammar, vocabulary: Vocabulary, param: str, drop: Callable[[], None]
 ) -> CompiledGrammar:
     """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
-    text = _grammar_text(grammar)
+    try:
+        text = _grammar_text(grammar)
+    except ValueError as error:  # a number that llguidance cannot read
+        raise ConstraintRefused(param, first_line(str(error))) from error
     matcher = _matcher(text, vocabulary)
     if matcher.is_error() and isinstance(grammar, JsonSchema) and not grammar.strict:
         text = _grammar_text(JsonSchema(without_unsupported_patterns(grammar.text), strict=False))
@@ -241,11 +243,11 @@ def _refuse_large(grammar: Grammar, param: str) -> None:
         raise ConstraintRefused(param, f"it has {chars:,} characters, more than {most:,}")
     match grammar:
         case JsonSchema(text):
-            refuse_written_out(patterns_of(json.loads(text)), param)
+            refuse_costly(json.loads(text), param)
         case Regex(pattern):
-            refuse_written_out([pattern], param)
+            refuse_more_parts(written_out(pattern), param)
         case Lark(text):
-            refuse_written_out(patterns_of(schemas_in(text, param)), param)
+            refuse_costly(schemas_in(text, param), param)
             refuse_more_parts(largest_written_out(text), param)
         case Choice():
             pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
@@ -16,9 +17,12 @@ from rootstock.engine.constraints.text_formats import ENFORCED_BY_COMPILER, TEXT
 from rootstock.engine.limits import (
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_LEAST,
+    MAX_SCHEMA_REQUIRED,
     MAX_SCHEMA_VALUES,
     MAX_WRITTEN_OUT,
     refuse_large,
+    refuse_surrogates,
 )
 from rootstock.errors import ConstraintRefused, InvalidParameter, MissingParameter
 
@@ -27,6 +31,7 @@ FORMATS = ENFORCED_BY_COMPILER | TEXT_FORMATS.keys()
 
 # Texts for readers. They can be most of a tool's schema, and would count towards the limits of a grammar.
 _ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
+_LEAST = ("minItems", "minLength", "minProperties")
 _MAPS_OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _LISTS_OF_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _SCHEMAS = frozenset(
@@ -50,11 +55,12 @@ def json_schema_of(schema: Any, param: str, *, strict: bool = True) -> JsonSchem
         raise InvalidParameter(param, schema, "a JSON schema, which is an object")
     refuse_large(schema, param, MAX_SCHEMA_CHARS)
     _refuse_complex(schema, param)
+    _refuse_rings(schema, param)
     try:
-        text = json.dumps(_enforceable(schema), separators=(",", ":"), allow_nan=False)
-        text.encode()
+        text = json.dumps(_enforceable(schema), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError as error:  # a number that JSON lacks
         raise InvalidParameter(param, schema, "JSON, without NaN and infinite numbers") from error
+    refuse_surrogates(text, param)
     return JsonSchema(text, strict)
 
 
@@ -94,7 +100,7 @@ def embedded_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
     Raises InvalidParameter and ConstraintRefused.
     """
     text = json_schema_of(schema, param, strict=strict).text
-    refuse_written_out(patterns_of(json.loads(text)), param)
+    refuse_costly(json.loads(text), param)
     found: dict[str, Any] = json.loads(text if strict else without_unsupported_patterns(text))
     return found
 
@@ -106,7 +112,7 @@ def without_unsupported_patterns(text: str) -> str:
         if isinstance(pattern := schema.get("pattern"), str) and not _is_supported(pattern):
             del schema["pattern"]
 
-    return json.dumps(_changed(json.loads(text), change), separators=(",", ":"))
+    return json.dumps(_changed(json.loads(text), change), separators=(",", ":"), ensure_ascii=False)
 
 
 def _is_supported(pattern: str) -> bool:
@@ -114,30 +120,41 @@ def _is_supported(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(grammar, limits=parser_limits())
 
 
-def refuse_written_out(patterns: Sequence[str], param: str) -> None:
-    refuse_more_parts(sum(map(written_out, patterns)), param)
+def refuse_costly(schema: Any, param: str) -> None:
+    """Refuses schemas that take long to compile, or that no answer can follow. Raises ConstraintRefused.
+
+    Looks at every value: a `$ref` may point to any.
+    """
+    parts, least, names = 0, 0, 0
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting.extend(each)
+        if not isinstance(each, Mapping):
+            continue
+        waiting.extend(each.values())
+        if isinstance(pattern := each.get("pattern"), str):
+            parts += written_out(pattern)
+        if isinstance(by_pattern := each.get("patternProperties"), Mapping):
+            parts += sum(map(written_out, by_pattern))
+        asked = [each.get(key) for key in _LEAST]
+        least += sum(min(max(0, value), 10**18) for value in asked if isinstance(value, int | float))
+        names += len(required) if isinstance(required := each.get("required"), list) else 0
+    refuse_more_parts(parts, param)
+    if least > MAX_SCHEMA_LEAST:
+        keywords = ", ".join(f"'{name}'" for name in _LEAST)
+        reason = f"the sum of its {keywords} is {least:,}, more than {MAX_SCHEMA_LEAST:,}"
+        raise ConstraintRefused(param, reason)
+    if names > MAX_SCHEMA_REQUIRED:
+        reason = f"it has {names:,} names in 'required', more than {MAX_SCHEMA_REQUIRED:,}"
+        raise ConstraintRefused(param, reason)
 
 
 def refuse_more_parts(parts: int, param: str) -> None:
     if parts > MAX_WRITTEN_OUT:
         reason = f"its repetitions make some {parts:,} parts of it, more than {MAX_WRITTEN_OUT:,}"
         raise ConstraintRefused(param, reason)
-
-
-def patterns_of(schema: Any) -> list[str]:
-    """Returns the regular expressions of a schema, wherever they are: a `$ref` may point to any value."""
-    found: list[str] = []
-    waiting = [schema]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, Mapping):
-            found.extend(pattern for pattern in (each.get("pattern"),) if isinstance(pattern, str))
-            if isinstance(by_pattern := each.get("patternProperties"), Mapping):
-                found.extend(by_pattern)
-            waiting.extend(each.values())
-        elif isinstance(each, list):
-            waiting.extend(each)
-    return found
 
 
 def _parsed(text: str, param: str) -> Any:
@@ -166,6 +183,58 @@ def _refuse_complex(schema: Any, param: str) -> None:
         if not level:
             return
     raise ConstraintRefused(param, f"its schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+
+
+def _refuse_rings(schema: Any, param: str) -> None:
+    """Refuses references that lead back to themselves before any value: each answer would end in the middle."""
+    open_ones: set[str] = set()
+    done: set[str] = set()
+    waiting: list[tuple[str, bool]] = [(reference, False) for reference in _references(schema)]
+    while waiting:
+        reference, is_left = waiting.pop()
+        if is_left:
+            open_ones.remove(reference)
+            done.add(reference)
+        elif reference in open_ones:
+            raise ConstraintRefused(param, f"its '$ref' {reference[:100]!r} leads back to itself")
+        elif reference not in done:
+            open_ones.add(reference)
+            waiting.append((reference, True))
+            waiting += [(inner, False) for inner in _references_at(_resolved(reference, schema))]
+
+
+def _references(schema: Any) -> set[str]:
+    found, waiting = set(), [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            found |= {each["$ref"]} if isinstance(each.get("$ref"), str) else set()
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
+    return found
+
+
+def _references_at(schema: Any) -> set[str]:
+    """Returns the references whose targets the value of this schema must follow itself."""
+    found, waiting = set(), [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            found |= {each["$ref"]} if isinstance(each.get("$ref"), str) else set()
+            waiting += each["allOf"] if isinstance(each.get("allOf"), list) else []
+    return found
+
+
+def _resolved(reference: str, root: Any) -> Any:
+    """Returns the schema of a reference within `root`; None for any other."""
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for name in unquote(reference[1:]).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _enforceable(schema: Any) -> Any:

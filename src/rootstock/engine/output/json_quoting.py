@@ -132,6 +132,8 @@ def _char(piece: str) -> str:
     """Returns the character that a piece of a regular expression stands for."""
     if not piece.startswith("\\"):
         return piece
+    if piece == "\\":
+        raise NotQuotable("a backslash at the end")
     kind = piece[1]
     if kind in "xu" and len(piece) > 2:
         return chr(int(piece[2:].strip("{}"), 16))
