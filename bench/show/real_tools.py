@@ -28,27 +28,40 @@ CLIENTS = {
     "opencode": ("opencode-ai", ["run", "hello"]),
     "qwen-code": ("@qwen-code/qwen-code", ["-p", "hello"]),
 }
-# Packages of MCP servers, with arguments that let them start.
+# MCP servers, with arguments that let them start.
 SERVERS: Mapping[str, list[str]] = {
     "@modelcontextprotocol/server-everything": [],
     "@modelcontextprotocol/server-filesystem": ["."],
     "@modelcontextprotocol/server-github": [],
     "@modelcontextprotocol/server-memory": [],
     "@modelcontextprotocol/server-sequential-thinking": [],
-    "@azure-devops/mcp": ["none"],
     "@notionhq/notion-mcp-server": [],
     "@playwright/mcp": [],
-    "@supabase/mcp-server-supabase": ["--access-token", "none"],
     "@upstash/context7-mcp": [],
     "chrome-devtools-mcp": [],
 }
-PACKAGES = (*(package for package, _ in CLIENTS.values()), *SERVERS)
+VERSIONS = {
+    "@anthropic-ai/claude-code": "2.1.197",
+    "@openai/codex": "0.169.0",
+    "opencode-ai": "1.18.33",
+    "@qwen-code/qwen-code": "0.15.10",
+    "@modelcontextprotocol/server-everything": "2026.8.31",
+    "@modelcontextprotocol/server-filesystem": "2026.8.31",
+    "@modelcontextprotocol/server-github": "2025.4.8",
+    "@modelcontextprotocol/server-memory": "2026.8.31",
+    "@modelcontextprotocol/server-sequential-thinking": "2026.8.31",
+    "@notionhq/notion-mcp-server": "2.5.2",
+    "@playwright/mcp": "0.0.83",
+    "@upstash/context7-mcp": "4.1.1",
+    "chrome-devtools-mcp": "1.11.0",
+}
 WAIT_S = 60
 
 
 def install(folder: Path) -> Path | None:
     """Installs the packages by npm, without their scripts. Returns the folder of modules; None: it failed."""
-    command = ["npm", "install", "--silent", "--ignore-scripts", "--prefix", str(folder), *PACKAGES]
+    command = ["npm", "install", "--silent", "--ignore-scripts", "--prefix", str(folder)]
+    command += [f"{package}@{version}" for package, version in VERSIONS.items()]
     try:
         failed = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     except FileNotFoundError:

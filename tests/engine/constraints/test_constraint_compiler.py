@@ -38,7 +38,6 @@ def schema(value: Any, strict: bool = True) -> JsonSchema:
         ({"$ref": "https://example.com/schema.json"}, "nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "nothing is fetched"),
         ({"$ref": "#/$defs/missing"}, "does not exist"),
-        ({"$ref": "#"}, "no answer"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "anyOf"),
         ({"type": "string", "pattern": "a{1000000000}"}, "repetitions"),
         ({"patternProperties": {"((a{1000}){1000}){1000}": {}}}, "repetitions"),
@@ -69,6 +68,18 @@ def test_huge_and_wrong_schemas_are_refused_before_they_are_compiled(value: Any)
         deep = {"items": deep}
     with pytest.raises(ConstraintRefused, match="nested"):
         schema(deep)
+
+
+def test_references_that_lead_back_to_themselves_are_refused() -> None:
+    ring = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+    for value in ({"$ref": "#"}, {"type": "array", "items": {"$ref": "#/$defs/a"}} | ring):
+        with pytest.raises(ConstraintRefused, match="leads back to itself"):
+            schema(value)
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
+    chain = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5_000)}, "$ref": "#/$defs/d0"}
+    either = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}
+    for value in (tree, chain, either):
+        schema(value)
 
 
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced() -> None:
@@ -137,6 +148,7 @@ def test_sizes_after_repetitions() -> None:
         'start: A\nB: "abc"\nA: B B'
     )
     assert largest_written_out("start: A\nA: B\nB: A") < 10
+    assert largest_written_out('b: "x"{9} "y"\nstart: b b b b') < 15, "rules are not written out"
     assert largest_written_out('start: a ~ 3..5 // x{1000}\na: %json {"minLength": 3}') < 20
 
 
