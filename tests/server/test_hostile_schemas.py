@@ -183,3 +183,49 @@ def test_random_schemas_are_taken_or_refused(client: httpx.Client, place: str) -
         error = response.json()["error"]
         assert response.status_code == 400 or error.get("code") == "constraint_failed", (schema, error)
     assert seen >= {200, 400}
+
+
+CODE = {"syntax": "regex", "definition": r'[a-c]{3}"[0-9]{2}\n'}
+CUSTOM_CALLS = {
+    CHAT: chat(
+        tools=[{"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": CODE}}}],
+        tool_choice={"type": "custom", "custom": {"name": "p"}},
+        max_tokens=200,
+    ),
+    RESPONSES: responses(
+        tools=[{"type": "custom", "name": "p", "format": {"type": "grammar", **CODE}}],
+        tool_choice={"type": "custom", "name": "p"},
+        max_output_tokens=200,
+    ),
+}
+
+
+def input_of(path: str, answer: Json) -> str:
+    if path == RESPONSES:
+        [text] = [item["input"] for item in answer["output"] if item["type"] == "custom_tool_call"]
+        return str(text)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    inner = (
+        call["custom"]["input"] if "custom" in call else json.loads(call["function"]["arguments"])["input"]
+    )
+    return str(inner)
+
+
+@pytest.mark.parametrize("path", CUSTOM_CALLS)
+def test_a_forced_call_of_a_custom_tool_follows_its_grammar(client: httpx.Client, path: str) -> None:
+    for seed in range(4):
+        response = client.post(path, json=CUSTOM_CALLS[path] | {"seed": seed, "parallel_tool_calls": False})
+        assert response.status_code == 200, response.text
+        text = input_of(path, response.json())
+        assert re.fullmatch(CODE["definition"], text), text
+
+
+@pytest.mark.parametrize("path", CUSTOM_CALLS)
+def test_a_hostile_grammar_of_a_custom_tool_is_refused(client: httpx.Client, path: str) -> None:
+    for definition in ("a{1000000000}", "(", "x" * 100_000):
+        body = json.loads(
+            json.dumps(CUSTOM_CALLS[path]).replace(json.dumps(CODE["definition"]), json.dumps(definition))
+        )
+        response = client.post(path, json=body)
+        assert response.status_code == 400
+        assert len(response.json()["error"]["message"]) < 600

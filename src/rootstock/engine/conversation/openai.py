@@ -27,6 +27,7 @@ from rootstock.engine.limits import (
     MAX_MARKS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
+    MAX_PATTERN_CHARS,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     MAX_TOOLS_CHARS,
@@ -302,7 +303,8 @@ def _grammar_of(format: Any, path: str) -> Lark | Regex | None:
         case _:
             allowed = "{'type': 'text'}, or a grammar with 'syntax' (lark, regex) and 'definition'"
             raise InvalidParameter(path, format, allowed)
-    refuse_other_text(text, f"{path}.definition", MAX_GRAMMAR_CHARS)
+    most = MAX_GRAMMAR_CHARS if syntax == "lark" else MAX_PATTERN_CHARS
+    refuse_other_text(text, f"{path}.definition", most)
     refuse_surrogates(text, f"{path}.definition")
     return Lark(text) if syntax == "lark" else Regex(text)
 
