@@ -125,7 +125,8 @@ def refuse_costly(schema: Any, param: str) -> None:
 
     Looks at every value: a `$ref` may point to any.
     """
-    parts, least, names = 0, 0, 0
+    parts, names = 0, 0
+    least: float = 0
     waiting = [schema]
     while waiting:
         each = waiting.pop()
