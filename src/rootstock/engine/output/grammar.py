@@ -34,6 +34,15 @@ from rootstock.errors import ConstraintRefused
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BARE_SCHEMA_KEYS = frozenset({"type", "title", "description", "default"})
 _PYTHON_WORDS = {"string": "PYTHON_STRING", "boolean": '"True" | "False"', "null": '"None"'}
+_BARE_RULES = {
+    "array": "bare_list",
+    "boolean": "BARE_BOOLEAN",
+    "integer": "BARE_INTEGER",
+    "null": "BARE_NULL",
+    "number": "BARE_NUMBER",
+    "object": "bare_object",
+    "string": "bare_string",
+}
 _INDEX = "\x00"  # stands for a number in a text
 
 
@@ -149,7 +158,12 @@ class _Grammar:
                 return f"{self._text(head)} {value} {self._text('}' + calls.closing)}"
             case BareKeyCalls() as calls:
                 self._bare_values(calls)
-                items = self._items(tool, rule, lambda key, _: f"{self._text(f'{key}:')} bare", ",")
+                items = self._items(
+                    tool,
+                    rule,
+                    lambda key, _: f"{self._text(f'{key}:')} ({self._bare(calls, tool, key)})",
+                    ",",
+                )
                 head = f"{calls.opening}call:{tool.name}{{"
                 return f"{self._text(head)} {items} {self._text('}' + calls.closing)}"
             case None:
@@ -264,13 +278,24 @@ class _Grammar:
             choices += [words for type, words in _PYTHON_WORDS.items() if type in types]
         return " | ".join(choices)
 
+    def _bare(self, calls: BareKeyCalls, tool: Tool, key: str) -> str:
+        """Returns a value of the types that the schema of a parameter names. Its inside is free."""
+        schema = _schema(tool)
+        if strings := _strings_of(_properties(schema).get(key)):
+            quote = self._text(calls.quote)
+            return f"{quote} ({' | '.join(map(self._text, strings))}) {quote}"
+        return " | ".join(sorted({_BARE_RULES[type] for type in types_of(schema, key)}))
+
     def _bare_values(self, calls: BareKeyCalls) -> None:
         if any(rule.startswith("bare:") for rule in self._rules):
             return
         quote = self._text(calls.quote)
         self._rule("bare_string", f"{quote} {self._free_text('bare', calls.quote)}")
-        self._rule("bare", "bare_string | BARE_WORD | bare_list | bare_object")
-        self._rule("BARE_WORD", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/")
+        self._rule("bare", " | ".join(sorted(set(_BARE_RULES.values()))))
+        self._rule("BARE_INTEGER", "/-?(0|[1-9][0-9]*)/")
+        self._rule("BARE_NUMBER", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
+        self._rule("BARE_BOOLEAN", "/true|false/")
+        self._rule("BARE_NULL", "/null/")
         self._rule("bare_list", '"[" (bare ("," bare)*)? "]"')
         self._rule("bare_object", '"{" (bare_member ("," bare_member)*)? "}"')
         self._rule("bare_member", 'BARE_KEY ":" bare')
