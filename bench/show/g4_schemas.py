@@ -5,15 +5,17 @@ refused. For every other one, answers of random logits are validated by `jsonsch
 written as JSON, is put to the matcher: an invalid one must be refused. A valid one may be refused too, because the
 matcher wants the properties in the schema's order and takes formats seriously; those are counted.
 
-Tools: 200 schemas (tool_schemas.py: 50 tools written for this, each as four generators write it), not strict, as
-those of tools are. Answers of random logits are validated by `jsonschema` with all keywords and formats that it
-checks.
+Tools: the schemas of some 200 tools of Claude Code, Codex, opencode, qwen-code and public MCP servers, read from the
+installed packages when they run (real_tools.py), and 200 more (tool_schemas.py: 50 tools written for this, each as
+four generators write it). They are not strict, as those of tools are. Answers of random logits are validated by
+`jsonschema` with all keywords and formats that it checks.
 
 Cost: decode steps of eight sequences of the 80M model by the engine, with the mask of a tool's schema and without,
 in pairs that alternate; the ratio is the median of the pairs' ratios.
 
 Needs `jsonschema`. The suite is the folder `json/tests` of jsonschema's source distribution: --suite names it, or an
-unpacked or packed distribution; without the option pip downloads it to a temporary folder.
+unpacked or packed distribution; without the option pip downloads it to a temporary folder. --modules names the folder
+`node_modules` with the clients and servers; without the option npm installs them in a temporary folder.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 import numpy as np
 from common import argument_parser, at_least, at_most, conclude, could_not, exactly
+from real_tools import install, real_schemas
 from tool_schemas import tool_schemas
 
 from rootstock.engine.constraints.asked import Constraint
@@ -78,6 +81,7 @@ class Counts:
 def main() -> None:
     options = argument_parser(__doc__)
     options.add_argument("--suite", type=Path, help="json/tests, or a source distribution of jsonschema")
+    options.add_argument("--modules", type=Path, help="node_modules with the clients and MCP servers")
     options.add_argument("--answers", type=int, default=ANSWERS, help="of each schema")
     options.add_argument("--pairs", type=int, default=PAIRS)
     options.add_argument("--skip-suite", action="store_true")
@@ -98,14 +102,20 @@ def main() -> None:
             bars |= {"suite_invalid_answers": exactly(0), "suite_invalid_instances_accepted": exactly(0)}
             bars["suite_supported"] = at_least(1)
         if not given.skip_tools:
-            counts = of_tools(given.answers)
-            figures |= reported("tools", counts)
-            bars |= {
-                "tools_schemas": at_least(200),
-                "tools_invalid_answers": exactly(0),
-                "tools_refused": exactly(0),
-            }
-            bars["tools_limits_reached"] = exactly(0)
+            modules = given.modules or install(Path(folder) / "npm")
+            if modules is None:
+                could_not(SHOW, "npm could not install the clients and MCP servers; give --modules")
+            real = real_schemas(modules, Path(folder) / "homes")
+            figures["real_tools_of"] = dict(Counter(name.split(": ")[0] for name in real))
+            for name, schemas in (("real_tools", real), ("written_tools", tool_schemas())):
+                counts = of_tools(schemas, given.answers)
+                figures |= reported(name, counts)
+                bars |= {
+                    f"{name}_schemas": at_least(200),
+                    f"{name}_invalid_answers": exactly(0),
+                    f"{name}_refused": exactly(0),
+                    f"{name}_limits_reached": exactly(0),
+                }
         if not given.skip_cost:
             figures |= step_cost(Path(folder), given.pairs)
             bars["step_ratio"] = at_most(MOST_STEP_COST)
@@ -159,9 +169,9 @@ def of_suite(tests: Path, answers: int) -> Counts:
     return counts
 
 
-def of_tools(answers: int) -> Counts:
+def of_tools(schemas: dict[str, Any], answers: int) -> Counts:
     counts = Counts()
-    for name, schema in tool_schemas().items():
+    for name, schema in schemas.items():
         checked(schema, name, counts, answers, strict=False)
     return counts
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from rootstock.engine.constraints.asked import (
     Regex,
 )
 from rootstock.engine.constraints.compiled import CompiledConstraint
-from rootstock.engine.request import Finished, ResolvedSampling, StopParams, requests_for
+from rootstock.engine.request import Finished, ResolvedSampling, StopParams, TokenEvent, requests_for
 from rootstock.engine.speculation.proposer import NgramProposer
 from rootstock.errors import ConstraintFailed
 
@@ -200,6 +202,39 @@ def test_choices_share_a_compiled_grammar_and_differ() -> None:
     assert len(set(texts)) > 1
 
 
+def test_choices_with_reasoning_are_those_of_runs_alone_also_with_preemptions_and_drafts() -> None:
+    thinks = Reasoning("</think>", starts_inside=True, budget_tokens=6)
+
+    def answers(
+        choices: Sequence[int], blocks: int = 2_000, draft_tokens: int = 0
+    ) -> tuple[list[list[int]], bool]:
+        on = bench(blocks, draft_tokens=draft_tokens)
+        constraint = compiled(on, Regex("[01]{60,90}"), thinks)
+        stop = StopParams(max_tokens=150)
+        made = requests_for(
+            "r", [BYTES.encode("prompt: ")], 6, sampled(3), stop, salt="", constraint=constraint
+        )
+        events: list[list[Any]] = [[] for _ in choices]
+        for choice, got in zip(choices, events, strict=True):
+            on.engine.submit(made[choice], got.append)
+        preempted = False
+        while on.engine.step():
+            states = [type(each.state).__name__ for each in on.engine.scheduler.sequences()]
+            preempted |= "Preempted" in states
+        if draft_tokens:
+            assert sum(got[-1].usage.accepted_draft_tokens for got in events) > 0
+        return [[event.token for event in got if isinstance(event, TokenEvent)] for got in events], preempted
+
+    together, _ = answers(range(6))
+    for tokens in together:
+        text = visible(tokens)
+        assert re.fullmatch(b"[01]{60,90}", text[text.find(b"</think>") + len(b"</think>") :].rstrip(b"?"))
+    assert [answers([choice])[0][0] for choice in range(6)] == together
+    assert answers(range(6), blocks=60) == (together, True)
+    assert answers(range(6), draft_tokens=8)[0] == together
+    assert answers(range(6), blocks=60, draft_tokens=8) == (together, True)
+
+
 def test_a_cancelled_answer_leaves_its_batch_mates_alone() -> None:
     on = bench()
     constraint = compiled(on, ANY_JSON_OBJECT)
@@ -276,7 +311,7 @@ def test_a_bias_that_bans_all_that_the_grammar_allows_does_not_count(
 
 def test_a_grammar_that_reaches_a_limit_fails_its_request_alone() -> None:
     on = bench()
-    wide = compiled(on, Lark('start: a{1000000}\na: "x"'))
+    wide = compiled(on, Lark('start: a{200000}\na: "x"'))
     hostile, other = ask(on, wide, 1), on.ask(prompt(2), 6)
     held = ask(on, compiled(on, POINT), 3)
     on.run()

@@ -10,6 +10,7 @@ import pytest
 
 from engine.constraints.helpers import BYTES, byte_compiler, random_answer
 from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
+from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.json_schema import FORMATS, json_schema_of
 from rootstock.engine.constraints.repetitions import largest_written_out, written_out
 from rootstock.errors import ConstraintRefused, InvalidParameter, RequestError, Unsupported
@@ -37,7 +38,6 @@ def schema(value: Any, strict: bool = True) -> JsonSchema:
         ({"$ref": "https://example.com/schema.json"}, "nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "nothing is fetched"),
         ({"$ref": "#/$defs/missing"}, "does not exist"),
-        ({"$ref": "#"}, "no answer"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "anyOf"),
         ({"type": "string", "pattern": "a{1000000000}"}, "repetitions"),
         ({"patternProperties": {"((a{1000}){1000}){1000}": {}}}, "repetitions"),
@@ -68,6 +68,18 @@ def test_huge_and_wrong_schemas_are_refused_before_they_are_compiled(value: Any)
         deep = {"items": deep}
     with pytest.raises(ConstraintRefused, match="nested"):
         schema(deep)
+
+
+def test_references_that_lead_back_to_themselves_are_refused() -> None:
+    ring = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+    for value in ({"$ref": "#"}, {"type": "array", "items": {"$ref": "#/$defs/a"}} | ring):
+        with pytest.raises(ConstraintRefused, match="leads back to itself"):
+            schema(value)
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
+    chain = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5_000)}, "$ref": "#/$defs/d0"}
+    either = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#"}}]}
+    for value in (tree, chain, either):
+        schema(value)
 
 
 def test_a_schema_that_is_not_strict_ignores_keywords_that_cannot_be_enforced() -> None:
@@ -136,6 +148,7 @@ def test_sizes_after_repetitions() -> None:
         'start: A\nB: "abc"\nA: B B'
     )
     assert largest_written_out("start: A\nA: B\nB: A") < 10
+    assert largest_written_out('b: "x"{9} "y"\nstart: b b b b') == 30, "rules are not written out"
     assert largest_written_out('start: a ~ 3..5 // x{1000}\na: %json {"minLength": 3}') < 20
 
 
@@ -154,6 +167,75 @@ def test_a_grammar_is_compiled_once_for_each_salt() -> None:
     for number in range(70):
         compiler.compile(Constraint(Regex(f"x{number}")), "one")
     assert compiler.compile(Constraint(Regex("abc")), "one").grammar is not first, "the oldest are dropped"
+
+
+def test_states_that_requests_share_are_built_anew_when_they_are_used_up() -> None:
+    # Each character leads to a state of its own: some 30 answers use up what one grammar may have.
+    value = schema({"type": "string", "pattern": "^[ab]*a[ab]{300}$"})
+    compiler = byte_compiler()
+    shared = compiler.compile(Constraint(value))
+
+    def answer(constraint: CompiledConstraint, seed: int) -> tuple[str, bool]:
+        return random_answer(constraint, BYTES, 300, BYTES.eos_token_ids, seed, most=900)
+
+    answers = [answer(shared, seed) for seed in range(38)]
+    renewed = compiler.compile(Constraint(value))
+    assert renewed.grammar is not shared.grammar, "later requests get new states"
+    for seed in range(26, 38):
+        assert answers[seed] == answer(byte_compiler().compile(Constraint(value)), seed), "of a run alone"
+    assert re.fullmatch('"[ab]*a[ab]{300}"', answers[-1][0])
+
+
+def test_schemas_inside_a_grammar_are_bounded() -> None:
+    for inner, reason in (
+        ('{"type": "string", "pattern": "^a{100000000}$"}', "repetitions"),
+        ('{"$ref": "#/x", "x": {"pattern": "^a{100000000}$"}}', "repetitions"),
+        ('{"minimum": ' + "1" * 5_000 + ', "pattern": "^a{100000000}$"}', "not followed by JSON"),
+        ('{"type": "string", "minLength": 1000000, "pattern": "^(ab|c)*$"}', "minLength"),
+        ("{" * 2_000, "not followed by JSON"),
+    ):
+        assert reason in refused(Lark(f"start: a\na: %json {inner}")).message
+    byte_compiler().compile(Constraint(Lark('start: "%json" a\na: %json {"type": "null"}')))
+
+
+@pytest.mark.parametrize(
+    ("format", "valid", "invalid"),
+    [
+        ("date", "2024-02-29 2000-02-29 1999-12-31", "2023-02-29 1900-02-29 0000-01-01 2024-04-31"),
+        ("time", "23:59:59Z 00:00:00.5+01:30", "23:59:60Z 24:00:00Z 12:00:00 12:00:00+24:00"),
+        (
+            "date-time",
+            "2024-02-29T10:00:00Z",
+            "2024-02-29t10:00:00Z 2023-02-29T10:00:00Z 2024-01-01T10:00:60Z",
+        ),
+        ("duration", "P1Y2M3DT4H5M6S PT5M P3W", "P PT 1Y P1Y1W P1D2Y"),
+        ("email", "a.b+c@example.org a@b", "a@ @b a..b@c a@-b a@b." + "c" * 64 + " a@" + "b." * 130 + "c"),
+        ("hostname", "a a-b.example", "-a a- a..b " + "a" * 64 + " " + "a." * 130 + "b"),
+        ("ipv4", "127.0.0.1", "256.0.0.1 1.2.3"),
+        ("uuid", "00000000-0000-4000-8000-000000000000", "0-0-0-0-0"),
+    ],
+)
+def test_formats_take_only_what_readers_take(format: str, valid: str, invalid: str) -> None:
+    grammar = byte_compiler().compile(Constraint(schema({"type": "string", "format": format}))).grammar
+    assert grammar is not None
+
+    def takes(text: str) -> bool:
+        matcher, tokens = grammar.matcher.deep_copy(), BYTES.encode(json.dumps(text)).tolist()
+        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+    assert [text for text in valid.split() if not takes(text)] == []
+    assert [text for text in invalid.split() if takes(text)] == []
+
+
+def test_a_format_beside_a_pattern_and_a_length_holds_too() -> None:
+    value = {"type": "string", "format": "hostname", "pattern": "^x", "maxLength": 3}
+    grammar = byte_compiler().compile(Constraint(schema(value))).grammar
+    assert grammar is not None
+    for text, taken in (("xyz", True), ("x-", False), ("yz", False), ("xyzz", False)):
+        tokens = BYTES.encode(json.dumps(text)).tolist()
+        matcher = grammar.matcher.deep_copy()
+        count = matcher.try_consume_tokens(tokens)
+        assert (count == len(tokens) and bool(matcher.is_accepting())) is taken, text
 
 
 def test_white_space_between_tokens_of_json_is_bounded() -> None:

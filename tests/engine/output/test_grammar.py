@@ -11,11 +11,17 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from engine.constraints.helpers import BYTES, VOCAB, byte_compiler, random_answer
 from engine.output import answers
+from rootstock.engine.constraints.asked import Constraint, Lark
+from rootstock.engine.conversation.openai import custom_tool
 from rootstock.engine.conversation.types import Tool, ToolChoice
+from rootstock.engine.output.deltas import CallEnded
 from rootstock.engine.output.formats import OUTPUT_FORMATS, PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar
+from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.output.writing import written
+from rootstock.errors import ConstraintRefused
 
 pytest.importorskip("llguidance")
 
@@ -118,3 +124,90 @@ def test_a_choice_names_tools_and_may_allow_one_call_only() -> None:
 def test_no_grammar_without_calls_or_tools() -> None:
     assert call_grammar(PLAIN, [TOOL], REQUIRED) is None
     assert call_grammar(OUTPUT_FORMATS["hermes"], [TOOL], ToolChoice("required", ("other",))) is None
+
+
+NOTES = """
+start: "** Notes" LF note+ "** End" LF?
+note: "- " /[a-z"\\/ ]{1,8}/ LF -> line
+%import common.LF
+"""
+GRAMMARS = (
+    {"type": "grammar", "syntax": "regex", "definition": r'[a-z]{1,3}: "[^"\n]{0,4}\\"\n.'},
+    {"type": "grammar", "grammar": {"syntax": "lark", "definition": NOTES}},
+)
+
+
+@pytest.mark.parametrize("input_format", GRAMMARS, ids=["regex", "lark"])
+@every_format
+def test_a_forced_call_of_a_custom_tool_follows_its_grammar(
+    format: OutputFormat, input_format: dict[str, Any]
+) -> None:
+    tool = custom_tool("note", "Takes notes.", input_format, "format")
+    assert tool.grammar is not None
+    compiler = byte_compiler()
+    alone = compiler.compile(Constraint(tool.grammar)).grammar
+    grammar = call_grammar(format, [tool], ToolChoice("required", parallel=False))
+    assert grammar is not None
+    assert alone is not None
+    ended = 0
+    for seed in range(8):
+        answer, ends = random_answer(
+            compiler.compile(Constraint(Lark(grammar))), BYTES, VOCAB, BYTES.eos_token_ids, seed
+        )
+        if not ends:
+            continue
+        ended += 1
+        parser = OutputParser(format, [tool], "<|start|>assistant" if format.name == "harmony" else "")
+        deltas = parser.push(answer) + parser.finish()
+        [arguments] = [delta.arguments for delta in deltas if isinstance(delta, CallEnded)]
+        assert arguments is not None, answer
+        tokens = BYTES.encode(arguments["input"]).tolist()
+        matcher = alone.matcher.deep_copy()
+        assert matcher.try_consume_tokens(tokens) == len(tokens), arguments
+        assert matcher.is_accepting()
+    assert ended
+
+
+@every_format
+def test_tools_that_are_not_strict_may_have_keywords_that_cannot_be_enforced(format: OutputFormat) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "uniqueItems": True, "items": {"type": "string", "pattern": "(?=a)b"}},
+            "phone": {"type": ["string", "null"], "format": "phone"},
+            "odd": {"not": {"type": "string"}, "description": "x" * 100_000},
+        },
+    }
+    grammar = call_grammar(format, [Tool("f", None, schema)], REQUIRED)
+    assert grammar is not None
+    assert len(grammar) < 10_000, "descriptions are no part of a grammar"
+    byte_compiler().compile(Constraint(Lark(grammar)))
+    huge = {"properties": {"a": {"items": {"type": "string", "pattern": "a{1000000000}"}}}}
+    with pytest.raises(ConstraintRefused, match=r"'tools.f' cannot be enforced: its repetitions"):
+        call_grammar(format, [Tool("f", None, huge)], REQUIRED)
+
+
+def test_texts_of_an_enum_are_enforced_in_tags() -> None:
+    format = OUTPUT_FORMATS["qwen3_coder"]
+    tool = Tool("f", None, {"properties": {"unit": {"enum": ["mile", "kilo metre"]}}, "required": ["unit"]})
+    checker = Checker(format, with_tokens=False)
+    grammar = call_grammar(format, [tool], REQUIRED)
+    assert checker.takes(grammar, said(format, [("f", {"unit": "kilo metre"})]))
+    assert not checker.takes(grammar, said(format, [("f", {"unit": "yard"})]))
+
+
+def test_a_header_of_gpt_oss_has_no_white_space_before_it() -> None:
+    format = OUTPUT_FORMATS["harmony"]
+    checker = Checker(format, with_tokens=False)
+    text = said(format, [("look_up", {"word": "owl"})])
+    assert not checker.takes(call_grammar(format, [TOOL], REQUIRED), "\n" + text)
+
+
+def test_an_input_that_cannot_be_quoted_is_refused_with_the_reason() -> None:
+    lark = 'start: "a" b\nb: %json {"type": "string"}'
+    tool = custom_tool("f", None, {"type": "grammar", "syntax": "lark", "definition": lark}, "format")
+    with pytest.raises(ConstraintRefused, match="'%json' cannot be enforced"):
+        call_grammar(OUTPUT_FORMATS["hermes"], [tool], REQUIRED)
+    grammar = call_grammar(OUTPUT_FORMATS["qwen3_coder"], [tool], REQUIRED)
+    assert grammar is not None
+    byte_compiler().compile(Constraint(Lark(grammar)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rootstock.engine.constraints.asked import Lark
 from rootstock.engine.conversation.types import (
     Message,
     Reasoning,
@@ -200,7 +201,7 @@ def test_the_grammar_of_a_custom_tool_is_in_its_description() -> None:
     format = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     tools.add([{"type": "custom", "name": "p", "description": "Does it.", "format": format}], "tools")
     assert tools.shown[0].description == 'Does it.\n\nThe input follows this grammar (lark):\nstart: "a"'
-    assert tools.client_tool("p").grammar == ("lark", 'start: "a"')
+    assert tools.shown[0].grammar == Lark('start: "a"')
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from rootstock.engine.constraints.vocabulary import Ids, Vocabulary
 
@@ -61,3 +61,20 @@ class CompiledConstraint:
     vocabulary: Vocabulary
     grammar: CompiledGrammar | None
     reasoning: CompiledReasoning | None
+
+
+def parser_limits() -> LLParserLimits:
+    """Returns limits of one grammar: some 20 ms of work to begin, 10 ms for each token, 40 MB of lexer states.
+
+    An object may have 1,000 properties that are not required: each takes four items of a row.
+    """
+    return LLParserLimits(
+        max_items_in_row=4_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )

@@ -5,12 +5,14 @@ The work is bounded by the size of the text and by llguidance's own limits, whic
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar, assert_never
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from rootstock.engine.constraints.asked import Choice, Constraint, Grammar, JsonSchema, Lark, Reasoning, Regex
 from rootstock.engine.constraints.compiled import (
@@ -18,8 +20,14 @@ from rootstock.engine.constraints.compiled import (
     CompiledGrammar,
     CompiledReasoning,
     Marker,
+    parser_limits,
 )
-from rootstock.engine.constraints.json_schema import patterns_of, without_patterns
+from rootstock.engine.constraints.json_schema import (
+    refuse_costly,
+    refuse_more_parts,
+    schemas_in,
+    without_unsupported_patterns,
+)
 from rootstock.engine.constraints.progress import first_line, mask_of
 from rootstock.engine.constraints.repetitions import largest_written_out, written_out
 from rootstock.engine.constraints.vocabulary import UnfitTokens, Vocabulary
@@ -29,7 +37,6 @@ from rootstock.engine.limits import (
     MAX_MARKER_CHARS,
     MAX_PATTERN_CHARS,
     MAX_SCHEMA_CHARS,
-    MAX_WRITTEN_OUT,
 )
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import ConstraintRefused, InvalidParameter, Unsupported
@@ -39,6 +46,7 @@ T = TypeVar("T")
 # Between two tokens of JSON. A model must not write white space for ever: this holds 31 levels of two spaces.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _NO_ANSWER = "it allows no answer that this model's tokens can write"
+_EXCERPT = re.compile(r"\n\s*\d+ \| ")
 _KEPT_GRAMMARS = 64
 _KEPT_MARKERS = 16
 
@@ -138,31 +146,17 @@ class _Kept(Generic[T]):
             self._values.pop(key, None)
 
 
-def parser_limits() -> LLParserLimits:
-    """Returns limits of one grammar: some 20 ms of work to begin, 10 ms for each token, 40 MB of lexer states.
-
-    An object may have 1,000 properties that are not required: each takes four items of a row.
-    """
-    return LLParserLimits(
-        max_items_in_row=4_000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=25_000,
-        max_lexer_states=20_000,
-        max_grammar_size=200_000,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
-
-
 def _compiled(
     grammar: Grammar, vocabulary: Vocabulary, param: str, drop: Callable[[], None]
 ) -> CompiledGrammar:
     """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
-    text = _grammar_text(grammar)
+    try:
+        text = _grammar_text(grammar)
+    except ValueError as error:  # a number that llguidance cannot read
+        raise ConstraintRefused(param, first_line(str(error))) from error
     matcher = _matcher(text, vocabulary)
     if matcher.is_error() and isinstance(grammar, JsonSchema) and not grammar.strict:
-        text = _grammar_text(JsonSchema(without_patterns(grammar.text, _is_supported_pattern), strict=False))
+        text = _grammar_text(JsonSchema(without_unsupported_patterns(grammar.text), strict=False))
         matcher = _matcher(text, vocabulary)
     _refuse_error(matcher, param)
     first = mask_of(matcher, vocabulary)
@@ -187,7 +181,9 @@ def _refuse_error(matcher: LLMatcher, param: str) -> None:
 
 
 def _reason(error: str) -> str:
-    reason = first_line(error)
+    # Where the schema is part of a grammar, an excerpt of the grammar follows the reason.
+    of_schema = error.partition("failed to compile JSON schema: ")[2]
+    reason = first_line(_EXCERPT.split(of_schema)[0] if of_schema else error)
     if "not present in a registry" in reason:
         return "a '$ref' leads out of the schema, and nothing is fetched: put the schema under '$defs'"
     if "oneOf constraints are not supported" in reason:
@@ -227,11 +223,6 @@ def _literal(text: str) -> str:
     return "(" + "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text) + ")"
 
 
-def _is_supported_pattern(pattern: str) -> bool:
-    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
-    return not LLMatcher.validate_grammar(grammar, limits=parser_limits())
-
-
 def _refuse_large(grammar: Grammar, param: str) -> None:
     match grammar:
         case JsonSchema(text):
@@ -250,22 +241,15 @@ def _refuse_large(grammar: Grammar, param: str) -> None:
             assert_never(other)
     if chars > most:
         raise ConstraintRefused(param, f"it has {chars:,} characters, more than {most:,}")
-    size = _written_out(grammar)
-    if size > MAX_WRITTEN_OUT:
-        raise ConstraintRefused(
-            param, f"its repetitions make some {size:,} parts of it, more than {MAX_WRITTEN_OUT:,}"
-        )
-
-
-def _written_out(grammar: Grammar) -> int:
     match grammar:
         case JsonSchema(text):
-            return max(map(written_out, patterns_of(text)), default=0)
+            refuse_costly(json.loads(text), param)
         case Regex(pattern):
-            return written_out(pattern)
+            refuse_more_parts(written_out(pattern), param)
         case Lark(text):
-            return largest_written_out(text)
+            refuse_costly(schemas_in(text, param), param)
+            refuse_more_parts(largest_written_out(text), param)
         case Choice():
-            return 0
+            pass
         case other:
             assert_never(other)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from llguidance import LLMatcher
 
 from rootstock.engine.constraints.asked import JsonSchema
+from rootstock.engine.constraints.compiled import parser_limits
+from rootstock.engine.constraints.repetitions import written_out
+from rootstock.engine.constraints.text_formats import ENFORCED_BY_COMPILER, TEXT_FORMATS, TextFormat
 from rootstock.engine.limits import (
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_LEAST,
+    MAX_SCHEMA_REQUIRED,
     MAX_SCHEMA_VALUES,
+    MAX_WRITTEN_OUT,
     refuse_large,
+    refuse_surrogates,
 )
-from rootstock.errors import ConstraintRefused, InvalidParameter
+from rootstock.errors import ConstraintRefused, InvalidParameter, MissingParameter
 
-# Formats of strings that llguidance enforces. A format is an annotation by the specification: others are dropped.
-FORMATS = frozenset(
-    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
-)
+# Formats of strings that are enforced. A format is an annotation by the specification: others are dropped.
+FORMATS = ENFORCED_BY_COMPILER | TEXT_FORMATS.keys()
 
+# Texts for readers. They can be most of a tool's schema, and would count towards the limits of a grammar.
+_ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
+_LEAST = ("minItems", "minLength", "minProperties")
 _MAPS_OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _LISTS_OF_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _SCHEMAS = frozenset(
@@ -28,6 +40,8 @@ _SCHEMAS = frozenset(
         "then", "unevaluatedItems", "unevaluatedProperties",
     }
 )  # fmt: skip
+
+_JSON_IN_LARK = re.compile(r"%json\s*")
 
 
 def json_schema_of(schema: Any, param: str, *, strict: bool = True) -> JsonSchema:
@@ -41,35 +55,107 @@ def json_schema_of(schema: Any, param: str, *, strict: bool = True) -> JsonSchem
         raise InvalidParameter(param, schema, "a JSON schema, which is an object")
     refuse_large(schema, param, MAX_SCHEMA_CHARS)
     _refuse_complex(schema, param)
+    _refuse_rings(schema, param)
     try:
-        text = json.dumps(_enforceable(schema), separators=(",", ":"), allow_nan=False)
-        text.encode()
+        text = json.dumps(_enforceable(schema), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError as error:  # a number that JSON lacks
         raise InvalidParameter(param, schema, "JSON, without NaN and infinite numbers") from error
+    refuse_surrogates(text, param)
     return JsonSchema(text, strict)
 
 
-def without_patterns(text: str, is_supported: Callable[[str], bool]) -> str:
-    """Drops the patterns of a schema that are not supported."""
+def named_schema(format: Mapping[str, Any], path: str) -> JsonSchema:
+    """Reads `schema` and `strict`, which OpenAI's APIs write beside a name. Not strict unless it says so.
+
+    Raises InvalidParameter, MissingParameter and ConstraintRefused.
+    """
+    strict = format.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidParameter(f"{path}.strict", strict, "true or false")
+    if format.get("schema") is None:
+        raise MissingParameter(f"{path}.schema")
+    return json_schema_of(format["schema"], f"{path}.schema", strict=bool(strict))
+
+
+def schemas_in(grammar: str, param: str) -> list[Any]:
+    """Returns the schemas that a Lark grammar holds as `%json`. Raises ConstraintRefused."""
+    found, decoder = [], json.JSONDecoder()
+    begin = _JSON_IN_LARK.search(grammar)
+    while begin is not None:
+        at = begin.end()
+        try:
+            schema, at = decoder.raw_decode(grammar, at)
+        except (ValueError, RecursionError):
+            if grammar.startswith(("{", "["), at):
+                raise ConstraintRefused(param, "a '%json' is not followed by JSON") from None
+        else:
+            found.append(schema)
+        begin = _JSON_IN_LARK.search(grammar, at)
+    return found
+
+
+def embedded_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
+    """Returns a schema for `%json` in a Lark grammar. Drops the patterns that cannot be enforced if not strict.
+
+    Raises InvalidParameter and ConstraintRefused.
+    """
+    text = json_schema_of(schema, param, strict=strict).text
+    refuse_costly(json.loads(text), param)
+    found: dict[str, Any] = json.loads(text if strict else without_unsupported_patterns(text))
+    return found
+
+
+def without_unsupported_patterns(text: str) -> str:
+    """Drops the patterns of a schema that llguidance cannot read. Their size must be checked before."""
 
     def change(schema: dict[str, Any]) -> None:
-        if isinstance(pattern := schema.get("pattern"), str) and not is_supported(pattern):
+        if isinstance(pattern := schema.get("pattern"), str) and not _is_supported(pattern):
             del schema["pattern"]
 
-    return json.dumps(_changed(json.loads(text), change), separators=(",", ":"))
+    return json.dumps(_changed(json.loads(text), change), separators=(",", ":"), ensure_ascii=False)
 
 
-def patterns_of(text: str) -> list[str]:
-    """Returns the regular expressions of a schema."""
-    found: list[str] = []
+def _is_supported(pattern: str) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    return not LLMatcher.validate_grammar(grammar, limits=parser_limits())
 
-    def look(schema: dict[str, Any]) -> None:
-        found.extend(each for each in (schema.get("pattern"),) if isinstance(each, str))
-        if isinstance(by_pattern := schema.get("patternProperties"), Mapping):
-            found.extend(by_pattern)
 
-    _changed(json.loads(text), look)
-    return found
+def refuse_costly(schema: Any, param: str) -> None:
+    """Refuses schemas that take long to compile, or that no answer can follow. Raises ConstraintRefused.
+
+    Looks at every value: a `$ref` may point to any.
+    """
+    parts, names = 0, 0
+    least: float = 0
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting.extend(each)
+        if not isinstance(each, Mapping):
+            continue
+        waiting.extend(each.values())
+        if isinstance(pattern := each.get("pattern"), str):
+            parts += written_out(pattern)
+        if isinstance(by_pattern := each.get("patternProperties"), Mapping):
+            parts += sum(map(written_out, by_pattern))
+        asked = [each.get(key) for key in _LEAST]
+        least += sum(min(max(0, value), 10**18) for value in asked if isinstance(value, int | float))
+        names += len(required) if isinstance(required := each.get("required"), list) else 0
+    refuse_more_parts(parts, param)
+    if least > MAX_SCHEMA_LEAST:
+        keywords = ", ".join(f"'{name}'" for name in _LEAST)
+        reason = f"the sum of its {keywords} is {least:,}, more than {MAX_SCHEMA_LEAST:,}"
+        raise ConstraintRefused(param, reason)
+    if names > MAX_SCHEMA_REQUIRED:
+        reason = f"it has {names:,} names in 'required', more than {MAX_SCHEMA_REQUIRED:,}"
+        raise ConstraintRefused(param, reason)
+
+
+def refuse_more_parts(parts: int, param: str) -> None:
+    if parts > MAX_WRITTEN_OUT:
+        reason = f"its repetitions make some {parts:,} parts of it, more than {MAX_WRITTEN_OUT:,}"
+        raise ConstraintRefused(param, reason)
 
 
 def _parsed(text: str, param: str) -> Any:
@@ -100,18 +186,86 @@ def _refuse_complex(schema: Any, param: str) -> None:
     raise ConstraintRefused(param, f"its schema is nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
+def _refuse_rings(schema: Any, param: str) -> None:
+    """Refuses references that lead back to themselves before any value: each answer would end in the middle."""
+    open_ones: set[str] = set()
+    done: set[str] = set()
+    waiting: list[tuple[str, bool]] = [(reference, False) for reference in _references(schema)]
+    while waiting:
+        reference, is_left = waiting.pop()
+        if is_left:
+            open_ones.remove(reference)
+            done.add(reference)
+        elif reference in open_ones:
+            raise ConstraintRefused(param, f"its '$ref' {reference[:100]!r} leads back to itself")
+        elif reference not in done:
+            open_ones.add(reference)
+            waiting.append((reference, True))
+            waiting += [(inner, False) for inner in _references_at(_resolved(reference, schema))]
+
+
+def _references(schema: Any) -> set[str]:
+    found, waiting = set(), [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            found |= {each["$ref"]} if isinstance(each.get("$ref"), str) else set()
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(each)
+    return found
+
+
+def _references_at(schema: Any) -> set[str]:
+    """Returns the references whose targets the value of this schema must follow itself."""
+    found, waiting = set(), [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            found |= {each["$ref"]} if isinstance(each.get("$ref"), str) else set()
+            waiting += each["allOf"] if isinstance(each.get("allOf"), list) else []
+    return found
+
+
+def _resolved(reference: str, root: Any) -> Any:
+    """Returns the schema of a reference within `root`; None for any other."""
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for name in unquote(reference[1:]).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
 def _enforceable(schema: Any) -> Any:
     return _changed(schema, _rewrite)
 
 
 def _rewrite(schema: dict[str, Any]) -> None:
     schema.pop("x-guidance", None)  # settings of the compiler
-    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+    for name in _ANNOTATIONS & schema.keys():
+        del schema[name]
+    format = schema.get("format")
+    if isinstance(format, str) and format not in ENFORCED_BY_COMPILER:
         del schema["format"]
+        if format in TEXT_FORMATS:
+            _add_pattern(schema, TEXT_FORMATS[format])
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         # Booleans of JSON Schema's draft 4.
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
             schema[exclusive] = schema.pop(bound)
+
+
+def _add_pattern(schema: dict[str, Any], format: TextFormat) -> None:
+    added: dict[str, Any] = {"pattern": f"^({format.pattern})$"}
+    if format.most_chars is not None:
+        added["maxLength"] = format.most_chars
+    if added.keys().isdisjoint(schema):
+        schema.update(added)
+        return
+    others = schema.get("allOf")
+    schema["allOf"] = [*(others if isinstance(others, list) else ()), added]
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:

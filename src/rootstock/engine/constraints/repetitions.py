@@ -77,6 +77,7 @@ def _written_out(atoms: Iterator[re.Match[str]], sizes: Mapping[str, int]) -> in
         elif named.get("regex") is not None:
             last = written_out(named["regex"])
         else:
-            last = sizes.get(named.get("name") or "", 1)
+            name = named.get("name") or ""
+            last = sizes.get(name, 1) if name.isupper() else 1  # rules are not written out, terminals are
         levels[-1] += last
     return sum(levels)

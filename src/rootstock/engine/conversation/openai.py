@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rootstock.engine.constraints.asked import Lark, Regex
 from rootstock.engine.conversation.types import (
     Conversation,
     Message,
@@ -22,15 +23,19 @@ from rootstock.engine.conversation.types import (
 )
 from rootstock.engine.limits import (
     MAX_CONTENT_PARTS,
+    MAX_GRAMMAR_CHARS,
     MAX_MARKS,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
+    MAX_PATTERN_CHARS,
     MAX_TOOL_CALLS,
+    MAX_TOOLS,
     MAX_TOOLS_CHARS,
     refuse_deep,
     refuse_large,
     refuse_more_than,
     refuse_other_text,
+    refuse_surrogates,
 )
 from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 
@@ -60,6 +65,11 @@ def conversation_of(
     Raises InvalidParameter, MissingParameter and Unsupported.
     """
     taken = tools_of(tools, names[0])
+    match tool_choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list(allowed)}}:
+            # No constraint forbids calls of the others, so that the model must not see them.
+            only = _allowed_names(allowed, taken, f"{names[1]}.allowed_tools.tools")
+            taken, tool_choice = [tool for tool in taken if tool.name in only], "auto"
     choice = tool_choice_of(tool_choice, taken, names[1], parallel=parallel)
     return Conversation(messages_of(messages), taken, choice, options or {})
 
@@ -266,17 +276,43 @@ def _tool_of(tool: Mapping[str, Any], path: str) -> Tool:
 def _custom_tool_of(custom: Any, path: str) -> Tool:
     name = _refuse_unnamed(custom, path)
     refuse_other_text(custom.get("description"), f"{path}.description", None)
-    format = custom.get("format")
-    kind = format.get("type", "text") if isinstance(format, Mapping) else "text"
-    if kind != "text":
-        raise Unsupported(f"{path}.format", "The input of a custom tool is any text. Leave the format out.")
-    return Tool(name, custom.get("description"), CUSTOM_PARAMETERS)
+    return custom_tool(name, custom.get("description"), custom.get("format"), f"{path}.format")
+
+
+def custom_tool(name: str, about: str | None, format: Any, path: str) -> Tool:
+    """Returns a tool that takes a text, in a format of OpenAI's chats or of its Responses. Raises InvalidParameter.
+
+    The model reads the grammar in the description. A forced call must follow it.
+    """
+    grammar = _grammar_of(format, path)
+    if grammar is None:
+        return Tool(name, about, CUSTOM_PARAMETERS)
+    kind, text = ("lark", grammar.grammar) if isinstance(grammar, Lark) else ("regex", grammar.pattern)
+    told = f"The input follows this grammar ({kind}):\n{text}"
+    return Tool(name, f"{about}\n\n{told}" if about else told, CUSTOM_PARAMETERS, grammar=grammar)
+
+
+def _grammar_of(format: Any, path: str) -> Lark | Regex | None:
+    match format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "grammar", "grammar": {"syntax": "lark" | "regex" as syntax, "definition": str(text)}}:
+            path = f"{path}.grammar"
+        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(text)}:
+            pass
+        case _:
+            allowed = "{'type': 'text'}, or a grammar with 'syntax' (lark, regex) and 'definition'"
+            raise InvalidParameter(path, format, allowed)
+    most = MAX_GRAMMAR_CHARS if syntax == "lark" else MAX_PATTERN_CHARS
+    refuse_other_text(text, f"{path}.definition", most)
+    refuse_surrogates(text, f"{path}.definition")
+    return Lark(text) if syntax == "lark" else Regex(text)
 
 
 def tool_choice_of(choice: Any, tools: Sequence[Tool], path: str, *, parallel: bool = True) -> ToolChoice:
-    """Translates OpenAI's choices: a mode, a named tool, or a list of allowed ones.
+    """Translates OpenAI's choices: a mode, a named tool, or a list of tools of which one must be called.
 
-    Raises InvalidParameter and Unsupported.
+    Raises InvalidParameter.
     """
     match choice:
         case None | "auto":
@@ -285,24 +321,30 @@ def tool_choice_of(choice: Any, tools: Sequence[Tool], path: str, *, parallel: b
             return ToolChoice("none", parallel=parallel)
         case "required" | "any":  # "any": Anthropic's and Mistral's name, which some clients send here
             found = ToolChoice("required", parallel=parallel)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": list(allowed)}}:
-            refuse_more_than(len(tools), allowed, path)
-            names = tuple(_chosen_name(tool, path) for tool in allowed)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [_, *_] as allowed}}:
+            names = _allowed_names(allowed, tools, f"{path}.allowed_tools.tools")
             found = ToolChoice("required", names, parallel)
         case {"type": "allowed_tools"}:
-            raise Unsupported(path, "Of the modes of 'allowed_tools' only 'required' is.")
+            allowed_values = "'allowed_tools' with a 'mode' (auto, required) and a list of 'tools'"
+            raise InvalidParameter(path, choice, allowed_values)
         case {"type": "function" | "custom"} | {"name": str()}:
-            found = ToolChoice("required", (_chosen_name(choice, path),), parallel)
+            found = ToolChoice("required", _allowed_names([choice], tools, path), parallel)
         case _:
             allowed_values = "'auto', 'none', 'required', or an object that names a function"
             raise InvalidParameter(path, choice, allowed_values)
-    known = {tool.name for tool in tools}
-    for name in found.names:
-        if name not in known:
-            raise InvalidParameter(path, name, "the name of a tool of the request")
-    if not known:
+    if not tools:
         raise InvalidParameter(path, choice, "'auto' or 'none' in a request without tools")
     return found
+
+
+def _allowed_names(allowed: Sequence[Any], tools: Sequence[Tool], path: str) -> tuple[str, ...]:
+    refuse_more_than(MAX_TOOLS, list(allowed), path)
+    known = {tool.name for tool in tools}
+    names = tuple(dict.fromkeys(_chosen_name(tool, path) for tool in allowed))
+    for name in names:
+        if name not in known:
+            raise InvalidParameter(path, name, "the name of a tool of the request")
+    return names
 
 
 def _chosen_name(chosen: Any, path: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rootstock.engine.constraints.asked import Lark, Regex
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -76,7 +78,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. A custom tool is a function with one argument, `input`."""
+    """A function that the model may call. A custom tool is a function with one argument, `input`, which is a text."""
 
     name: str
     description: str | None = None
@@ -84,6 +86,7 @@ class Tool:
     strict: bool = False  # calls must follow the schema
     deferred: bool = False  # shown at its first ToolReference, not before the conversation
     marked: bool = False  # as Text.marked, for the tools up to this one
+    grammar: Lark | Regex | None = None  # of a custom tool's input
     fields: Mapping[str, Any] = field(
         default_factory=dict
     )  # the tool's other fields, which templates may print

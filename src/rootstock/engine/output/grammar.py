@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from llguidance import LLMatcher
+
+from rootstock.engine.constraints.asked import Lark, Regex
+from rootstock.engine.constraints.json_schema import embedded_schema
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.output.formats import (
     BareKeyCalls,
@@ -22,11 +27,22 @@ from rootstock.engine.output.formats import (
     TaggedCalls,
     ValueType,
 )
+from rootstock.engine.output.json_quoting import NotQuotable, quoted_lark
 from rootstock.engine.output.values import types_of
+from rootstock.errors import ConstraintRefused
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BARE_SCHEMA_KEYS = frozenset({"type", "title", "description", "default"})
 _PYTHON_WORDS = {"string": "PYTHON_STRING", "boolean": '"True" | "False"', "null": '"None"'}
+_BARE_RULES = {
+    "array": "bare_list",
+    "boolean": "BARE_BOOLEAN",
+    "integer": "BARE_INTEGER",
+    "null": "BARE_NULL",
+    "number": "BARE_NUMBER",
+    "object": "bare_object",
+    "string": "bare_string",
+}
 _INDEX = "\x00"  # stands for a number in a text
 _ID = "\x01"  # stands for ten letters and digits
 _PATTERNS = {_INDEX: "/[0-9]{1,4}/", _ID: "/[a-z0-9]{10}/"}
@@ -35,12 +51,21 @@ _PATTERNS = {_INDEX: "/[0-9]{1,4}/", _ID: "/[a-z0-9]{10}/"}
 def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
     """Returns a grammar of one or more calls of the tools that `choice` allows. None: the format has no calls.
 
-    The grammar is of the text after the reasoning, up to the token that ends the answer.
+    The grammar is of the text after the reasoning, up to the token that ends the answer. Raises InvalidParameter and
+    ConstraintRefused for parameters that cannot be enforced.
     """
-    allowed = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    allowed = [_enforceable(tool) for tool in tools if not choice.names or tool.name in choice.names]
     if not format.has_calls or not allowed:
         return None
     return _Grammar(format).of(allowed, parallel=choice.parallel)
+
+
+def _enforceable(tool: Tool) -> Tool:
+    """Returns a tool whose parameters can be part of a grammar."""
+    if tool.parameters is None:
+        return tool
+    parameters = embedded_schema(tool.parameters, f"tools.{tool.name}", strict=tool.strict)
+    return replace(tool, parameters=parameters)
 
 
 class _Grammar:
@@ -55,7 +80,9 @@ class _Grammar:
         call = self._rule("call", " | ".join(calls))
         before, between, after = self._around()
         many = f"{call} ({self._text(between)} {call})*" if parallel and between is not None else call
-        start = f"start: SPACE {self._text(before)} {many} {self._text(after)}"
+        # In a header of gpt-oss, which the prompt begins, every character counts.
+        space = "" if isinstance(self._format.shape, Harmony) else "SPACE"
+        start = f"start: {space} {self._text(before)} {many} {self._text(after)}"
         return "\n".join(["%llguidance {}", start, "SPACE: /[ \\n]{0,2}/", *self._rules, ""])
 
     def _rule(self, name: str, body: str) -> str:
@@ -104,20 +131,22 @@ class _Grammar:
         if isinstance(self._format.shape, Harmony):
             start = self._rule(f"{rule}_start", f"{self._text('<|start|>assistant')} | {self._text('')}")
             header = self._text(f" to=functions.{tool.name}<|channel|>commentary json<|message|>")
-            return f"{start} {header} {self._json(rule, _schema(tool))}"
+            return f"{start} {header} {self._arguments(rule, tool)}"
         match self._format.shape.calls:
             case JsonCalls() as calls:
                 head = f'{{"{calls.name_key}": {json.dumps(tool.name)}, "{calls.arguments_key}": '
                 if not calls.name_key:
                     head = f"{{{json.dumps(tool.name)}: "
-                return f"{self._text(head)} {self._json(rule, _schema(tool))} {self._text('}')}"
+                return f"{self._text(head)} {self._arguments(rule, tool)} {self._text('}')}"
             case HeaderCalls() as calls:
                 header = calls.written_header.format(name=tool.name, index=_INDEX, id=_ID)
-                arguments = self._json(rule, _schema(tool))
+                arguments = self._arguments(rule, tool)
                 head = f"{calls.opening}{header}{calls.header_end}"
                 return f"{self._text(head)} {arguments} {self._text(calls.tail + calls.closing)}"
             case TaggedCalls() as calls:
                 return self._tagged(calls, tool, rule)
+            case PythonicCalls() if tool.grammar is not None:
+                return f"{self._text(f'{tool.name}(input=')} {self._json_input(rule, tool)} {self._text(')')}"
             case PythonicCalls():
                 self._python_values()
                 items = self._items(
@@ -127,16 +156,47 @@ class _Grammar:
                     ", ",
                 )
                 return f"{self._text(f'{tool.name}(')} {items} {self._text(')')}"
+            case BareKeyCalls() as calls if tool.grammar is not None:
+                head, quote = f"{calls.opening}call:{tool.name}{{input:", self._text(calls.quote)
+                value = f"{quote} {self._input(rule, tool.grammar)} {quote}"
+                return f"{self._text(head)} {value} {self._text('}' + calls.closing)}"
             case BareKeyCalls() as calls:
                 self._bare_values(calls)
-                items = self._items(tool, rule, lambda key, _: f"{self._text(f'{key}:')} bare", ",")
+                items = self._items(
+                    tool,
+                    rule,
+                    lambda key, _: f"{self._text(f'{key}:')} ({self._bare(calls, tool, key)})",
+                    ",",
+                )
                 head = f"{calls.opening}call:{tool.name}{{"
                 return f"{self._text(head)} {items} {self._text('}' + calls.closing)}"
             case None:
                 raise AssertionError("the format has calls")
 
-    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
-        return self._rule(f"{rule}_json", f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+    def _arguments(self, rule: str, tool: Tool) -> str:
+        """Returns all arguments of a call as JSON."""
+        if tool.grammar is None:
+            return self._json(rule, tool, _schema(tool))
+        head = self._text('{"input": ')
+        return f"{head} {self._json_input(rule, tool)} {self._text('}')}"
+
+    def _json(self, rule: str, tool: Tool, schema: Mapping[str, Any]) -> str:
+        settings = {**_SPACING, "lenient": not tool.strict}
+        return self._rule(f"{rule}_json", f"%json {json.dumps({**schema, 'x-guidance': settings})}")
+
+    def _json_input(self, rule: str, tool: Tool) -> str:
+        """Returns the input of a custom tool as a string of JSON."""
+        assert tool.grammar is not None
+        try:
+            quoted = Lark(quoted_lark(_lark(tool.grammar)))
+        except NotQuotable as error:
+            reason = f"the model writes its input as a string of JSON, in which {error} cannot be enforced"
+            raise ConstraintRefused(f"tools.{tool.name}", reason) from error
+        quote = self._text('"')
+        return f"{quote} {self._input(rule, quoted)} {quote}"
+
+    def _input(self, rule: str, grammar: Lark | Regex) -> str:
+        return self._rule(f"{rule}_input", f"%lark {{\n{_lark(grammar)}\n}}")
 
     def _tagged(self, calls: TaggedCalls, tool: Tool, rule: str) -> str:
         tag = calls.name_ends[0] + calls.tag_end if calls.name_ends[0].strip() else ""
@@ -146,14 +206,13 @@ class _Grammar:
         schema = _schema(tool)
         required = _required(schema)
         for i, (key, of_key) in enumerate(_properties(schema).items()):
-            item = self._rule(f"{rule}_{i}", self._tagged_item(calls, schema, key, of_key, f"{rule}_{i}"))
+            item = self._rule(f"{rule}_{i}", self._tagged_item(calls, tool, key, of_key, f"{rule}_{i}"))
             parts.append(item if key in required else f"{item}?")
         last = calls.newline if calls.section[0] and calls.section_holds == "all calls" else ""
         return " ".join([*parts, self._text(calls.closing + last)])
 
-    def _tagged_item(
-        self, calls: TaggedCalls, schema: Mapping[str, Any], key: str, of_key: Any, rule: str
-    ) -> str:
+    def _tagged_item(self, calls: TaggedCalls, tool: Tool, key: str, of_key: Any, rule: str) -> str:
+        schema = _schema(tool)
         types = types_of(schema, key)
         is_string = "string" in types
         kind = ValueType.STRING if is_string else ValueType.JSON
@@ -163,10 +222,15 @@ class _Grammar:
         between = calls.newline if calls.value_opening else ""
         head = self._text(f"{calls.key_opening}{key}{end}{between}{calls.value_opening}{calls.padding}")
         closing = calls.padding + calls.value_closing
-        if is_string:
+        strings = _strings_of(of_key)
+        if tool.grammar is not None:
+            value = f"{self._input(rule, tool.grammar)} {self._text(closing)}"
+        elif strings:
+            value = f"({' | '.join(map(self._text, strings))}) {self._text(closing)}"
+        elif is_string:
             value = self._free_text(rule, closing)
         else:
-            value = f"{self._json(rule, _with_definitions(of_key, schema))} {self._text(closing)}"
+            value = f"{self._json(rule, tool, _with_definitions(of_key, schema))} {self._text(closing)}"
         return f"{head} {value} {self._text(calls.newline)}"
 
     def _free_text(self, rule: str, closing: str) -> str:
@@ -188,7 +252,7 @@ class _Grammar:
         made = [
             self._rule(
                 f"{rule}_{i}",
-                item(key, self._json(f"{rule}_{i}", _with_definitions(properties[key], schema)))
+                item(key, self._json(f"{rule}_{i}", tool, _with_definitions(properties[key], schema)))
                 if separator != ","
                 else item(key, ""),
             )
@@ -218,13 +282,24 @@ class _Grammar:
             choices += [words for type, words in _PYTHON_WORDS.items() if type in types]
         return " | ".join(choices)
 
+    def _bare(self, calls: BareKeyCalls, tool: Tool, key: str) -> str:
+        """Returns a value of the types that the schema of a parameter names. Its inside is free."""
+        schema = _schema(tool)
+        if strings := _strings_of(_properties(schema).get(key)):
+            quote = self._text(calls.quote)
+            return f"{quote} ({' | '.join(map(self._text, strings))}) {quote}"
+        return " | ".join(sorted({_BARE_RULES[type] for type in types_of(schema, key)}))
+
     def _bare_values(self, calls: BareKeyCalls) -> None:
         if any(rule.startswith("bare:") for rule in self._rules):
             return
         quote = self._text(calls.quote)
         self._rule("bare_string", f"{quote} {self._free_text('bare', calls.quote)}")
-        self._rule("bare", "bare_string | BARE_WORD | bare_list | bare_object")
-        self._rule("BARE_WORD", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/")
+        self._rule("bare", " | ".join(sorted(set(_BARE_RULES.values()))))
+        self._rule("BARE_INTEGER", "/-?(0|[1-9][0-9]*)/")
+        self._rule("BARE_NUMBER", r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/")
+        self._rule("BARE_BOOLEAN", "/true|false/")
+        self._rule("BARE_NULL", "/null/")
         self._rule("bare_list", '"[" (bare ("," bare)*)? "]"')
         self._rule("bare_object", '"{" (bare_member ("," bare_member)*)? "}"')
         self._rule("bare_member", 'BARE_KEY ":" bare')
@@ -255,6 +330,25 @@ def _required(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema with the definitions of the schema around it, to which its references point."""
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**definitions, **(schema if isinstance(schema, Mapping) else {})}
+    """Returns a schema with the definitions of the schema around it, if it refers to any."""
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    if '"$ref"' not in json.dumps(found):
+        return found
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **found}
+
+
+def _strings_of(schema: Any) -> list[str]:
+    """Returns the texts to which a schema limits a value; none if it may be anything else."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return []
+    return values
+
+
+def _lark(grammar: Lark | Regex) -> str:
+    if isinstance(grammar, Lark):
+        return grammar.grammar
+    made = json.loads(LLMatcher.grammar_from_regex(grammar.pattern))
+    return str(made["grammars"][0]["lark_grammar"])

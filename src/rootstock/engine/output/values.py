@@ -37,7 +37,8 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         if not isinstance(each, Mapping):
             continue
         named = each.get("type")
-        found |= {type for type in (named if isinstance(named, list) else [named]) if type in _TYPES}
+        named_types = named if isinstance(named, list) else [named]
+        found |= {type for type in named_types if isinstance(type, str) and type in _TYPES}
         if named is not None:
             continue
         enum = each.get("enum")

@@ -11,11 +11,10 @@ from rootstock.engine.constraints.asked import (
     Choice,
     Constraint,
     Grammar,
-    JsonSchema,
     Lark,
     Regex,
 )
-from rootstock.engine.constraints.json_schema import json_schema_of
+from rootstock.engine.constraints.json_schema import json_schema_of, named_schema
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import InvalidParameter, MissingParameter, Unsupported
 
@@ -62,16 +61,6 @@ def _response_format(value: Any, path: str) -> Grammar | None:
             raise MissingParameter(f"{path}.type")
         case other:
             raise InvalidParameter(f"{path}.type", other, "'text', 'json_object' or 'json_schema'")
-
-
-def named_schema(format: Mapping[str, Any], path: str) -> JsonSchema:
-    """Reads `schema` and `strict`, which OpenAI's APIs write beside a name. Not strict unless it says so."""
-    strict = format.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise InvalidParameter(f"{path}.strict", strict, "true or false")
-    if format.get("schema") is None:
-        raise MissingParameter(f"{path}.schema")
-    return json_schema_of(format["schema"], f"{path}.schema", strict=bool(strict))
 
 
 def _structured_outputs(value: Any, path: str) -> Grammar | None:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rootstock.engine.chat_template import TemplateNames
 from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Constraint
-from rootstock.engine.constraints.json_schema import json_schema_of
+from rootstock.engine.constraints.json_schema import named_schema
 from rootstock.engine.conversation.template import refuse_unread_variables
 from rootstock.engine.limits import (
     MAX_LABEL_CHARS,
@@ -133,9 +133,8 @@ class ResponseRequest(SamplingFields):
             case "json_object":
                 return Constraint(ANY_JSON_OBJECT, param="text.format")
             case "json_schema":
-                path = "text.format.schema"
-                strict = format.get("strict") is True
-                return Constraint(json_schema_of(format.get("schema"), path, strict=strict), param=path)
+                path = "text.format"
+                return Constraint(named_schema(format, path), param=f"{path}.schema")
             case other:
                 raise InvalidParameter(
                     "text.format", other, "an object of the type 'text', 'json_object' or 'json_schema'"

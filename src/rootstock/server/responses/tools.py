@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rootstock.engine.conversation.openai import CUSTOM_PARAMETERS
+from rootstock.engine.conversation.openai import custom_tool
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.limits import (
     MAX_NAME_CHARS,
@@ -78,9 +78,6 @@ class ClientTool:
     kind: Kind
     name: str
     namespace: str | None = None
-    grammar: tuple[str, str] | None = (
-        None  # a custom tool's: the syntax, "lark" or "regex", and the definition
-    )
 
 
 @dataclass
@@ -197,11 +194,8 @@ def _function_or_custom(tool: Mapping[str, Any], namespace: str | None, path: st
     seen = shown_name(name, namespace)
     deferred = bool(tool.get("defer_loading"))
     if tool["type"] == "custom":
-        grammar = _grammar(tool.get("format"), f"{path}.format")
-        if grammar is not None:
-            about = _joined(about, f"The input follows this grammar ({grammar[0]}):\n{grammar[1]}")
-        shown = Tool(seen, about, CUSTOM_PARAMETERS, deferred=deferred)
-        return ClientTool(Kind.CUSTOM, name, namespace, grammar), shown
+        shown = custom_tool(seen, about, tool.get("format"), f"{path}.format")
+        return ClientTool(Kind.CUSTOM, name, namespace), replace(shown, deferred=deferred)
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidParameter(f"{path}.parameters", parameters, "a JSON schema, which is an object")
@@ -218,17 +212,6 @@ def _name_of(tool: Mapping[str, Any], path: str) -> str:
     if not name:
         raise InvalidParameter(f"{path}.name", name, "a name")
     return str(name)
-
-
-def _grammar(format: Any, path: str) -> tuple[str, str] | None:
-    match format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
-            return syntax, definition
-    raise InvalidParameter(
-        path, format, "{'type': 'text'}, or a grammar with 'syntax' (lark, regex) and 'definition'"
-    )
 
 
 def _search(tool: Mapping[str, Any], path: str) -> Tool:
