@@ -6,8 +6,10 @@ has the drivers), each coding agent non-interactively, started by `rootstock lau
 directory of its own. Missing packages are installed with pip and npm into --folder, which later runs use again.
 
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
-tokens of a second turn ÷ its prompt. An agent is asked to run a command with its shell tool and to tell the output,
-then goes on in a second process. Its share is that of all its requests in that process, by the server's counters.
+tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
+the same system prompt, which is as long as an agent's. An agent is asked to run a command with its shell tool and to
+tell the output, then goes on in a second process. In a third it gives an object by a JSON schema, if it has an option
+for that. Its share is that of all requests of the second process, by the server's counters. Agents always stream.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +35,21 @@ from scripted_server import ANSWER, COMMAND, NAME
 SHOW = "G1"
 HERE = Path(__file__).parent
 LEAST_SHARE = 0.95
+# The checkout's package, for `rootstock launch`. The drivers know nothing of it.
+OUR_PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 # A first start of an agent takes long on a busy machine.
 INSTALL_S, RUN_S = 1800, 600
 OUTPUT = COMMAND.removeprefix("echo ")
-RUN_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
-GO_ON = "Say who you are."
+ASK_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
+ASK_WHO = "Say who you are."
+ASK_JSON = "Where is it how warm? Reply in JSON."
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+SCHEMA_FILE = "schema.json"  # in the agent's working directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +66,14 @@ class NodeAgent:
     install: str  # a script of the package's that puts its binary in place; "": it has none
     first: tuple[str, ...]  # arguments; the prompt follows
     second: tuple[str, ...]
+    structured: tuple[str, ...] = ()  # (): it has no option for a schema
 
 
+# litellm imports the package of its extra "mcp" for each request with tools.
 PYTHON = {
     "openai": PythonClient("use_openai.py", "openai", "openai"),
     "anthropic": PythonClient("use_anthropic.py", "anthropic", "anthropic"),
-    "litellm": PythonClient("use_litellm.py", "litellm", "litellm"),
+    "litellm": PythonClient("use_litellm.py", "litellm[mcp]", "litellm"),
     "langchain-openai": PythonClient("use_langchain.py", "langchain-openai", "langchain-openai"),
     "llama-index": PythonClient(
         "use_llama_index.py", "llama-index-llms-openai-like", "llama-index-llms-openai-like"
@@ -74,6 +89,7 @@ NODE = {
         "install.cjs",
         ("-p", "--allowedTools", "Bash", "--"),
         ("-p", "--continue", "--"),
+        ("-p", "--output-format", "json", "--json-schema", json.dumps(SCHEMA), "--"),
     ),
     # Its own sandbox needs namespaces, which containers often forbid. The script runs one harmless command.
     "Codex": NodeAgent(
@@ -82,9 +98,17 @@ NODE = {
         "",
         ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
         ("exec", "resume", "--last", "--skip-git-repo-check"),
+        ("exec", "--skip-git-repo-check", "--output-schema", SCHEMA_FILE),
     ),
     "opencode": NodeAgent("opencode", "opencode-ai", "postinstall.mjs", ("run",), ("run", "--continue")),
-    "Qwen Code": NodeAgent("qwen-code", "@qwen-code/qwen-code", "", ("--yolo",), ("--yolo", "--continue")),
+    "Qwen Code": NodeAgent(
+        "qwen-code",
+        "@qwen-code/qwen-code",
+        "",
+        ("--yolo",),
+        ("--yolo", "--continue"),
+        ("--yolo", "--json-schema", json.dumps(SCHEMA)),
+    ),
 }
 
 
@@ -154,16 +178,10 @@ def run_driver(client: PythonClient, name: str, url: str, folder: Path) -> tuple
     told = f"import importlib.metadata; print(importlib.metadata.version({client.version_of!r}))"
     version = quietly([str(python), "-c", told], RUN_S).strip()
     with home() as environment:
-        ran = subprocess.run(
-            [str(python), str(HERE / "clients" / client.driver), url, NAME],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=RUN_S,
-        )
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"check"')]
-    if ran.returncode or not lines:
-        lines.append({"check": "run", "ok": False, "detail": (ran.stderr or ran.stdout)[-600:]})
+        ended = run([str(python), str(HERE / "clients" / client.driver), url, NAME], env=environment)
+    lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"check"')]
+    if ended.failure or not lines:
+        lines.append({"check": "run", "ok": False, "detail": ended.failure or "it printed no check"})
     return version, lines
 
 
@@ -190,30 +208,33 @@ def run_agent(agent: NodeAgent, url: str, folder: Path) -> tuple[str, list[dict[
     lines = []
     with home(modules / ".bin") as environment, tempfile.TemporaryDirectory() as work:
         quietly(["git", "init", "--quiet", work], RUN_S)
+        Path(work, SCHEMA_FILE).write_text(json.dumps(SCHEMA))
 
         def ask(arguments: Sequence[str], prompt: str) -> str:
             command = [sys.executable, "-m", "rootstock", "launch", agent.launched_as, "--url", url, "--"]
-            ran = subprocess.run(
-                [*command, *arguments, prompt],
-                env=environment,
-                cwd=work,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=RUN_S,
-            )
-            return f"{ran.stdout}\n{'' if ran.returncode == 0 else ran.stderr}"
+            ended = run([*command, *arguments, prompt], env=environment | OUR_PATH, cwd=work)
+            return f"{ended.out}\n{ended.failure}"
 
-        text = ask(agent.first, RUN_COMMAND)
+        text = ask(agent.first, ASK_COMMAND)
         found = re.search(rf"The tool says:[^\n]*{OUTPUT}", text)
         lines.append({"check": "tool", "ok": found is not None, "detail": found[0] if found else text[-600:]})
         before = counted(url)
-        text = ask(agent.second, GO_ON)
+        text = ask(agent.second, ASK_WHO)
         cached, prompt = (now - then for now, then in zip(counted(url), before, strict=True))
         lines.append(
             {"check": "chat", "ok": ANSWER in text, "detail": ANSWER if ANSWER in text else text[-600:]}
         )
         lines.append({"check": "second_turn", "ok": prompt > 0, "detail": f"{cached}/{prompt}"})
+        if agent.structured:
+            text = ask(agent.structured, ASK_JSON)
+            found = re.search(r'"city": *"Paris", *"degrees": *21\b', text.replace("\\", ""))
+            lines.append(
+                {
+                    "check": "structured",
+                    "ok": found is not None,
+                    "detail": found[0] if found else text[-600:],
+                }
+            )
     return version, lines
 
 
@@ -227,11 +248,39 @@ def counted(url: str) -> tuple[int, int]:
 # ---- processes
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    out: str
+    failure: str  # "" if there was none
+
+
+def run(command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> Ended:
+    """Runs a client to its end, or for RUN_S."""
+    with subprocess.Popen(
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its session: an agent has processes of its own
+            out, errors = process.communicate()
+            return Ended(out, f"it had not ended after {RUN_S} s. {errors[-600:]}")
+    return Ended(out, errors[-600:] if process.returncode else "")
+
+
 @contextlib.contextmanager
 def home(*path: Path) -> Iterator[dict[str, str]]:
     """Yields an environment without this user's settings and keys, whose home is a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        kept = {name: os.environ[name] for name in ("LANG", "TERM", "PYTHONPATH") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
         paths = os.pathsep.join([*map(str, path), os.environ["PATH"]])
         yield {**kept, "PATH": paths, "HOME": folder, "NO_PROXY": "127.0.0.1"}
 
