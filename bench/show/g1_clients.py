@@ -9,7 +9,9 @@ A driver checks: a chat, a stream, a tool round trip that the client executes, s
 tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
 the same system prompt, which is as long as an agent's. An agent is asked to run a command with its shell tool and to
 tell the output, then goes on in a second process. In a third it gives an object by a JSON schema, if it has an option
-for that. Its share is that of all requests of the second process, by the server's counters. Agents always stream.
+for that. Agents always stream. An agent's share is that of the longest prompt of its second process, which is the
+conversation's. Qwen Code also asks a subagent there for the first time, with a system prompt and tools of its own.
+"all prompts" is the share of everything that the process asked.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from common import argument_parser, at_least, conclude, could_not, exactly
 from peers import PeerProcess, PeerUnavailable, free_port
 from scripted_server import ANSWER, COMMAND, NAME
@@ -49,6 +50,7 @@ SCHEMA = {
     "required": ["city", "degrees"],
     "additionalProperties": False,
 }
+ALL = "all prompts"
 SCHEMA_FILE = "schema.json"  # in the agent's working directory
 
 
@@ -123,26 +125,29 @@ def main() -> None:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
+        usage = Path(stack.enter_context(tempfile.TemporaryDirectory()), "usage.jsonl")
+        usage.touch()
         command = [sys.executable, str(HERE / "scripted_server.py"), "--port", str(port)]
+        command += ["--usage-file", str(usage)]
         try:
             server = stack.enter_context(PeerProcess(command, port, ready_within_s=RUN_S))
         except PeerUnavailable as error:
             could_not(SHOW, str(error))
-        figures = measure(server.url, folder.resolve(), given.only)
+        figures = measure(server.url, folder.resolve(), given.only, usage)
     # A figure of no client is no figure: the bars hold for the clients that were asked for.
     bars = {f"{name}: failed": exactly(0) for name in given.only}
     bars |= {f"{name}: share": at_least(LEAST_SHARE) for name in given.only}
     conclude(SHOW, figures, bars)
 
 
-def measure(url: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in names:
         try:
             if name in PYTHON:
                 version, lines = run_driver(PYTHON[name], name, url, folder)
             else:
-                version, lines = run_agent(NODE[name], url, folder)
+                version, lines = run_agent(NODE[name], url, folder, usage)
         except (subprocess.SubprocessError, OSError) as error:
             version, lines = "", [{"check": "run", "ok": False, "detail": f"{type(error).__name__}: {error}"}]
         failed = {line["check"]: line["detail"] for line in lines if not line["ok"]}
@@ -152,6 +157,7 @@ def measure(url: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
             f"{name}: passed": len(lines) - len(failed),
             f"{name}: failed": len(failed),
             f"{name}: share": min(shares, default=0.0),
+            **{f"{name}: {ALL}": share_of(line["detail"]) for line in lines if line["check"] == ALL},
         }
         print(f"{name} {version}: {len(lines) - len(failed)} of {len(lines)} checks", flush=True)
         for line in lines:
@@ -188,24 +194,15 @@ def run_driver(client: PythonClient, name: str, url: str, folder: Path) -> tuple
 # ---- agents
 
 
-def run_agent(agent: NodeAgent, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+def run_agent(agent: NodeAgent, url: str, folder: Path, usage: Path) -> tuple[str, list[dict[str, Any]]]:
     modules = folder / "node" / "node_modules"
     package = modules / agent.package
     if not (package / "package.json").exists():
-        node = [
-            "npm",
-            "install",
-            "--prefix",
-            str(folder / "node"),
-            "--no-fund",
-            "--no-audit",
-            "--ignore-scripts",
-        ]
-        quietly([*node, agent.package], INSTALL_S)
+        quiet = ("--no-fund", "--no-audit", "--ignore-scripts")
+        quietly(["npm", "install", "--prefix", str(folder / "node"), *quiet, agent.package], INSTALL_S)
         if agent.install:
             quietly(["node", agent.install], INSTALL_S, cwd=package)
     version = json.loads((package / "package.json").read_text())["version"]
-    lines = []
     with home(modules / ".bin") as environment, tempfile.TemporaryDirectory() as work:
         quietly(["git", "init", "--quiet", work], RUN_S)
         Path(work, SCHEMA_FILE).write_text(json.dumps(SCHEMA))
@@ -216,33 +213,30 @@ def run_agent(agent: NodeAgent, url: str, folder: Path) -> tuple[str, list[dict[
             return f"{ended.out}\n{ended.failure}"
 
         text = ask(agent.first, ASK_COMMAND)
-        found = re.search(rf"The tool says:[^\n]*{OUTPUT}", text)
-        lines.append({"check": "tool", "ok": found is not None, "detail": found[0] if found else text[-600:]})
-        before = counted(url)
+        lines = [check("tool", re.search(rf"The tool says:[^\n]*{OUTPUT}", text), text)]
+        before = len(asked_so_far(usage))
         text = ask(agent.second, ASK_WHO)
-        cached, prompt = (now - then for now, then in zip(counted(url), before, strict=True))
-        lines.append(
-            {"check": "chat", "ok": ANSWER in text, "detail": ANSWER if ANSWER in text else text[-600:]}
-        )
-        lines.append({"check": "second_turn", "ok": prompt > 0, "detail": f"{cached}/{prompt}"})
+        asked = asked_so_far(usage)[before:]
+        lines.append(check("chat", re.search(re.escape(ANSWER), text), text))
+        # Of no request nothing was cached.
+        cached, prompt = max(asked, key=lambda request: request[1], default=(0, 1))
+        lines.append({"check": "second_turn", "ok": True, "detail": f"{cached}/{prompt}"})
+        all_cached, all_prompts = sum(request[0] for request in asked), sum(request[1] for request in asked)
+        lines.append({"check": ALL, "ok": True, "detail": f"{all_cached}/{max(1, all_prompts)}"})
         if agent.structured:
-            text = ask(agent.structured, ASK_JSON)
-            found = re.search(r'"city": *"Paris", *"degrees": *21\b', text.replace("\\", ""))
-            lines.append(
-                {
-                    "check": "structured",
-                    "ok": found is not None,
-                    "detail": found[0] if found else text[-600:],
-                }
-            )
+            text = ask(agent.structured, ASK_JSON).replace("\\", "")  # JSON within JSON
+            lines.append(check("structured", re.search(r'"city": *"Paris", *"degrees": *21\b', text), text))
     return version, lines
 
 
-def counted(url: str) -> tuple[int, int]:
-    """Returns the cached tokens and the prompt tokens of all requests so far."""
-    text = httpx.get(f"{url}/metrics", timeout=60).text
-    found = dict(re.findall(r"^rootstock_(cached_prompt|prompt)_tokens_total ([\d.e+]+)$", text, re.M))
-    return int(float(found.get("cached_prompt", 0))), int(float(found.get("prompt", 0)))
+def check(name: str, found: re.Match[str] | None, text: str) -> dict[str, Any]:
+    return {"check": name, "ok": found is not None, "detail": found[0] if found else text[-600:]}
+
+
+def asked_so_far(usage: Path) -> list[tuple[int, int]]:
+    """Returns the cached tokens and the prompt tokens of each request so far."""
+    lines = map(json.loads, usage.read_text().splitlines())
+    return [(line["cached"], line["prompt"]) for line in lines]
 
 
 # ---- processes

@@ -8,6 +8,8 @@ masks of a grammar and temperature apply as they do to any model. Where a mask f
 calls one of the tools, or closes the JSON that it is in. Calls are text of the model, which the server parses.
 
     python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
+
+`--usage-file FILE` adds a line of JSON to a file for each request that ends: its prompt tokens, and the cached ones.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import re
 import sys
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from numpy.typing import NDArray
 
 import rootstock.engine.engine
 from rootstock.bench.tiny_model import TURN_END, TinyModelSpec, ensure_tiny_model
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Aborted, Event, Finished, Request, Sink
 from rootstock.engine.sampling import SampledToken, Sampler
 
 NAME = "scripted"
@@ -31,7 +36,7 @@ TEMPLATE = Path(__file__).with_name("clients") / "hermes.jinja"
 SPEC = TinyModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
 )
-RAISED = 1e4  # far above the model's own logits
+RAISED = 1e5  # far above the model's own logits
 # Where the script is left, the first of these that a mask allows. The quote comes first: within a string, brackets
 # would be text, without an end.
 CLOSING = (TURN_END, '"', "}", "]", "0", "true")
@@ -82,7 +87,7 @@ def scripted_sampler(tokenizer: Any) -> type[Sampler]:
     """Makes the sampler of a tokenizer. Its arguments are those of `Sampler`, the second is the prompt."""
     end = tokenizer.token_to_id(TURN_END)
     closing = [tokenizer.token_to_id(text) for text in CLOSING]
-    boosts = [(token, RAISED - 100 * place) for place, token in enumerate(closing) if token is not None]
+    boosts = [(token, RAISED * (1 - place / 10)) for place, token in enumerate(closing) if token is not None]
 
     class ScriptedSampler(Sampler):
         def __init__(self, params: Any, prompt: NDArray[np.int32], *args: Any, **more: Any) -> None:
@@ -96,7 +101,7 @@ def scripted_sampler(tokenizer: Any) -> type[Sampler]:
             for token, boost in boosts:
                 row[token] += boost
             for place, script in enumerate(self._scripts):
-                row[script[0]] = max(row[script[0]], 3 * RAISED - place)
+                row[script[0]] = max(row[script[0]], (3 - place / 100) * RAISED)
             sampled = super().sample(row)
             self._scripts = [
                 script[1:] for script in self._scripts if script[0] == sampled.token and len(script) > 1
@@ -106,17 +111,39 @@ def scripted_sampler(tokenizer: Any) -> type[Sampler]:
     return ScriptedSampler
 
 
+def record_usage(file: Path) -> None:
+    submit = Engine.submit
+
+    def submit_and_record(engine: Engine, request: Request, sink: Sink) -> None:
+        def record(event: Event) -> None:
+            if isinstance(event, Finished | Aborted):
+                usage = event.usage
+                line = {"cached": usage.cached_tokens, "prompt": usage.prompt_tokens}
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(line) + "\n")
+            sink(event)
+
+        submit(engine, request, record)
+
+    Engine.submit = submit_and_record  # type: ignore[assignment,method-assign]
+
+
 def main() -> None:
     from tokenizers import Tokenizer
 
     from rootstock.cli import main as command
 
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--usage-file", type=Path)
+    own, others = parser.parse_known_args()
+    if own.usage_file is not None:
+        record_usage(own.usage_file)
     with tempfile.TemporaryDirectory() as folder:
         model = ensure_tiny_model(SPEC, Path(folder))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[misc]
+        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[attr-defined]
         options = ["--served-model-name", NAME, "--chat-template", str(TEMPLATE), "--device", "cpu"]
-        sys.argv = ["rootstock", "serve", str(model), *options, *sys.argv[1:]]
+        sys.argv = ["rootstock", "serve", str(model), *options, *others]
         command.main()
 
 
