@@ -11,7 +11,8 @@ the same system prompt, which is as long as an agent's. An agent is asked to run
 tell the output, then goes on in a second process. In a third it gives an object by a JSON schema, if it has an option
 for that. Agents always stream. An agent's share is that of the longest prompt of its second process, which is the
 conversation's. Qwen Code also asks a subagent there for the first time, with a system prompt and tools of its own.
-"all prompts" is the share of everything that the process asked.
+"all prompts" is the share of everything that the process asked, and "new session" that of the longest prompt of a new
+conversation in the same directory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SCHEMA = {
     "required": ["city", "degrees"],
     "additionalProperties": False,
 }
-ALL = "all prompts"
+ALL, NEW = "all prompts", "new session"  # shares without a bar
 SCHEMA_FILE = "schema.json"  # in the agent's working directory
 
 
@@ -150,16 +151,21 @@ def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[s
                 version, lines = run_agent(NODE[name], url, folder, usage)
         except (subprocess.SubprocessError, OSError) as error:
             version, lines = "", [{"check": "run", "ok": False, "detail": f"{type(error).__name__}: {error}"}]
-        failed = {line["check"]: line["detail"] for line in lines if not line["ok"]}
+        failed = [line for line in lines if not line["ok"]]
         shares = [share_of(line["detail"]) for line in lines if line["ok"] and "second_turn" in line["check"]]
+        passed = sum(line["ok"] and line["check"] not in (ALL, NEW) for line in lines)
         figures |= {
             f"{name}: version": version,
-            f"{name}: passed": len(lines) - len(failed),
+            f"{name}: passed": passed,
             f"{name}: failed": len(failed),
             f"{name}: share": min(shares, default=0.0),
-            **{f"{name}: {ALL}": share_of(line["detail"]) for line in lines if line["check"] == ALL},
+            **{
+                f"{name}: {line['check']}": share_of(line["detail"])
+                for line in lines
+                if line["check"] in (ALL, NEW)
+            },
         }
-        print(f"{name} {version}: {len(lines) - len(failed)} of {len(lines)} checks", flush=True)
+        print(f"{name} {version}: {passed} passed, {len(failed)} failed", flush=True)
         for line in lines:
             print(f"    {'passed' if line['ok'] else 'FAILED'} {line['check']}: {line['detail']}", flush=True)
     return figures
@@ -167,7 +173,7 @@ def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[s
 
 def share_of(detail: str) -> float:
     cached, prompt = map(int, detail.split("/"))
-    return round(cached / prompt, 4)
+    return round(cached / prompt, 4) if prompt else 0.0
 
 
 # ---- Python's clients
@@ -214,15 +220,14 @@ def run_agent(agent: NodeAgent, url: str, folder: Path, usage: Path) -> tuple[st
 
         text = ask(agent.first, ASK_COMMAND)
         lines = [check("tool", re.search(rf"The tool says:[^\n]*{OUTPUT}", text), text)]
-        before = len(asked_so_far(usage))
+        before = asked_so_far(usage)
         text = ask(agent.second, ASK_WHO)
-        asked = asked_so_far(usage)[before:]
+        between = asked_so_far(usage)
         lines.append(check("chat", re.search(re.escape(ANSWER), text), text))
-        # Of no request nothing was cached.
-        cached, prompt = max(asked, key=lambda request: request[1], default=(0, 1))
-        lines.append({"check": "second_turn", "ok": True, "detail": f"{cached}/{prompt}"})
-        all_cached, all_prompts = sum(request[0] for request in asked), sum(request[1] for request in asked)
-        lines.append({"check": ALL, "ok": True, "detail": f"{all_cached}/{max(1, all_prompts)}"})
+        lines.append(shared("second_turn", longest(between[len(before) :])))
+        lines.append(shared(ALL, total(between[len(before) :])))
+        ask(agent.first, ASK_WHO)
+        lines.append(shared(NEW, longest(asked_so_far(usage)[len(between) :])))
         if agent.structured:
             text = ask(agent.structured, ASK_JSON).replace("\\", "")  # JSON within JSON
             lines.append(check("structured", re.search(r'"city": *"Paris", *"degrees": *21\b', text), text))
@@ -233,10 +238,26 @@ def check(name: str, found: re.Match[str] | None, text: str) -> dict[str, Any]:
     return {"check": name, "ok": found is not None, "detail": found[0] if found else text[-600:]}
 
 
-def asked_so_far(usage: Path) -> list[tuple[int, int]]:
-    """Returns the cached tokens and the prompt tokens of each request so far."""
-    lines = map(json.loads, usage.read_text().splitlines())
-    return [(line["cached"], line["prompt"]) for line in lines]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    cached: int  # tokens of the prompt
+    prompt: int
+
+
+def shared(name: str, asked: Asked) -> dict[str, Any]:
+    return {"check": name, "ok": asked.prompt > 0, "detail": f"{asked.cached}/{asked.prompt}"}
+
+
+def asked_so_far(usage: Path) -> list[Asked]:
+    return [Asked(**json.loads(line)) for line in usage.read_text().splitlines()]
+
+
+def longest(asked: Sequence[Asked]) -> Asked:
+    return max(asked, key=lambda one: one.prompt, default=Asked(0, 0))
+
+
+def total(asked: Sequence[Asked]) -> Asked:
+    return Asked(sum(one.cached for one in asked), sum(one.prompt for one in asked))
 
 
 # ---- processes

@@ -1,4 +1,4 @@
-"""instructor: an object by each of its modes, a stream of partial objects, and the cached share of a second turn."""
+"""instructor: a chat, an object by each of its modes, streams of partial objects, the cached share of a turn."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ def client(mode: instructor.Mode) -> Any:
     return instructor.from_openai(
         OpenAI(base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0), mode=mode
     )
+
+
+def chat() -> str:
+    answer = client(instructor.Mode.TOOLS).chat.completions.create(
+        model=checks.MODEL,
+        messages=[{"role": "user", "content": checks.ASK}],
+        response_model=None,
+    )
+    return checks.said(answer.choices[0].message.content)
 
 
 def structured_in(mode: instructor.Mode) -> checks.Check:
@@ -66,4 +75,4 @@ def second_turn() -> str:
 
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.MD_JSON)
-checks.run([*map(structured_in, MODES), *map(streamed_in, MODES[:2]), second_turn])
+checks.run([chat, *map(structured_in, MODES), *map(streamed_in, MODES[:2]), second_turn])
