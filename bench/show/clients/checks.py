@@ -39,7 +39,7 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-# As OpenAI's chat completions take it.
+# In the form of OpenAI's chat completions.
 TOOLS: Any = [
     {
         "type": "function",
