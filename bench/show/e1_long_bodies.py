@@ -1,9 +1,10 @@
 """E1: long bodies beside running streams: the gaps between tokens, /health, and memory.
 
-`rootstock serve` runs an 80M Llama in a process of its own, with 8 streams. Beside them a client sends chats of
-360 kB, 3.6 MB, 8 MB and 63 MB of words, each of which is refused, and the longest prompt that is accepted. The
-tokenizer is a byte-level BPE with merges, and has tokens of 128 spaces, as real ones have: a text may therefore have
-128 characters for each token of the limit before its characters alone refuse it.
+`rootstock serve` runs an 80M Llama in a process of its own, with 8 streams. Beside them a client sends conversations
+of 360 kB, 3.6 MB, 8 MB and 63 MB of words to each route that reads one, and the longest prompts that are accepted.
+The long bodies are refused, except for those whose tokens are only to be counted. The tokenizer is a byte-level BPE
+with merges, and has tokens of 128 spaces, as real ones have: a text may therefore have 128 characters for each token
+of the limit before its characters alone refuse it.
 
 A stream's gap is the time between two of its chunks. A gap beside a body is compared with the longest gap of quiet
 time. An accepted prompt is also computed: it is compared with as many token ids, which need no tokenizer.
@@ -27,12 +28,20 @@ from typing import Any
 
 import numpy as np
 from beside import Health, beside
-from common import argument_parser, at_most, conclude, exactly
+from common import argument_parser, at_least, at_most, conclude, exactly
 from peers import PeerProcess, rootstock_server
 
 SHOW = "E1"
 STREAMS = 8
 REFUSED_BYTES = {"360 kB": 360_000, "3.6 MB": 3_600_000, "8 MB": 8_000_000, "63 MB": 63_000_000}
+CHAT, MESSAGES, COUNT, RESPONSES = (
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+)
+CONVERSATIONS = (CHAT, MESSAGES, COUNT, RESPONSES)
+PROMPTS = ("/v1/completions", MESSAGES, RESPONSES)  # of accepted prompts, in turn
 QUIET_S = 8.0
 CONTEXT = 16_384
 CHUNK_TOKENS = 64  # of a step: a gap beside a chunk of 512 takes seconds, and varies by more than the bar
@@ -41,7 +50,7 @@ SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")  # the first ids
 
 def main() -> None:
     options = argument_parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3, help="of each body; the longest gap of all counts")
+    options.add_argument("--rounds", type=int, default=3, help="of each body; the longest gap counts")
     options.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more options for the server")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -49,8 +58,9 @@ def main() -> None:
         with rootstock_server(model, "--chunk-tokens", str(CHUNK_TOKENS), *given.serve) as process:
             figures = measure(Server(process), given.rounds)
     bars = {
-        "refused": exactly(len(REFUSED_BYTES) * given.rounds),
+        "refused_or_counted": exactly(len(REFUSED_BYTES) * len(CONVERSATIONS) * given.rounds),
         "accepted": exactly(given.rounds),
+        "routes_with_accepted": at_least(min(given.rounds, len(PROMPTS))),
         "worst_gap_over_quiet_ms": at_most(100),
         "accepted_gap_over_ids_ms": at_most(100),
         "worst_health_ms": at_most(200),
@@ -195,14 +205,19 @@ def load(server: Server) -> Iterator[tuple[Streams, Health]]:
 
 
 def measure(server: Server, rounds: int) -> dict[str, Any]:
-    refused = {name: chat_of(words(size - 100, seed=1)) for name, size in REFUSED_BYTES.items()}
-    figures: dict[str, Any] = {"refused": 0, "accepted": 0}
+    bodies = dict[str, dict[str, bytes]]()  # by size and route; made before: encoding would delay the polls
+    for size, count_bytes in REFUSED_BYTES.items():
+        text = words(count_bytes - 100, seed=1)
+        chat = conversation_of(CHAT, text)
+        bodies[size] = dict.fromkeys(CONVERSATIONS, chat) | {RESPONSES: conversation_of(RESPONSES, text)}
+    figures: dict[str, Any] = {"refused_or_counted": 0, "accepted": 0}
     quiet: list[float] = []
     worst: dict[str, float] = {}
     times: dict[str, list[float]] = {}
     # First uses allocate, scratch memory for the longest context too.
     with load(server):
-        server.ask("POST", "/v1/chat/completions", chat_of(words(30_000, seed=2)))
+        for route in CONVERSATIONS:
+            server.ask("POST", route, conversation_of(route, words(30_000, seed=2)))
         server.ask("POST", "/v1/completions", prompt_of(longest_ids(seed=99)))
         time.sleep(2)
     figures["rss_before_mb"], before_mb = round(server.rss_mb(), 1), server.uncached_mb()
@@ -211,22 +226,25 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
             streams.gaps_ms()
             time.sleep(QUIET_S)
             quiet += streams.gaps_ms()
-            for name, body in refused.items():
-                began = time.perf_counter()
-                status, answer = server.ask("POST", "/v1/chat/completions", body)
-                times.setdefault(name, []).append(time.perf_counter() - began)
-                figures["refused"] += status in (400, 413)
-                figures[f"answer to {name}"] = answer["error"]["message"]
-                time.sleep(0.5)
-                worst[name] = max(worst.get(name, 0.0), max(streams.gaps_ms()))
-                print(f"{name}: {times[name][-1]:.3f} s, longest gap {worst[name]:.1f} ms", flush=True)
+            for size, of_routes in bodies.items():
+                for route, body in of_routes.items():
+                    name = f"{size} to {route}"
+                    began = time.perf_counter()
+                    status, answer = server.ask("POST", route, body)
+                    times.setdefault(name, []).append(time.perf_counter() - began)
+                    counted = route == COUNT and status == 200 and answer["input_tokens"] > CONTEXT
+                    figures["refused_or_counted"] += counted or status in (400, 413)
+                    figures[f"answer to {name}"] = answer if counted else answer["error"]["message"]
+                    time.sleep(0.5)
+                    worst[name] = max(worst.get(name, 0.0), max(streams.gaps_ms()))
+                    print(f"{name}: {times[name][-1]:.3f} s, longest gap {worst[name]:.1f} ms", flush=True)
         figures["worst_health_ms"] = round(health.longest_ms, 1)
     time.sleep(2)
     figures |= {
         "quiet_gap_ms": round(max(quiet), 1),
         "worst_gap_ms": {name: round(gap, 1) for name, gap in worst.items()},
         "worst_gap_over_quiet_ms": round(max(worst.values()) - max(quiet), 1),
-        "seconds_until_refused": {name: round(max(each), 3) for name, each in times.items()},
+        "seconds_until_answered": {name: round(max(each), 3) for name, each in times.items()},
         "kept_after_refused_mb": round(server.uncached_mb() - before_mb, 1),
     }
     figures |= accepted(server, rounds, before_mb)
@@ -235,26 +253,34 @@ def measure(server: Server, rounds: int) -> dict[str, Any]:
 
 
 def accepted(server: Server, rounds: int, before_mb: float) -> dict[str, Any]:
-    """Measures the longest prompts that fit, as text and as token ids, each new to the cache."""
+    """Measures the longest prompts that fit, as text and as token ids, each new to the cache.
+
+    Each round sends the text to another route.
+    """
     as_text: list[float] = []
     as_ids: list[float] = []
-    count = 0
+    count, routes = 0, set[str]()
     with load(server) as (streams, health):
         for turn in range(rounds):
-            text = longest_accepted(server, seed=10 + turn)
+            text, route = longest_accepted(server, seed=10 + turn), PROMPTS[turn % len(PROMPTS)]
             pairs: list[tuple[str | list[int], list[float]]] = [(longest_ids(turn), as_ids), (text, as_text)]
             if turn % 2:  # streams are longer and slower beside the second
                 pairs.reverse()
             for prompt, gaps in pairs:
                 streams.gaps_ms()
-                status, answer = server.ask("POST", "/v1/completions", prompt_of(prompt))
-                if prompt is text:
-                    count += status == 200 and answer["usage"]["prompt_tokens"] > 0.95 * CONTEXT
+                as_chat = prompt is text and route in CONVERSATIONS
+                to = route if as_chat else "/v1/completions"
+                body = conversation_of(route, text) if as_chat else prompt_of(prompt)
+                status, answer = server.ask("POST", to, body)
+                if prompt is text and status == 200 and prompt_tokens(answer) > 0.95 * CONTEXT:
+                    count += 1
+                    routes.add(to)
                 gaps.append(max(streams.gaps_ms()))
-                print(f"accepted, {type(prompt).__name__}: gap {gaps[-1]:.1f} ms", flush=True)
+                print(f"accepted, {type(prompt).__name__} to {to}: gap {gaps[-1]:.1f} ms", flush=True)
     time.sleep(2)
     return {
         "accepted": count,
+        "routes_with_accepted": len(routes),
         "accepted_gap_ms": round(max(as_text), 1),
         "accepted_gap_of_ids_ms": round(max(as_ids), 1),
         "accepted_gap_over_ids_ms": round(max(as_text) - max(as_ids), 1),
@@ -282,8 +308,18 @@ def prompt_of(prompt: str | list[int]) -> bytes:
     return json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
 
 
-def chat_of(text: str) -> bytes:
+def conversation_of(route: str, text: str) -> bytes:
+    """Returns the body of a conversation with one message."""
+    if route == RESPONSES:
+        return json.dumps({"input": text, "max_output_tokens": 1}).encode()
     return json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
+
+
+def prompt_tokens(answer: dict[str, Any]) -> int:
+    """Returns the tokens of an answer's prompt, whose names differ between the APIs."""
+    usage = answer["usage"]
+    parts = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(usage.get(part, 0) for part in parts)
 
 
 if __name__ == "__main__":

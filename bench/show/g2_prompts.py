@@ -8,6 +8,9 @@ Answers: the tiny model writes random words at temperature 1, and the client sen
 tokens are rarely those that a tokenizer makes of the text. Calls are forced, and their arguments are sent back
 re-serialised. The figure is the share of the generated tokens that the next request finds in the cache. The last
 token of an answer was sampled and never computed, so that it is not counted.
+
+Sampled ids: the same on the oracle runtime, with answers cut into tokens at random places (`sampled_ids.py`), with a
+memory of answers and without.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from typing import Any
 
 import httpx
 from coding_agent import events
-from common import ROOT, argument_parser, at_least, conclude, exactly
+from common import ROOT, argument_parser, at_least, at_most, conclude, exactly
+from sampled_ids import first_prompt_is_the_tokenizers, shares_found
 
 from rootstock.bench.serving import ServerProcess
 from rootstock.bench.tiny_model import TinyModelSpec, ensure_tiny_model
@@ -28,6 +32,7 @@ from rootstock.bench.tiny_model import TinyModelSpec, ensure_tiny_model
 Json = dict[str, Any]
 TEMPLATE = ROOT / "tests" / "engine" / "prompts" / "templates" / "qwen3.jinja"
 CONTEXT_LIMIT = 65_536
+ANSWER_MEMORY = 64 * 1024**2
 TOOL = {
     "type": "function",
     "function": {
@@ -48,7 +53,8 @@ TOOL = {
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--answers", type=int, default=40, help="conversations of each kind")
+    parser.add_argument("--answers", type=int, default=40, help="conversations of each kind over HTTP")
+    parser.add_argument("--conversations", type=int, default=20, help="of each kind on the oracle runtime")
     given = parser.parse_args()
     figures: dict[str, Any] = {}
     bars = {}
@@ -76,6 +82,13 @@ def main() -> None:
                 figures[f"{kind}_found_again"] = statistics.fmean(found)
                 figures[f"{kind}_worst"] = min(found)
                 bars[f"{kind}_found_again"] = exactly(1.0)
+    found_ids, figures["sampled_ids"] = shares_found(given.conversations, ANSWER_MEMORY)
+    without, _ = shares_found(given.conversations, 0)
+    for kind in found_ids:
+        figures[f"ids_found_{kind}"], figures[f"ids_without_{kind}"] = found_ids[kind], without[kind]
+        bars |= {f"ids_found_{kind}": exactly(1.0), f"ids_without_{kind}": at_most(0.9)}
+    figures["first_prompt_is_the_tokenizers"] = first_prompt_is_the_tokenizers()
+    bars["first_prompt_is_the_tokenizers"] = exactly(True)
     conclude("G2", figures, bars)
 
 

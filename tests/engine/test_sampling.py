@@ -246,6 +246,7 @@ def test_a_bias_is_added_and_100_selects_and_minus_100_bans() -> None:
     assert chosen({2: 100.0}) == 2  # with the lowest logit
     assert chosen({2: 100.0, 1: 100.0}) == 1
     assert chosen({77: 100.0}) == 0  # not in the vocabulary
+    assert chosen({2: float(np.nextafter(100.0, 0.0))}) == 0  # which float32 would round to 100
 
 
 def test_end_of_sequence_is_not_sampled_before_the_minimum() -> None:

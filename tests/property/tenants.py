@@ -89,6 +89,7 @@ class Ask:
     body: Json | None = None
     stays_open: bool = False  # a stream, of which nothing but the beginning is read
     spoof: bool = False  # names the other tenant in the header
+    refers: Literal["nothing", "unknown", "own", "other"] = "nothing"  # to the last response of a tenant
 
 
 # Mostly beginnings of one sentence, so that prompts share and part.
@@ -123,7 +124,9 @@ _RESPONSE = _body(
     temperature=st.sampled_from([0, 1.0]),
     seed=st.integers(0, 3),
 )
-_STORED = f"/v1/responses/resp_{'0' * 32}"  # ids are random: no client can guess another's
+_UNKNOWN = f"resp_{'0' * 32}"
+_REFERRED = st.sampled_from(["unknown", "own", "other"])
+_NOTHING = st.just("nothing")
 _EXPLAIN = _body(prompt=TEXTS) | _body(messages=_MESSAGES)
 
 
@@ -131,8 +134,25 @@ def _plain(route: str, path: str = "") -> st.SearchStrategy[Ask]:
     return st.just(Ask("GET", route, path))
 
 
-def _posted(route: str, bodies: st.SearchStrategy[Json | None]) -> st.SearchStrategy[Ask]:
-    return st.builds(Ask, st.just("POST"), st.just(route), st.just(""), bodies, spoof=st.booleans())
+def _posted(
+    route: str, bodies: st.SearchStrategy[Json | None], refers: st.SearchStrategy[Any] = _NOTHING
+) -> st.SearchStrategy[Ask]:
+    return st.builds(
+        Ask, st.just("POST"), st.just(route), st.just(""), bodies, spoof=st.booleans(), refers=refers
+    )
+
+
+def _stored(method: str, route: str) -> st.SearchStrategy[Ask]:
+    """Draws requests for a stored response, which the other tenant may own."""
+    body = {} if method == "POST" else None
+    return st.builds(
+        Ask,
+        st.just(method),
+        st.just(route),
+        body=st.just(body),
+        spoof=st.booleans(),
+        refers=_REFERRED,
+    )
 
 
 # Requests to each route of the application.
@@ -141,16 +161,14 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("POST", "/v1/completions"): _posted("/v1/completions", _COMPLETION),
     ("POST", "/v1/messages"): _posted("/v1/messages", _MESSAGES_BODY),
     ("POST", "/v1/messages/count_tokens"): _posted("/v1/messages/count_tokens", _body(messages=_MESSAGES)),
-    ("POST", "/v1/responses"): _posted("/v1/responses", _RESPONSE),
-    ("POST", "/v1/responses/input_tokens"): _posted("/v1/responses/input_tokens", _body(input=TEXTS)),
-    ("GET", "/v1/responses/{id}"): _plain("/v1/responses/{id}", _STORED),
-    ("DELETE", "/v1/responses/{id}"): st.just(Ask("DELETE", "/v1/responses/{id}", _STORED)),
-    ("GET", "/v1/responses/{id}/input_items"): _plain(
-        "/v1/responses/{id}/input_items", f"{_STORED}/input_items"
+    ("POST", "/v1/responses"): _posted("/v1/responses", _RESPONSE, _NOTHING | _REFERRED),
+    ("POST", "/v1/responses/input_tokens"): _posted(
+        "/v1/responses/input_tokens", _body(input=TEXTS), _NOTHING | _REFERRED
     ),
-    ("POST", "/v1/responses/{id}/cancel"): st.just(
-        Ask("POST", "/v1/responses/{id}/cancel", f"{_STORED}/cancel", {})
-    ),
+    ("GET", "/v1/responses/{id}"): _stored("GET", "/v1/responses/{id}"),
+    ("DELETE", "/v1/responses/{id}"): _stored("DELETE", "/v1/responses/{id}"),
+    ("GET", "/v1/responses/{id}/input_items"): _stored("GET", "/v1/responses/{id}/input_items"),
+    ("POST", "/v1/responses/{id}/cancel"): _stored("POST", "/v1/responses/{id}/cancel"),
     ("GET", "/v1/cache/volatile"): _plain("/v1/cache/volatile"),
     ("POST", "/v1/cache/explain"): _posted("/v1/cache/explain", _EXPLAIN),
     ("POST", "/v1/cache/clear"): _posted("/v1/cache/clear", st.none() | st.just({})),
@@ -206,9 +224,11 @@ class World:
     client: httpx.Client
     made: Assembly
     streams: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    responses: dict[Name, str] = field(default_factory=dict)  # the id of each tenant's last one
 
     def reset(self) -> None:
         self.streams.close()
+        self.responses.clear()
         while (health := self.made.engine.health()).running or health.waiting:
             self.made.engine.call(lambda: None)  # a step further
         self.made.engine.clear_cache()
@@ -221,16 +241,42 @@ class World:
         salt = self.setting.salts[who]
         if body is not None and salt is not None:
             body["cache_salt"] = salt
-        if body is not None and ordinal % 3 == 0 and "prompt" in body:
-            body["prompt"] += MARKS[who]
+        if body is not None and ordinal % 3 == 0:
+            _mark(body, MARKS[who])
+        id = self._referred(who, ask)
+        if body is not None and "input" in body and ask.refers != "nothing":
+            body["previous_response_id"] = id
         arguments: Json = {"headers": headers} | ({} if body is None else {"json": body})
-        path = ask.path or ask.route
+        path = (ask.path or ask.route).replace("{id}", id)
         if not ask.stays_open:
             answer = self.client.request(ask.method, path, **arguments)
+            if ask.route == "/v1/responses" and (made := re.search(r'"(resp_[0-9a-f]{32})"', answer.text)):
+                self.responses[who] = made[1]
             return Answer(answer.status_code, _told(answer.text))
         stream = self.streams.enter_context(self.client.stream(ask.method, path, **arguments))
         begins = next(stream.iter_lines()) if stream.status_code == 200 else stream.read().decode()
         return Answer(stream.status_code, _told(begins))
+
+    def _referred(self, who: Name, ask: Ask) -> str:
+        """Returns the id of the response to which a request refers, or else an id of no response."""
+        other: Name = "B" if who == "A" else "A"
+        match ask.refers:
+            case "own":
+                return self.responses.get(who, _UNKNOWN)
+            # Clients without a key or a header are one tenant to the store, in which an id is a secret.
+            case "other" if self.setting.headers["A"] != self.setting.headers["B"]:
+                return self.responses.get(other, _UNKNOWN)
+        return _UNKNOWN
+
+
+def _mark(body: Json, mark: str) -> None:
+    """Appends a mark to the text of a prompt."""
+    for name in ("prompt", "input"):
+        if name in body:
+            body[name] += mark
+    if "messages" in body:
+        *before, last = body["messages"]
+        body["messages"] = [*before, {**last, "content": last["content"] + mark}]
 
 
 @dataclass(frozen=True)
@@ -240,9 +286,11 @@ class Answer:
 
 
 def _told(text: str) -> str:
-    """Removes ids and creation times from an answer."""
-    text = re.sub(r'"[a-z]+[_-][0-9a-f]{24,}(_\d+)?"', '"id"', text)
-    return re.sub(r'"(created|created_at|completed_at)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text)
+    """Removes ids and times from an answer."""
+    text = re.sub(r"""(["'])[a-z]+[_-][0-9a-f]{24,}(_\d+|i\d+)?\1""", '"id"', text)
+    return re.sub(
+        r'"(created|created_at|completed_at|last_seen_s_ago)": ?(\d+(\.\d+)?|"[^"]*")', '"created":0', text
+    )
 
 
 @contextlib.contextmanager
@@ -293,7 +341,8 @@ class Twins:
             assert answer == expected, f"{ask} tells B of A"
             self.compared += 1
             self.routes.add((ask.method, ask.route))
-            found = re.findall(r'"(?:cached_tokens|matched_tokens)": ?(\d+)', answer.text)
+            names = "cached_tokens|cache_read_input_tokens|matched_tokens"
+            found = re.findall(rf'"(?:{names})": ?(\d+)', answer.text)
             self.cached_tokens += sum(map(int, found))
 
 

@@ -60,6 +60,29 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
     assert pair.cached_tokens > 0
 
 
+@pytest.mark.behaviour(9)
+def test_the_stored_responses_of_the_other_tenant_are_out_of_reach(pair: Twins) -> None:
+    body = {"input": "my password is correct horse", "max_output_tokens": 3, "temperature": 0}
+    make = Ask("POST", "/v1/responses", body=body)
+    of_stored = [
+        Ask(method, route, body={} if method == "POST" else None, refers="other")
+        for method, route in sorted(ROUTES)
+        if "{id}" in route
+    ]
+    asks = [
+        *of_stored,
+        *(
+            Ask("POST", route, body=body, refers="other")
+            for _, route in sorted(ROUTES)
+            if route in ("/v1/responses", "/v1/responses/input_tokens")
+        ),
+    ]
+    assert len(asks) == 6
+    pair.play([("A", make), *(("B", ask) for ask in asks)])
+    if pair.both.setting.headers["A"] != pair.both.setting.headers["B"]:
+        assert pair.both.ask("A", Ask("GET", "/v1/responses/{id}", refers="own"), 1).status == 200
+
+
 def test_every_route_of_the_application_is_asked(pair: Twins) -> None:
     """Fails for a new route until `ROUTES` has requests to it."""
     assert routes_of(pair.both.app) == set(ROUTES)

@@ -65,6 +65,12 @@ class RawClient:
         except ConnectionResetError:
             return True
 
+    def read_until(self, part: bytes) -> bytes:
+        """Reads lines up to one with `part`, and returns it."""
+        while part not in (line := self._file.readline()):
+            assert line, f"the connection ends before {part!r}"
+        return line
+
     def everything(self) -> bytes:
         return self._file.read()
 

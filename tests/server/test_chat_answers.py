@@ -138,6 +138,11 @@ def test_only_the_first_call_is_shown_where_several_are_not_wanted(style: CallSt
         assert len(message["tool_calls"]) == len(told["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize("style", [CallStyle(parallel=False), CallStyle(legacy=True)])
+def test_a_call_that_is_not_shown_does_not_complete_a_malformed_one(style: CallStyle) -> None:
+    assert streamed("b2", style)[-1]["finish_reason"] == "stop"
+
+
 def test_each_token_has_its_log_probability_once_whatever_its_deltas_are() -> None:
     text = "r.tcae."
     choices = streamed(text, logprob=True)

@@ -19,7 +19,7 @@ from rootstock.server import event_stream
 from rootstock.server.app import create_app
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
-from rootstock.server.event_stream import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
+from rootstock.server.generation import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
 from server.asgi import ask
 from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for
@@ -122,9 +122,8 @@ def told(stream: bytes) -> list[Any]:
     return sorted(chunks, key=lambda chunk: chunk["choices"][0]["index"] if chunk["choices"] else 99)
 
 
-def test_a_client_that_reads_slowly_gets_everything_and_delays_no_other(
-    serve: Any, written: list[bytes], in_step: Callable[[Batch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Connection.connection_made
 
     def made_small(self: Connection, transport: Any) -> None:
@@ -133,6 +132,11 @@ def test_a_client_that_reads_slowly_gets_everything_and_delays_no_other(
         made(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", made_small)
+
+
+def test_a_client_that_reads_slowly_gets_everything_and_delays_no_other(
+    serve: Any, written: list[bytes], in_step: Callable[[Batch], None], small_buffers: None
+) -> None:
     fields = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
     with serve(fault=in_step) as served:
         with RawClient(served, receive_buffer_bytes=4096) as slow:
@@ -153,6 +157,41 @@ def test_a_client_that_reads_slowly_gets_everything_and_delays_no_other(
         for index in range(4):
             mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
             assert "".join(choice["text"] for choice in mine) == expected["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_client_of_an_agents_api_that_reads_slowly_gets_everything(
+    serve: Any,
+    written: list[bytes],
+    in_step: Callable[[Batch], None],
+    small_buffers: None,
+    path: str,
+) -> None:
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    if path == "/v1/messages":
+        body |= {"messages": [{"role": "user", "content": "slow"}], "max_tokens": 300}
+    else:
+        body |= {"input": "slow", "max_output_tokens": 300}
+    with serve(fault=in_step) as served:
+        with RawClient(served, receive_buffer_bytes=4096) as slow:
+            slow.send(post(path, body | {"stream": True}, "connection: close"))
+            assert served.complete("other", max_tokens=5, ignore_eos=True).status_code == 200
+            served.settled()
+            count = len(written)
+            received = slow.everything()
+        assert 0 < count < 300 - 100
+        events = dechunked(received.partition(b"\r\n\r\n")[2]).decode().split("\n\n")
+        assert events.pop() == ""
+        told = [json.loads(event.partition("data: ")[2]) for event in events]
+        assert told[-1]["type"] in ("message_stop", "response.incomplete")
+        whole = served.client.post(path, json=body).json()
+        if path == "/v1/messages":
+            deltas = [one["delta"] for one in told if one["type"] == "content_block_delta"]
+            assert "".join(delta["text"] for delta in deltas) == whole["content"][0]["text"]
+        else:
+            assert [one["sequence_number"] for one in told] == list(range(len(told)))
+            shown = "".join(one["delta"] for one in told if one["type"] == "response.output_text.delta")
+            assert shown == whole["output"][0]["content"][0]["text"]
 
 
 def test_a_client_of_http_1_0_gets_no_chunks(serve: Any, written: list[bytes]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rootstock.config import EngineConfig
 from rootstock.server.app import create_app
+from rootstock.server.responses.store import ResponseStore
 from server.asgi import ask
 from server.held import Held
 from server.raw_http import RawClient, post
@@ -41,6 +42,42 @@ def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, strea
         # The tokens that were computed until then stay cached.
         again = served.complete("forever", max_tokens=1).json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == len("forever") - 1
+
+
+AGENTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS},
+    "/v1/messages": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS},
+    "/v1/responses": {"input": "forever", "max_output_tokens": 3000, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", AGENTS)
+def test_an_aborted_answer_of_any_api_is_released_and_not_stored(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    stored: list[Any] = []
+    monkeypatch.setattr(ResponseStore, "put", lambda *arguments: stored.append(arguments))
+    held = Held(free_forwards=8)
+    with serve(fault=held) as served:
+        engine = served.assembly.engine
+        client = RawClient(served)
+        client.send(post(path, AGENTS[path] | {"stream": stream}))
+        if stream:  # the middle of the answer
+            client.read_until(b"delta")
+        wait_until(lambda: engine.health().running == 1 and engine.health().steps > 5)
+        client.close()
+        wait_until(lambda: engine.health().running == 0)
+        served.settled()
+        wait_until(lambda: served.metric("rootstock_requests_total", outcome="disconnected", route=path) == 1)
+        held.let_go()
+        assert not stored
+        # The next request finds the prompt in the cache.
+        length = "max_output_tokens" if "input" in AGENTS[path] else "max_tokens"
+        usage = served.client.post(path, json=AGENTS[path] | {length: 1}).json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        assert details.get("cached_tokens", usage.get("cache_read_input_tokens")) > len("forever")
+        assert len(stored) == (path == "/v1/responses")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from rootstock.config import EngineConfig, ServerConfig
 from rootstock.engine.engine import Engine
+from rootstock.errors import ChatTemplateFailed, ChatTemplateMissing
 from rootstock.server.openai.schema import IGNORED, REFUSED, ChatCompletionRequest
+from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.held import Held
 from waiting import join, wait_for, wait_until
@@ -333,9 +335,6 @@ def test_a_large_agents_request_is_within_the_limits(serve: Any) -> None:
 
 
 def test_a_model_without_a_chat_template_names_the_remedy(serve: Any) -> None:
-    from rootstock.errors import ChatTemplateMissing
-    from rootstock.testing.byte_tokenizer import ByteTokenizer
-
     class Bare(ByteTokenizer):
         def render_chat(self, *_messages: Any, **_options: Any) -> str:
             raise ChatTemplateMissing
@@ -470,3 +469,78 @@ def test_a_stopping_server_ends_its_streams_with_an_error_event(serve: Any) -> N
     said = [event for event in events if event]
     assert "engine_stopped" in said[-1]
     assert "data: [DONE]" not in said
+
+
+class DropsResults(ByteTokenizer):
+    """A tokenizer whose template drops results of tools, and fails at the word "refuse"."""
+
+    def render_chat(self, messages: Any, tools: Any, **options: Any) -> str:
+        if any("refuse" in str(message["content"]) for message in messages):
+            raise ChatTemplateFailed("Do not say that")
+        return super().render_chat([each for each in messages if each["role"] != "tool"], tools, **options)
+
+
+def test_an_error_of_the_template_names_the_clients_own_place(serve: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "found"}
+    asked, half = {"role": "user", "content": "go"}, "\ud800"
+    skipped = {"role": "system", "content": "now", "clear_at": "next_user_message"}
+    chat, messages, responses = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            chat,
+            {
+                "messages": [
+                    asked,
+                    {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "c", "content": "found"},
+                ]
+            },
+            "messages[2].role",
+        ),
+        (
+            messages,
+            {
+                "system": "Be brief.",
+                "messages": [
+                    skipped,
+                    asked,
+                    {"role": "assistant", "content": [use]},
+                    {"role": "user", "content": [result]},
+                ],
+            },
+            "messages[3]",
+        ),
+        (
+            responses,
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    asked,
+                    {"type": "reasoning", "summary": []},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "found"},
+                ],
+            },
+            "input[3]",
+        ),
+        (chat, {"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        (messages, {"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        (responses, {"input": "refuse"}, "input"),
+        (chat, {"messages": [{"role": "user", "content": half}]}, "messages"),
+        (messages, {"messages": [{"role": "user", "content": half}]}, "messages"),
+        (responses, {"input": half}, "input"),
+    ]
+    with serve(tokenizer=DropsResults()) as served:
+        for path, body, place in cases:
+            answer = served.client.post(
+                path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+            )
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error.get("param", place) == place  # Anthropic's errors have none
+            if "refuse" in str(body):
+                assert error["message"] == "The model's chat template refuses these messages: Do not say that"
+            else:
+                assert error["message"].startswith(f"'{place}' is "), error

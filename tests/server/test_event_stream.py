@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rootstock.config import ServerConfig
-from rootstock.engine.request import Event, Finished, Request, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.event_stream import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.engine.request import (
+    Event,
+    Finished,
+    PromptScored,
+    Request,
+    RequestId,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from rootstock.server.event_stream import LONG_ANSWER_CHARS
+from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
+from rootstock.server.json_pieces import CHUNK_CHARACTERS
 from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
+from rootstock.server.wire import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.held import Held
 from server.raw_http import Clock, MovedClock
@@ -187,6 +200,25 @@ def test_a_stream_has_keep_alives_before_its_first_token(
         assert all(line.startswith("data: {") for line in rest)
 
 
+def test_a_long_whole_answer_is_parsed_and_encoded_beside_the_event_loop(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    whole = CompletionFormat.whole
+
+    def noted(format: CompletionFormat, index: int, history: ChoiceHistory) -> dict[str, Any]:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return whole(format, index, history)
+
+    monkeypatch.setattr(CompletionFormat, "whole", noted)
+    body = {"prompt": "x", "ignore_eos": True, "logit_bias": {"97": 100}}
+    with serve() as served:
+        for length in (1, LONG_ANSWER_CHARS):
+            answer = served.client.post("/v1/completions", json=body | {"max_tokens": length})
+            assert answer.json()["choices"][0]["text"] == "a" * length
+    assert [name == "rootstock-encoder" for name in threads] == [False, True]
+
+
 def test_keep_alives_can_be_switched_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, held = Clock(monkeypatch), Held()
     body = {"prompt": "x", "stream": True, "max_tokens": 1}
@@ -197,3 +229,90 @@ def test_keep_alives_can_be_switched_off(serve: Any, monkeypatch: pytest.MonkeyP
         clock.pass_time(EVERY_S)
         held.let_go()
         assert ": keep-alive" not in list(response.iter_lines())
+
+
+# ---- a writer that fails
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, Event], bool], str], None]:
+    """Makes every stream fail at the events that a predicate names, after `first` was written of such an event."""
+
+    def fail(is_wrong: Callable[[int, Event], bool], first: str) -> None:
+        events = ChunkWriter.events
+
+        def writing(writer: ChunkWriter, index: int, event: Any) -> Iterator[str]:
+            if is_wrong(index, event):
+                yield first
+                raise RuntimeError("the writer fails")
+            yield from events(writer, index, event)
+
+        monkeypatch.setattr(ChunkWriter, "events", writing)
+        monkeypatch.setattr(ChunkWriter, "tokens", lambda writer, events: None)
+
+    return fail
+
+
+def streamed(served: Any, **fields: Any) -> list[str]:
+    body = {"stream": True, "max_tokens": 20, "ignore_eos": True, **fields}
+    text: str = served.client.post("/v1/completions", json=body).text
+    return text.split("\n\n")
+
+
+@pytest.fixture
+def one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each stream the events of its whole answer at once."""
+    next_events = Generation.next
+
+    async def all_events(generation: Generation) -> list[Indexed]:
+        events: list[Indexed] = []
+        while more := await next_events(generation):
+            events += more
+        return events
+
+    monkeypatch.setattr(Generation, "next", all_events)
+
+
+@pytest.mark.usefixtures("one_batch")
+def test_a_writer_that_fails_does_not_lose_the_text_before_it(serve: Any, failing: Any) -> None:
+    failing(lambda _index, event: isinstance(event, Finished), "lost")
+    with serve() as served:
+        *tokens, error, rest = streamed(served, prompt="x")
+        assert tokens
+        assert all('"finish_reason":null' in token for token in tokens)
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "step_failed"
+        assert rest == ""
+        served.settled()
+        assert served.metric("rootstock_requests_total", route="/v1/completions", outcome="error") == 1
+
+
+@pytest.mark.usefixtures("one_batch")
+def test_text_before_a_scored_prompt_is_sent_once(serve: Any, failing: Any) -> None:
+    failing(lambda index, event: index == 1 and isinstance(event, PromptScored), "x" * CHUNK_CHARACTERS)
+    with serve() as served:
+        events = streamed(served, prompt=["ab", "cd"], echo=True, logprobs=1)
+        assert len(events) > 3
+        assert len(set(events)) == len(events)
+        [last] = [event for event in events if event.startswith("x" * CHUNK_CHARACTERS)]
+        assert '"code":"step_failed"' in last
+        served.settled()
+
+
+@pytest.mark.parametrize("method", ["begin", "end"])
+def test_a_stream_whose_writer_cannot_begin_or_end_ends_with_an_error(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_arguments: Any) -> str:
+        raise RuntimeError("the writer fails")
+
+    monkeypatch.setattr(ChunkWriter, method, fail)
+    with serve() as served:
+        *_, error, rest = streamed(served, prompt="x")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "step_failed"
+        assert rest == ""
+        served.settled()
+        outcomes = [
+            served.metric("rootstock_requests_total", route="/v1/completions", outcome=outcome)
+            for outcome in ("ok", "error")
+        ]
+        assert outcomes == [0, 1]

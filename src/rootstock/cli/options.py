@@ -379,8 +379,8 @@ SSEKeepAlive = Annotated[
     option(
         SERVER,
         "--sse-keep-alive",
-        "Time after which a stream that has nothing to send sends a comment, which keeps clients and proxies from "
-        "giving up, such as 10s. 0s: never.",
+        "Time after which a stream that has nothing to send sends a comment, or its API's event, which keeps clients "
+        "and proxies from giving up, such as 10s. 0s: never.",
     ),
 ]
 AllowedOrigins = Annotated[

@@ -42,6 +42,7 @@ class Sampler:
     The tokens in `eos` end the answer and are banned before `min_tokens` tokens. `generated` are the tokens of an
     earlier sampler of the same request: this one continues exactly after them. `progress` is that of a constrained
     answer at its beginning. Its restriction applies after penalties and bias, and before temperature and filters.
+    Where other bans leave no token that it allows, they do not count.
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class Sampler:
         row = self._edited(logits)
         if row is not logits:
             best = int(row.argmax())
+            if row[best] == -np.inf and self.progress is not None:
+                row = self._only_restricted(logits, self.progress)
+                best = int(row.argmax())
             if row[best] == -np.inf:
                 raise SamplingFailed(self._why_nothing_is_left())
         token = best if self._draws is None else _draw(row, best, self._params, _uniform(self._draws))
@@ -110,6 +114,12 @@ class Sampler:
             row[self._eos] = -np.inf
         if self.progress is not None:
             self._restrict(row, ends, self.progress)
+        return row
+
+    def _only_restricted(self, logits: Row, progress: AnswerProgress) -> Row:
+        """Returns a copy that is edited by the constraint alone, whose tokens the other bans all forbid."""
+        row = logits.copy()
+        self._restrict(row, row[self._eos], progress)
         return row
 
     def _restrict(self, row: Row, ends: Row, progress: AnswerProgress) -> None:
@@ -344,10 +354,10 @@ class _Bias:
         if not bias:
             return None
         ids = np.array(list(bias), dtype=np.intp)
-        values = np.array(list(bias.values()), dtype=np.float32)
+        values = np.array(list(bias.values()))  # in float32, a value below the limit can become the limit
         between = np.abs(values) < _BIAS_LIMIT
         return _Bias(
-            added=(ids[between], values[between]),
+            added=(ids[between], values[between].astype(np.float32)),
             banned=ids[values <= -_BIAS_LIMIT],
             only=ids[values >= _BIAS_LIMIT],
         )

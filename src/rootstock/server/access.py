@@ -29,7 +29,7 @@ from rootstock.errors import (
     TooManyBodyBytes,
     Unauthorized,
 )
-from rootstock.server.errors import BodyRefused, error_response
+from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.units import MIB
 
 Headers = Mapping[bytes, bytes]
@@ -154,9 +154,14 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, max_held_body_bytes: int = MAX_HELD_BODY_BYTES
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        forms: ErrorForms,
+        max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
     ) -> None:
         self._app = app
+        self._forms = forms
         self._keys = Keys(config)
         self._max_body_bytes = config.max_body_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
@@ -174,7 +179,7 @@ class Guard:
             scope.setdefault("state", {})[_STATE] = caller
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
         if refusal is not None:
-            await error_response(refusal, scope["path"])(scope, receive, send)
+            await error_response(refusal, self._forms.of(scope["path"]))(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}

@@ -21,10 +21,11 @@ from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RequestError
 from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
-from rootstock.server.errors import MODEL_ROUTE, documented_errors, install_error_handlers
+from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
@@ -67,7 +68,8 @@ def create_app(
     )
     metrics = Metrics(engine, model.tokenizer.answers)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, config=config)
+    forms = ErrorForms({"/v1/messages": messages_error_body})
+    app.add_middleware(Guard, config=config, forms=forms)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
@@ -78,7 +80,7 @@ def create_app(
             allow_private_network=True,
             expose_headers=("Retry-After", MAX_TOKENS_HEADER),
         )
-    install_error_handlers(app)
+    install_error_handlers(app, forms)
     queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
     answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
     app.include_router(_generation_routes(model, answerer))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,7 +28,6 @@ from rootstock.errors import (
     RouteNotFound,
     Unauthorized,
 )
-from rootstock.server.anthropic.errors import error_body as anthropic_error_body
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +95,23 @@ def error_body(error: RootstockError) -> dict[str, Any]:
 
 ErrorForm = Callable[[RootstockError], dict[str, Any]]
 
-_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": anthropic_error_body}  # by the path that routes begin with
+
+@dataclass(frozen=True, slots=True)
+class ErrorForms:
+    """The forms of errors by the path with which routes begin. Other routes have the form of OpenAI's API."""
+
+    by_root: Mapping[str, ErrorForm] = field(default_factory=dict)
+
+    def of(self, path: str) -> ErrorForm:
+        """Returns the form of the errors of a route."""
+        for root, form in self.by_root.items():
+            if path == root or path.startswith(f"{root}/"):
+                return form
+        return error_body
 
 
-def error_form_of(path: str) -> ErrorForm:
-    """Returns the form of the errors of a route."""
-    for root, form in _FORMS.items():
-        if path == root or path.startswith(f"{root}/"):
-            return form
-    return error_body
-
-
-def error_response(error: RootstockError, path: str = "") -> JSONResponse:
-    body, headers = error_form_of(path)(error), {}
+def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONResponse:
+    body, headers = form(error), {}
     if "request_id" in body:
         headers["request-id"] = body["request_id"]
     match error:
@@ -120,19 +124,22 @@ def error_response(error: RootstockError, path: str = "") -> JSONResponse:
     return JSONResponse(body, error.http_status, headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI, forms: ErrorForms) -> None:
+    def respond(error: RootstockError, request: Request) -> Response:
+        return error_response(error, forms.of(request.url.path))
+
     @app.exception_handler(RootstockError)
     async def on_rootstock_error(request: Request, error: RootstockError) -> Response:
-        return error_response(error, request.url.path)
+        return respond(error, request)
 
     @app.exception_handler(RequestValidationError)
     async def on_wrong_body(request: Request, error: RequestValidationError) -> Response:
-        return error_response(wrong_body(error.errors(), error.body), request.url.path)
+        return respond(wrong_body(error.errors(), error.body), request)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if isinstance(error, BodyRefused):
-            return error_response(error.error, request.url.path)
+            return respond(error.error, request)
         route = f"{request.method} {request.url.path}"
         match error.status_code:
             case 404:
@@ -141,7 +148,7 @@ def install_error_handlers(app: FastAPI) -> None:
                 refusal = MethodNotAllowed(route)
             case _:
                 refusal = HttpRefused(str(error.detail))
-        response = error_response(refusal, request.url.path)
+        response = respond(refusal, request)
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
         return response
@@ -152,12 +159,14 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        return error_response(InternalError(request.url.path, error), request.url.path)
+        return respond(InternalError(request.url.path, error), request)
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:
     """Makes one error of the first wrong field. The errors of a union's alternatives are joined."""
     first = errors[0]
+    if first["loc"][0] != "body":  # a parameter of the query, the path or the head
+        return _wrong_parameter([error for error in errors if error["loc"][:2] == first["loc"][:2]])
     if first["type"] == "json_invalid":
         return InvalidJson(f"{first['ctx']['error']} at character {first['loc'][-1]}")
     if first["type"] == "missing" and len(first["loc"]) > 1:
@@ -172,6 +181,15 @@ def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError
     )
     allowed = [_allowed(error) for other, _, error in located if other == path]
     return InvalidParameter(path or "body", value, " or ".join(dict.fromkeys(allowed)))
+
+
+def _wrong_parameter(errors: Sequence[Mapping[str, Any]]) -> RootstockError:
+    """Makes one error of those of a parameter beside the body."""
+    first = errors[0]
+    name = str(first["loc"][1])
+    if first["type"] == "missing":
+        return MissingParameter(name)
+    return InvalidParameter(name, first["input"], " or ".join(dict.fromkeys(map(_allowed, errors))))
 
 
 _WORDS = {

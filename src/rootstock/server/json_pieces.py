@@ -9,9 +9,10 @@ from typing import Any
 
 CHUNK_CHARACTERS = 32 * 1024  # of a body that is sent in chunks
 
-_dumps: Callable[[Any], str] = json.JSONEncoder(
+dumps: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
 ).encode
+quoted: Callable[[str], str] = json.encoder.encode_basestring  # a string, as `dumps` writes it
 
 
 class LazyList:
@@ -43,7 +44,7 @@ class Kept:
 
 def items_text(values: Sequence[Any]) -> str:
     """Returns the text of at least one item of a list, without the brackets."""
-    return _dumps(values)[1:-1]
+    return dumps(values)[1:-1]
 
 
 def json_pieces(value: Any) -> Iterator[str]:
@@ -54,9 +55,9 @@ def json_pieces(value: Any) -> Iterator[str]:
         yield from _enclosed("[]", map(json_pieces, value))
     elif isinstance(value, dict):
         members = value.items()
-        yield from _enclosed("{}", (itertools.chain([f"{_dumps(k)}:"], json_pieces(v)) for k, v in members))
+        yield from _enclosed("{}", (itertools.chain([f"{dumps(k)}:"], json_pieces(v)) for k, v in members))
     else:
-        yield _dumps(value)
+        yield dumps(value)
 
 
 def _enclosed(brackets: str, items: Iterable[Iterable[str]]) -> Iterator[str]:

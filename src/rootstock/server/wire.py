@@ -126,6 +126,11 @@ class ChoiceHistory:
             self._top_logprobs.append(value)
 
     @property
+    def chars(self) -> int:
+        """Length of the text."""
+        return self._text.tell()
+
+    @property
     def text(self) -> str:
         return self._text.getvalue()
 

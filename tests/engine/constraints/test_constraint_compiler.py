@@ -139,6 +139,13 @@ def test_sizes_after_repetitions() -> None:
     assert largest_written_out('start: a ~ 3..5 // x{1000}\na: %json {"minLength": 3}') < 20
 
 
+def test_an_opening_without_its_end_is_searched_once() -> None:
+    # They are one atom: a search for the end behind every opening would take the square of the length.
+    assert written_out("[" * 1_000) == 1
+    assert written_out("[a" * 1_000) == 1
+    assert largest_written_out('start: "' + "a" * 1_000) == 1_001
+
+
 def test_a_grammar_is_compiled_once_for_each_salt() -> None:
     compiler = byte_compiler()
     first = compiler.compile(Constraint(Regex("abc")), "one").grammar

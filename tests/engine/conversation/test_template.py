@@ -50,6 +50,19 @@ def test_results_beside_text_of_the_user_become_messages_of_their_own_in_order()
     assert messages[4]["content"] == "x\ny"
 
 
+def test_results_of_parallel_calls_are_in_the_order_of_the_calls() -> None:
+    asks = Message("assistant", tuple(ToolCall(id, "look_up", {"word": id}) for id in "abc"))
+    results = [ToolResult(id, (Text(f"of {id}", marked=id == "a"),)) for id in "cxab"]
+    apart = made(user("Oak?"), asks, *(Message("tool", (result,)) for result in results), user("And now?"))
+    together = made(user("Oak?"), asks, user(*results, "And now?"))
+    for prompt in (apart, together):
+        shown = [message["content"] for message in prompt.messages[2:]]
+        assert shown == ["of a", "of b", "of c", "of x", "And now?"]
+        assert prompt.marks == (Mark(2, len("of a")),)
+    alone = made(user("Oak?"), *(Message("tool", (result,)) for result in results))
+    assert [message["content"] for message in alone.messages[1:]] == ["of c", "of x", "of a", "of b"]
+
+
 def test_a_deferred_tool_is_shown_at_its_first_reference_only() -> None:
     found = user(ToolResult("s", (Text("Found:"), ToolReference("count"))))
     again = user(ToolResult("t", (ToolReference("count"), ToolReference("unknown"))))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -317,6 +319,38 @@ def test_a_line_break_within_a_string_is_escaped() -> None:
     deltas = whole(HERMES, CALL.replace("owl", "two\nlines\t"))
     assert arguments_of(deltas) == '{"word": "two\\nlines\\t"}'
     assert answers.found_calls(deltas) == [("look_up", {"word": "two\nlines\t"})]
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (HERMES, '<tool_call>\n{"name": "look_up", "arguments": {"word": "%s"}}\n</tool_call>'),
+        (HERMES, '<tool_call>\n{"arguments": {"word": "%s"}, "name": "look_up"}\n</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": "look_up", "arguments": "{\\"word\\": \\"%s\\"}"}\n</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": "look_up", "arguments": "{\\"word\\": \\"\\%s\\"}"}\n</tool_call>'),
+        (OUTPUT_FORMATS["pythonic"], "[look_up(word='%s')]"),
+        (
+            OUTPUT_FORMATS["deepseek_v32"],
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="word" '
+            'string="false">"%s"</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "half", ["\\ud83d", "\\ude00", "\\ud83d\\u0041", "\\ude00\\ud83d", "\\ud83d\\ud83d\\ude00"]
+)
+def test_half_of_a_surrogate_pair_becomes_a_replacement_character(
+    format: OutputFormat, text: str, half: str
+) -> None:
+    answer = text.replace("%s", half)
+    deltas = whole(format, answer)
+    [ended] = [delta for delta in deltas if isinstance(delta, CallEnded)]
+    expected = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
+    assert ended.arguments == json.loads(arguments_of(deltas)) == {"word": expected}
+    assert "\ufffd" in expected
+    parser = OutputParser(format, [TOOL])
+    cut = [delta for char in answer for delta in parser.push(char)] + parser.finish()
+    assert arguments_of(cut) == arguments_of(deltas)
 
 
 def test_a_malformed_call_whose_tool_is_not_known_yet_is_text() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.helpers import Bench
@@ -20,8 +20,8 @@ from rootstock.cache.radix_node import CheckpointKind
 from rootstock.cache.types import Tokens
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
 from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
-from rootstock.engine.prompts.sampled_answers import SampledAnswers
-from rootstock.engine.prompts.spelling import Spelling, marks_in
+from rootstock.engine.prompts.sampled_answers import CALLS_TO_ONE_PROMPT, SampledAnswers
+from rootstock.engine.prompts.spelling import Spelled, Spelling, marks_in
 from rootstock.engine.prompts.text_alignment import shared
 from rootstock.engine.request import ResolvedSampling, StopParams
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
@@ -224,6 +224,40 @@ def test_a_trimmed_answer_gets_the_longest_prefix_of_its_ids(told: str, kind: st
     assert following.sampled_tokens == common - len(prompt.tokens)
 
 
+def test_an_answer_whose_tokens_never_end_where_the_texts_do_costs_one_look_at_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    spelled = Spelling.spelled
+
+    def counted(self: Spelling, tokens: Tokens) -> Spelled:
+        looks.append(len(tokens))
+        return spelled(self, tokens)
+
+    tokenizer = PromptTokenizer(tokenizer_of_pairs(), 10**6)
+    one, pair = (token_of(tokenizer.model_tokenizer)[piece] for piece in (b"a", b"aa"))
+    asked = [user("What is a tree?")]
+    remembered(prompt_of(tokenizer, asked), [one, *[pair] * 1_000])
+    monkeypatch.setattr(Spelling, "spelled", counted)
+    told = [*asked, answer("a" * 1_000), user("Go on.")]
+    assert prompt_of(tokenizer, told).tokens.tolist() == own_tokens(tokenizer, told).tolist()
+    assert len(looks) < 10
+
+
+def tokenizer_of_pairs() -> HFTokenizer:
+    """Returns a tokenizer with the token "aa", which writes a space before each text."""
+    chars = [*map(chr, range(32, 127)), "\n", "\u2581"]
+    names = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {piece: id for id, piece in enumerate([*names, *chars, "aa"])}
+    made = Tokenizer(models.BPE(vocabulary, [("a", "a")], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    made.add_special_tokens(names)
+    return HFTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>"), TEMPLATES["chatml"]
+    )
+
+
 def test_an_answer_that_continues_the_clients_beginning_is_found() -> None:
     tokenizer = prompt_tokenizer()
     asked = [user("What is a tree?"), answer("A helpful")]
@@ -274,10 +308,14 @@ def called(arguments: Any, id: str = "call_1", name: str = "look_up") -> Message
 def call_and_result(tokenizer: PromptTokenizer, *, before: str = "") -> tuple[list[Message], Tokens]:
     asked = [user("What is a tree?")]
     prompt = prompt_of(tokenizer, asked, tools=TOOLS)
-    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    ids = sampled(tokenizer, before, "<tool_call>", body, "</tool_call>", "<|im_end|>")
     prompt.place.remember_call("call_1", "look_up", ARGUMENTS, RAW)
-    return asked, remembered(prompt, ids)
+    return asked, remembered(prompt, call_ids(tokenizer, before))
+
+
+def call_ids(tokenizer: PromptTokenizer, before: str = "") -> list[int]:
+    """Returns the ids of an answer with RAW."""
+    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    return sampled(tokenizer, before, "<tool_call>", body, "</tool_call>", "<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +336,22 @@ def test_a_call_that_is_serialized_anew_is_found(arguments: Any) -> None:
     assert tokenizer.model_tokenizer.decode(following.tokens.tolist()).endswith(
         "</tool_response>\nassistant\n"
     )
+
+
+@pytest.mark.parametrize("ids_after", [[], ["\n"], ["<|endoftext|>"]])
+def test_a_call_that_ends_an_answer_otherwise_than_the_template_is_found(ids_after: list[str]) -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked = [user("What is a tree?")]
+    prompt = prompt_of(tokenizer, asked, tools=TOOLS)
+    body = RAW.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    own = sampled(tokenizer, " ", "<tool_call>", body, "</tool_call>")
+    prompt.place.remember_call("call_1", "look_up", ARGUMENTS, RAW)
+    remembered(prompt, [*own, *sampled(tokenizer, *ids_after)])
+    following = prompt_of(
+        tokenizer, [*asked, called(ARGUMENTS), {"role": "tool", "content": "A plant."}], tools=TOOLS
+    )
+    assert_begins_with(following, np.concatenate((prompt.tokens, np.array(own, np.int32))))
+    assert tokenizer.answers.counters.restored_calls == 1
 
 
 @pytest.mark.parametrize("content", ["The reader asks.", "The reader asks.\n"])
@@ -343,6 +397,31 @@ def test_a_conversation_goes_on_behind_a_restored_call() -> None:
         cached = remembered(prompt, ids)
         messages += [answer(text, reasoning_content="Well."), {"role": "tool", "content": "Go on."}]
         assert_begins_with(prompt_of(tokenizer, messages, tools=TOOLS), cached)
+
+
+def test_each_repetition_of_an_answer_is_found_by_the_ids_of_its_own_calls() -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked, cached = call_and_result(tokenizer)
+    place = prompt_of(tokenizer, asked, tools=TOOLS).place
+    place.remember_call("call_2", "look_up", ARGUMENTS, RAW)
+    place.remember(call_ids(tokenizer))
+    place.remember_call(
+        "call_3", "look_up", ARGUMENTS, RAW
+    )  # of a stream that is read after the answer's end
+    for id in ("call_1", "call_2", "call_3"):
+        turn = [called(ARGUMENTS, id=id), {"role": "tool", "content": "A plant."}]
+        assert_begins_with(prompt_of(tokenizer, [*asked, *turn], tools=TOOLS), cached)
+    assert tokenizer.answers.counters.restored_calls == 3
+
+
+def test_the_calls_to_one_prompt_are_bounded() -> None:
+    tokenizer = prompt_tokenizer("qwen3")
+    asked, _ = call_and_result(tokenizer)
+    place = prompt_of(tokenizer, asked, tools=TOOLS).place
+    for number in range(CALLS_TO_ONE_PROMPT + 1):
+        place.remember_call(f"call_{number}", "look_up", {}, "")
+    assert len(place.calls) == CALLS_TO_ONE_PROMPT
+    assert "call_0" not in place.calls
 
 
 def test_parallel_calls_are_found_with_the_text_around_them() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import ServerConfig
+from rootstock.server.anthropic.answers import MessageBody
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.anthropic.streams import events_in, message_of
 from server.conftest import GREEDY, user
@@ -54,6 +55,7 @@ def test_an_answer_has_the_models_tokens_whole_and_streamed(served: Any) -> None
     expected = ByteTokenizer().decode(served.greedy(prompt, 12))
     response = ask(served, "What is a radix tree?", max_tokens=12)
     message = response.json()
+    MessageBody.model_validate(message, strict=True)  # as the OpenAPI document says
     assert response.headers["request-id"].startswith("req_")
     assert message["id"].startswith("msg_")
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "fake")

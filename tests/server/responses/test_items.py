@@ -288,6 +288,9 @@ def test_seals() -> None:
     for other in (Sealer(), Sealer(b"o" * 32)):
         assert other.open(sealed, "tenant") is None
     assert sealer.open(sealed, "other") is None
+    for at in range(0, len(sealed), 5):
+        forged = sealed[:at] + ("A" if sealed[at] != "A" else "B") + sealed[at + 1 :]
+        assert sealer.open(forged, "tenant") is None
     for text in ("", "rs1.", "rs1.AAAA", "rs1.!!", "gAAAAABo-another-servers", sealed[:-8], "ä", sealed[4:]):
         assert sealer.open(text, "tenant") is None
 

@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rootstock.server.responses.answers import InputItems, ResponseBody
+from rootstock.server.responses.sealing import Sealer
+from rootstock.server.responses.store import ResponseStore, StoredResponse
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.conftest import assert_error
 from server.responses.events import checked, parsed
@@ -47,6 +50,7 @@ def created(client: httpx.Client, **fields: Any) -> Json:
     answer = client.post(PATH, json=fields)
     assert answer.status_code == 200, answer.text
     body: Json = answer.json()
+    ResponseBody.model_validate(body, strict=True)  # as the OpenAPI document says
     return body
 
 
@@ -206,6 +210,7 @@ def test_a_stored_response_is_retrieved_listed_and_deleted(client: httpx.Client)
     path = f"{PATH}/{body['id']}"
     assert client.get(path).json() == body
     page = client.get(f"{path}/input_items", params={"order": "asc", "limit": 1}).json()
+    InputItems.model_validate(page, strict=True)
     assert page["has_more"]
     [first] = page["data"]
     assert first["content"] == [{"type": "input_text", "text": "say:kept"}]
@@ -220,6 +225,23 @@ def test_a_stored_response_is_retrieved_listed_and_deleted(client: httpx.Client)
     assert_error(again, 400, "previous_response_not_found", param="previous_response_id")
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "allowed"),
+    [
+        ("/input_items?limit=0", "limit", "greater than or equal to 1"),
+        ("/input_items?limit=ten", "limit", "a valid integer"),
+        ("/input_items?order=random", "order", "'asc' or 'desc'"),
+        ("?stream=perhaps", "stream", "a valid boolean"),
+        ("/input_items?after=unknown", "after", "the id of one of the items"),
+    ],
+)
+def test_a_wrong_parameter_of_the_query_is_named(
+    client: httpx.Client, path: str, param: str, allowed: str
+) -> None:
+    stored = created(client, input="say:kept")["id"]
+    assert_error(client.get(f"{PATH}/{stored}{path}"), 400, "invalid_parameter", allowed, param=param)
+
+
 def test_a_response_that_is_not_to_be_stored_is_not(client: httpx.Client) -> None:
     body = created(client, input="say:gone", store=False)
     assert_error(client.get(f"{PATH}/{body['id']}"), 404, "response_not_found")
@@ -232,6 +254,63 @@ def test_an_item_can_be_named_instead_of_sent(client: httpx.Client) -> None:
     assert _input_tokens(client, [ask, *named, ask]) == _input_tokens(client, [ask, *body["output"], ask])
     wrong = client.post(PATH, json={"input": [{"type": "item_reference", "id": "msg_1"}]})
     assert_error(wrong, 400, "invalid_parameter", param="input[0].id")
+
+
+def test_references_to_one_response_read_it_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [item] = created(client, input="say:yes")["output"]
+    read: list[str] = []
+    get = ResponseStore.get
+
+    def counted(store: ResponseStore, tenant: str, id: str) -> StoredResponse:
+        read.append(id)
+        return get(store, tenant, id)
+
+    monkeypatch.setattr(ResponseStore, "get", counted)
+    ask = {"role": "user", "content": "say:fine"}
+    named = {"type": "item_reference", "id": item["id"]}
+    assert _input_tokens(client, [ask, *[named] * 50]) == _input_tokens(client, [ask, *[item] * 50])
+    assert len(read) == 1
+
+
+def test_the_text_of_seals_is_bounded_while_they_are_opened(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: Json = {"include": ["reasoning.encrypted_content"]}
+    reasoning, _ = created(client, input=f"say:<think>{'why ' * 1_000}</think>x", **fields)["output"]
+    opened: list[str] = []
+    unseal = Sealer.open
+
+    def counted(sealer: Sealer, sealed: str, tenant: str) -> str | None:
+        opened.append(sealed)
+        return unseal(sealer, sealed, tenant)
+
+    monkeypatch.setattr(Sealer, "open", counted)
+    sealed = {"type": "reasoning", "summary": [], **_only(reasoning, "encrypted_content")}
+    refused = client.post(PATH, json={"input": [{"role": "user", "content": "x"}, *[sealed] * 1_000]})
+    assert_error(refused, 400, "context_length_exceeded")
+    assert len(opened) < 100
+
+
+def test_a_huge_or_forged_seal_is_left_out(client: httpx.Client) -> None:
+    body = created(client, input="say:<think>why</think>because", include=["reasoning.encrypted_content"])
+    sealed = body["output"][0]["encrypted_content"]
+    ask = {"role": "user", "content": "say:fine"}
+
+    def tokens(seal: str) -> int:
+        item = {"type": "reasoning", "summary": [], "encrypted_content": seal}
+        return _input_tokens(client, [ask, item, body["output"][1], ask])
+
+    without = _input_tokens(client, [ask, body["output"][1], ask])
+    assert tokens(sealed) == without + len("<think>why</think>")
+    for forged in (
+        f"{sealed[:-6]}AAAA==",
+        f"rs1.{'A' * 8_000_000}",
+        f"rs1.{'%' * 1_000_000}",
+        "x" * 1_000_000,
+    ):
+        assert tokens(forged) == without
 
 
 def test_tenants_do_not_see_each_others_responses(client: httpx.Client) -> None:

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from rootstock.errors import HistoryTooLong, InvalidOption, PreviousResponseNotFound, ResponseNotFound
+from rootstock.errors import (
+    HistoryTooLong,
+    InvalidOption,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    ResponseStoreFailed,
+)
 from rootstock.server.responses import store as store_module
 from rootstock.server.responses.store import NewResponse, ResponseStore
 from rootstock.units import MIB
@@ -221,6 +227,70 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: str, caplog: pytest
     second.close()
     [aside] = tmp_path.glob("responses.sqlite.damaged-*")
     assert aside.read_bytes()[4096:] == bytes(content)[4096:]  # SQLite may have changed its header
+
+
+def test_ten_thousand_tiny_responses_stay_within_the_limit(tmp_path: Path) -> None:
+    store = ResponseStore.open(tmp_path / "responses.sqlite", MIB)
+    ids = [chain(store, f"r{i}-", 1)[0] for i in range(10_000)]
+    kept = [id for id in ids if holds(store, id)]
+    assert kept == ids[-len(kept) :]
+    assert 500 < len(kept) < 9_000
+    assert (tmp_path / "responses.sqlite").stat().st_size < 2 * MIB
+    assert (tmp_path / "responses.sqlite-wal").stat().st_size < 8 * MIB
+    store.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["responses.sqlite"]
+
+
+def test_a_chain_of_a_thousand_is_one_history(store: ResponseStore) -> None:
+    ids = chain(store, "r", 1000)
+    history = store.history(TENANT, ids[-1])
+    assert history == [each for id in ids for each in (f"in {id} x", {"out": id})]
+
+
+def test_a_file_that_cannot_be_written_any_more_loses_only_what_comes_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResponseStore.open(tmp_path / "responses.sqlite", MIB)
+    ids = chain(store, "r", 3)
+    assert len(store.history(TENANT, ids[-1])) == 6
+    store._db.execute("PRAGMA query_only=ON")  # as a disk that became read-only
+    chain(store, "lost", 2)
+    assert not holds(store, "lost1")
+    assert "a response is not stored" in caplog.text
+    assert len(store.history(TENANT, ids[-1])) == 6
+    with pytest.raises(ResponseStoreFailed, match="OperationalError"):
+        store.delete(TENANT, ids[0])
+    store._db.execute("PRAGMA query_only=OFF")
+    assert holds(store, ids[0])
+    later = chain(store, "later", 2)
+    assert len(store.history(TENANT, later[-1])) == 4
+    store.delete(TENANT, ids[0])
+    store.close()
+
+
+def test_a_file_that_is_damaged_while_it_is_used_fails_clearly_until_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "responses.sqlite"
+    store = ResponseStore.open(path, 8 * MIB)
+    ids = chain(store, "r", 40, text=noise(20_000))
+    assert holds(store, ids[-1])
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    store._db.execute("PRAGMA cache_size=10")
+    path.write_bytes(os.urandom(path.stat().st_size))
+    for ask in (store.history, store.get, store.delete):
+        with pytest.raises(ResponseStoreFailed):
+            ask(TENANT, ids[0])
+    chain(store, "lost", 2)  # raises nothing
+    with pytest.raises((ResponseStoreFailed, PreviousResponseNotFound)):
+        store.history(TENANT, "lost1")
+    assert "a response is not stored" in caplog.text
+    store.close()
+    again = ResponseStore.open(path, 8 * MIB)
+    assert not holds(again, ids[0])
+    new = chain(again, "new", 2)
+    assert len(again.history(TENANT, new[-1])) == 4
+    again.close()
 
 
 _WRITER = """

@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 _REPETITION = r"\{\s*(?P<least>\d{1,18})\s*(?:,\s*(?P<most>\d{0,18})\s*)?\}"
-_OF_PATTERN = re.compile(rf"(?P<piece>\\.|\[(?:\\.|[^\]\\])*\])|{_REPETITION}|.", re.DOTALL)
+# A class, a string or a pattern without its end goes on to the end of the text or line. Otherwise an end that is not
+# there would be searched for behind every opening.
+_OF_PATTERN = re.compile(rf"(?P<piece>\\.|\[(?:\\.|[^\]\\])*\]?)|{_REPETITION}|.", re.DOTALL)
 _OF_LARK = re.compile(
-    r"(?P<comment>//[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\")|/(?P<regex>(?:\\.|[^/\\\n])+)/"
+    r"(?P<comment>//[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"?)|/(?P<regex>(?:\\.|[^/\\\n])+)/?"
     rf"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|{_REPETITION}|~\s*(?P<from>\d{{1,18}})(?:\s*\.\.\s*(?P<to>\d{{1,18}}))?"
     r"|.",
     re.DOTALL,

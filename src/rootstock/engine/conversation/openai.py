@@ -132,7 +132,7 @@ def _message_of(message: Mapping[str, Any], path: str) -> Message:
             parts += _calls_of(calls, f"{path}.tool_calls")
     # Other fields pass through: some templates read them.
     fields = {name: value for name, value in message.items() if value is not None and name not in known}
-    return Message(role, tuple(parts), fields)
+    return Message(role, tuple(parts), fields, f"{path}.role")
 
 
 def _reasoning_of(message: Mapping[str, Any], path: str) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rootstock.engine.chat_template import TemplateNames
@@ -92,9 +92,40 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
 
 def _built(conversation: Conversation, tokenizer: ModelTokenizer, *, moves_system: bool) -> _Builder:
     builder = _Builder(conversation, tokenizer, moves_system)
-    for index, message in enumerate(conversation.messages):
-        builder.add(index, message)
+    for message in _with_results_in_order(conversation.messages):
+        builder.add(message)
     return builder
+
+
+def _with_results_in_order(messages: Iterable[Message]) -> Iterator[Message]:
+    """Puts the results of parallel calls into the order of the calls, as templates that show no ids expect it.
+
+    Clients send the results as the tools end.
+    """
+    order: dict[str | None, int] = {}  # of the last calls, by id
+
+    def place(result: Part) -> int:
+        assert isinstance(result, ToolResult)
+        return order.get(result.call_id, len(order))
+
+    for are_results, run in groupby(messages, lambda message: message.role == "tool"):
+        together = list(run)
+        if are_results and all(isinstance(part, ToolResult) for each in together for part in each.parts):
+            yield from sorted(together, key=lambda message: min(map(place, message.parts), default=0))
+            continue
+        for message in together:
+            results = iter(
+                sorted((part for part in message.parts if isinstance(part, ToolResult)), key=place)
+            )
+            yield replace(
+                message,
+                parts=tuple(
+                    next(results) if isinstance(part, ToolResult) else part for part in message.parts
+                ),
+            )
+            if message.role == "assistant":
+                calls = (part for part in message.parts if isinstance(part, ToolCall))
+                order = {call.id: number for number, call in enumerate(calls)}
 
 
 def _has_late_system(messages: Sequence[TemplateMessage]) -> bool:
@@ -138,9 +169,8 @@ class _Builder:
             (name for name in _REASONING_FIELDS if name in attributes), _REASONING_FIELDS[0]
         )
 
-    def add(self, index: int, message: Message) -> None:
-        role = _TEMPLATE_ROLES.get(message.role, message.role)
-        path = f"messages[{index}].role"
+    def add(self, message: Message) -> None:
+        role, path = _TEMPLATE_ROLES.get(message.role, message.role), message.origin
         if role not in ROLES and not _is_named(self._tokenizer, role):
             raise InvalidParameter(path, message.role, f"one of {', '.join(ROLES)}")
         plain: list[Part] = []
@@ -149,7 +179,10 @@ class _Builder:
                 if plain:
                     self._add_plain(role, plain, message.fields, path)
                     plain = []
-                self._add_result(part, message.fields if message.role == "tool" else {}, path)
+                if message.role == "tool":
+                    self._add_result(part, message.fields, path)
+                else:
+                    self._add_result(part, {}, path.removesuffix(".role"))
             else:
                 plain.append(part)
         if plain or not message.parts:
@@ -166,14 +199,14 @@ class _Builder:
             if calls:
                 taken["tool_calls"] = calls
         if role == "system":
-            self._add_system(taken, ends)
+            self._add_system(taken, ends, path)
             return
         if content:
             self._refuse_dropped(role, path)
         doubled = role == "user" and self._last_role == "user" and not _takes_users_in_a_row(self._tokenizer)
         self._join_last(content, ends) if doubled else self._append(taken, ends)
 
-    def _add_system(self, message: dict[str, Any], ends: Sequence[int]) -> None:
+    def _add_system(self, message: dict[str, Any], ends: Sequence[int], path: str) -> None:
         text = message["content"]
         is_first = not self.messages
         moves = self._moves_system and not is_first
@@ -182,10 +215,10 @@ class _Builder:
         elif all(each["role"] == "system" for each in self.messages) and not is_first:
             self._join_last(text, ends)
         elif is_first:
-            self._add_plain("user", [Text(text)], {}, "")
+            self._add_plain("user", [Text(text)], {}, path)
         else:
             # The markers tell the model that the user did not write it. Claude Code uses the same ones.
-            self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, "")
+            self._add_plain("user", [Text(f"<system-reminder>\n{text}\n</system-reminder>")], {}, path)
 
     def _add_result(self, result: ToolResult, fields: Mapping[str, Any], path: str) -> None:
         content, ends = self._content(result.parts)

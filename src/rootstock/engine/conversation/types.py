@@ -71,6 +71,7 @@ class Message:
     fields: Mapping[str, Any] = field(
         default_factory=dict
     )  # other fields that some templates read, such as `name`
+    origin: str = field(default="messages", compare=False)  # of the role: the client's field, for errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ _ID_KEYS = ("id", "tool_call_id")
 _KNOWN_KEYS = frozenset({*_NAME_KEYS, *_ARGUMENT_KEYS, *_ID_KEYS, "function", "type"})
 _CLOSER_OF = {"{": "}", "[": "]"}
 _END_OF_STRING = Stops(['"', "\\", *map(chr, range(0x20))])
+# Escapes of the halves of surrogate pairs. No text in UTF-8 can have half of one alone.
+_HALF = r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF_ALONE = re.compile(rf"(?P<whole>\\[^u]|{_PAIR})|{_HALF}", re.DOTALL)
+REPLACEMENT = r"\ufffd"
 
 RandomText = Callable[[int], str]  # of so many random letters and digits
 NewId = Callable[[str, int, str | None], str]  # of a call's name, index, and the id that the model wrote
@@ -158,6 +163,16 @@ def json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def without_halves(text: str) -> str:
+    """Returns JSON with U+FFFD for each half of a surrogate pair that stands alone."""
+    return _HALF_ALONE.sub(lambda match: match["whole"] or REPLACEMENT, text)
+
+
+def is_surrogate_pair(escapes: str) -> bool:
+    """Returns whether two escapes of JSON are the halves of one character."""
+    return re.fullmatch(_PAIR, escapes) is not None
+
+
 class JsonReader:
     """Readings of JSON. `marks` are markers of the format, which no JSON holds outside of its strings."""
 
@@ -203,11 +218,21 @@ class JsonReader:
                 give(self._scanner.take(1))
                 return
             if stop == "\\":
-                if len((yield from self._scanner.peek(2))) < 2:
-                    raise EndOfText
-                give(self._scanner.take(2))
+                give((yield from self._escape()))
             else:
                 give(json_text(self._scanner.take(1)))
+
+    def _escape(self) -> Reading[str]:
+        scanner = self._scanner
+        first = yield from scanner.peek(2)
+        if len(first) < 2:
+            raise EndOfText
+        if first != "\\u" or not re.fullmatch(_HALF, (yield from scanner.peek(6))):
+            return scanner.take(2)
+        if is_surrogate_pair((yield from scanner.peek(12))):
+            return scanner.take(12)
+        scanner.take(6)
+        return REPLACEMENT
 
     def short_text(self) -> Reading[str]:
         """Reads a string and returns its text. Raises Malformed for another value, and for a long one."""
@@ -223,7 +248,7 @@ class JsonReader:
                 raise EndOfText
             pieces.append(self._scanner.take(chars))
             left = max(0, left - sum(map(len, pieces[before:])))
-        text = json_value("".join(pieces))
+        text = json_value(without_halves("".join(pieces)))
         if not isinstance(text, str):
             raise Malformed
         return text
@@ -240,7 +265,8 @@ def read_arguments(reader: JsonReader, scanner: Scanner, call: Call) -> Reading[
         yield from reader.value(pieces.append)
         text = "".join(pieces)
         within = "{}" if text == "null" else json_value(text)
-        call.write(within if isinstance(within, str) and json_object(within) is not None else text)
+        is_object = isinstance(within, str) and json_object(within) is not None
+        call.write(without_halves(within) if is_object else text)
     else:
         yield from reader.value(call.write)
     call.is_complete = True

@@ -10,7 +10,14 @@ import re
 from dataclasses import dataclass
 
 from rootstock.engine.limits import MAX_JSON_DEPTH
-from rootstock.engine.output.calls import MAX_HEADER_CHARS, Call, json_text, json_value
+from rootstock.engine.output.calls import (
+    MAX_HEADER_CHARS,
+    REPLACEMENT,
+    Call,
+    is_surrogate_pair,
+    json_text,
+    json_value,
+)
 from rootstock.engine.output.formats import BareKeyCalls, PythonicCalls
 from rootstock.engine.output.scanner import (
     EndOfText,
@@ -169,9 +176,14 @@ class LiteralReader:
             if len(digits) < chars or not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
                 raise Malformed
             self._scanner.take(1 + chars)
-            # As JSON's own escape: two of them may be the halves of one character.
             point = int(digits, 16)
-            self._give(f"\\u{point:04x}" if 0xD800 <= point < 0xE000 else json_text(chr(point)))
+            if 0xD800 <= point < 0xE000:  # as JSON's own escape, if it is half of a pair
+                both = f"\\u{point:04x}" + (yield from self._scanner.peek(6))
+                if is_surrogate_pair(both):
+                    self._scanner.take(6)
+                self._give(both if is_surrogate_pair(both) else REPLACEMENT)
+            else:
+                self._give(json_text(chr(point)))
         elif octal := _OCTAL.match((yield from self._scanner.peek(3))):
             self._give(json_text(chr(int(self._scanner.take(len(octal[0])), 8))))
         else:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rootstock.engine.output.calls import json_text, json_value
+from rootstock.engine.output.calls import json_text, json_value, without_halves
 from rootstock.engine.output.formats import ValueType
 from rootstock.engine.output.literals import json_number, python_value
 from rootstock.engine.output.scanner import Give
@@ -97,7 +97,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
     kind = {"{": "object", "[": "array"}.get(word[:1])
     if kind is not None and kind in types:
         if isinstance(json_value(word), dict | list):
-            return word
+            return without_halves(word)
         if (translated := python_value(word)) is not None:
             return translated
     return f'"{json_text(text)}"'
@@ -150,6 +150,6 @@ class ValueWriter:
         text = "".join(self._pieces)
         if self._type is ValueType.JSON:
             is_json = json_value(text) is not None or text.strip() == "null"
-            self._give(text if is_json else json_of(text, _TYPES))
+            self._give(without_halves(text) if is_json else json_of(text, _TYPES))
         else:
             self._give(json_of(text, self._types))

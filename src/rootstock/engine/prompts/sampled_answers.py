@@ -28,6 +28,7 @@ from rootstock.engine.tokenizer import KeptTokens, ModelTokenizer
 from rootstock.errors import SpecialTokenInText
 
 ANSWERS_TO_ONE_PROMPT = 8  # choices and repetitions that are kept; the oldest goes first
+CALLS_TO_ONE_PROMPT = 2_048  # likewise; an answer has at most half as many
 _TOKEN_BYTES = 64  # of a kept token: its id, its spelling, the positions of both
 _ENTRY_BYTES = 1_024  # overhead of an answer or a call
 _CHAR_BYTES = 4
@@ -47,7 +48,7 @@ class SampledAnswer:
 
     tokens: Tokens  # [prompt_tokens + sampled]
     prompt_tokens: int
-    calls: Mapping[str, SampledCall]  # by id; those of the prompt's other answers may be among them
+    calls: dict[str, SampledCall]  # by id, changed by the memory; those of other answers may be among them
     spelling: Spelling
 
     @cached_property
@@ -128,10 +129,17 @@ class SampledAnswers:
         tokens = np.concatenate((place.tokens, ids))
         with self._lock:
             kept = self.find(place.owner, place.key)
-            # The first of equal answers stays, so that later prompts of its conversation keep their tokens.
-            if not any(np.array_equal(answer.tokens, tokens) for answer in kept):
+            same = next((answer for answer in kept if np.array_equal(answer.tokens, tokens)), None)
+            if same is None:
                 answer = SampledAnswer(tokens, len(place.tokens), place.calls, self.spelling)
-                self._put(place, (*kept, answer)[-ANSWERS_TO_ONE_PROMPT:])
+                kept = (*kept, answer)[-ANSWERS_TO_ONE_PROMPT:]
+            else:
+                # The first of equal answers stays, so that later prompts of its conversation keep their tokens. The
+                # calls of this one have ids of their own.
+                same.calls.update(place.calls)
+                _drop_oldest(same.calls)
+                place.calls = same.calls
+            self._put(place, kept)
             self.counters.answers += 1
 
     def add_call(
@@ -145,6 +153,7 @@ class SampledAnswers:
             return
         with self._lock:
             place.calls[id] = call
+            _drop_oldest(place.calls)
             self.counters.calls += 1
             if kept := self.find(place.owner, place.key):
                 self._put(place, kept)  # with the bytes of the call
@@ -161,3 +170,8 @@ class SampledAnswers:
             chars = len(id) + len(call.name) + len(call.arguments) + len(call.raw)
             nbytes += _ENTRY_BYTES + _CHAR_BYTES * chars
         self._kept.put(place.owner, place.key, answers, nbytes)
+
+
+def _drop_oldest(calls: dict[str, SampledCall]) -> None:
+    while len(calls) > CALLS_TO_ONE_PROMPT:
+        del calls[next(iter(calls))]

@@ -17,7 +17,7 @@ import xxhash
 from rootstock.cache.types import NO_TOKENS, Tokens
 from rootstock.engine.prompts.same_call import CallSpan, ReturnedCall, after_same_call
 from rootstock.engine.prompts.sampled_answers import AnswerPlace, SampledAnswer, SampledAnswers
-from rootstock.engine.prompts.spelling import Spelling, marks_in
+from rootstock.engine.prompts.spelling import Spelled, Spelling, marks_in
 from rootstock.engine.prompts.text_alignment import common_chars
 
 Encode = Callable[[int], Tokens]  # encodes a piece of the text, by its index
@@ -110,6 +110,7 @@ class _Alignment:
         self._returned = returned
         self._text = ""  # of the pieces that were looked at
         self._starts: list[int] = []  # of these pieces in it
+        self._spelled: dict[int, Spelled] = {}  # pieces that a cut lies in: many cuts may lie in one
         # Equal runs: (start in the answer, start in the text, characters).
         self._equal: list[tuple[int, int, int]] = []
 
@@ -142,7 +143,7 @@ class _Alignment:
         at = here = run = 0  # in the answer, in the text, and where the current run begins in the answer
         while True:
             count = common_chars(own[at:], self._text[here:])
-            if count:
+            if count or skipped:  # an answer may be cut right behind a call
                 self._equal.append((at, here, count))
                 at, here = at + count, here + count
             if at == len(own):
@@ -188,7 +189,9 @@ class _Alignment:
 
     def _rest(self, piece: int, chars: int, *, anew: bool) -> Tokens | None:
         """Returns tokens of a piece after its first characters: the tokenizer's own, or else those of the text."""
-        own = self._spelling.spelled(self._encode(self._first + piece))
+        own = self._spelled.get(piece)
+        if own is None:
+            own = self._spelled[piece] = self._spelling.spelled(self._encode(self._first + piece))
         count = own.count_at(chars)
         if count is not None:
             return own.tokens[count:]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.request import Event, Finished, PromptScored, TokenEvent, Usage
@@ -20,7 +21,36 @@ from rootstock.server.anthropic.blocks import (
     WholeBlocks,
 )
 from rootstock.server.anthropic.errors import error_body
+from rootstock.server.json_pieces import dumps, quoted
 from rootstock.server.wire import ChoiceHistory, Json
+
+
+class MessageUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageBody(BaseModel):
+    """A whole answer, for the OpenAPI document."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: Literal[
+        "end_turn", "tool_use", "stop_sequence", "max_tokens", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountedTokens(BaseModel):
+    """The size of a prompt, for the OpenAPI document."""
+
+    input_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +209,12 @@ class MessageWriter:
                 case BlockGrew(index, kind, field, text):
                     # Most events are of this kind: only their text is encoded.
                     yield (
-                        f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {index}, '
-                        f'"delta": {{"type": "{kind}", "{field}": {_quoted(text)}}}}}\n\n'
+                        f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{index},'
+                        f'"delta":{{"type":"{kind}","{field}":{quoted(text)}}}}}\n\n'
                     )
                 case BlockStopped(index):
                     yield _event({"type": "content_block_stop", "index": index})
 
 
 def _event(body: Json) -> str:
-    return f"event: {body['type']}\ndata: {_dumps(body)}\n\n"
-
-
-_quoted: Callable[[str], str] = json.encoder.encode_basestring  # as `_dumps` writes a string
-_dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+    return f"event: {body['type']}\ndata: {dumps(body)}\n\n"

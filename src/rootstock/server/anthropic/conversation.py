@@ -112,7 +112,7 @@ def _system_of(system: Any) -> list[Message]:
     if system is None:
         return []
     parts = tuple(_system_parts(system, "system"))
-    return [Message("system", parts)] if parts else []
+    return [Message("system", parts, origin="system")] if parts else []
 
 
 def _messages_of(messages: Sequence[Json]) -> Iterator[Message]:
@@ -131,7 +131,7 @@ def _messages_of(messages: Sequence[Json]) -> Iterator[Message]:
             is_over = message.get("clear_at") == "next_user_message" and last_user > i
             parts = tuple(_system_parts(content, f"{path}.content")) if content is not None else ()
             if parts and not is_over:
-                yield Message("system", parts)
+                yield Message("system", parts, origin=f"{path}.role")
             continue
         if content is None:
             raise MissingParameter(f"{path}.content")
@@ -144,7 +144,7 @@ def _messages_of(messages: Sequence[Json]) -> Iterator[Message]:
         results = [part for part in parts if isinstance(part, ToolResult)]
         if role == "user" and results:
             parts = (*results, *(part for part in parts if not isinstance(part, ToolResult)))
-        yield Message(role, parts)
+        yield Message(role, parts, origin=f"{path}.role")
 
 
 def _blocks(content: Any, path: str) -> Iterator[tuple[str, Json, str]]:

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from rootstock.errors import RequestError
 from rootstock.server.access import Tenant
+from rootstock.server.anthropic.answers import CountedTokens, MessageBody
 from rootstock.server.anthropic.calls import counted_tokens, messages_call
 from rootstock.server.anthropic.errors import MessagesErrorBody, new_request_id
 from rootstock.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -25,7 +26,9 @@ def anthropic_routes(model: ServedModel, answerer: Answerer, queue: PreparationQ
         responses=documented_errors(*MODEL_ROUTE, body=MessagesErrorBody),
     )
 
-    @router.post("/v1/messages", responses={200: {"content": {"text/event-stream": {}}}})
+    @router.post(
+        "/v1/messages", responses={200: {"model": MessageBody, "content": {"text/event-stream": {}}}}
+    )
     async def messages(body: MessagesRequest, request: Request, tenant: Tenant) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
@@ -37,7 +40,7 @@ def anthropic_routes(model: ServedModel, answerer: Answerer, queue: PreparationQ
         response.headers["request-id"] = new_request_id()
         return response
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", responses={200: {"model": CountedTokens}})
     async def count_tokens(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of a conversation's prompt."""
         return await queue.run(request, lambda: counted_tokens(model, body, tenant))

@@ -30,7 +30,7 @@ from rootstock.engine.request import Event, Finished, Logprobs, PromptScored, To
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
 from rootstock.server.errors import error_body
-from rootstock.server.json_pieces import Kept, LazyList, items_text, json_pieces
+from rootstock.server.json_pieces import Kept, LazyList, dumps, items_text, json_pieces, quoted
 from rootstock.server.wire import ChoiceHistory, Json
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
@@ -191,7 +191,7 @@ class _ChatChoice:
 
     def __init__(self, parser: DeltaParser, style: CallStyle) -> None:
         self.parser = parser
-        self.has_calls = False  # complete ones
+        self.has_calls = False  # complete ones that are shown
         self._style = style
         self._custom: dict[int, CallStarted] = {}  # open calls of custom tools
 
@@ -209,7 +209,7 @@ class _ChatChoice:
                 case CallArguments(index, text) if index not in self._custom:
                     yield self._arguments(index, text)
                 case CallEnded(index, arguments):
-                    self.has_calls |= arguments is not None
+                    self.has_calls |= arguments is not None and (index == 0 or self._shows_several)
                     if index in self._custom:
                         self._custom.pop(index)
                         yield {"tool_calls": [{"index": index, "custom": {"input": _input_of(arguments)}}]}
@@ -472,11 +472,11 @@ class ChunkWriter:
     around its text once if it has text alone."""
 
     def __init__(self, format: ChoiceFormat, include_usage: bool) -> None:
-        head = json.dumps(format.head | {"object": format.chunk_object}, ensure_ascii=False)
+        head = dumps(format.head | {"object": format.chunk_object})
         self._format = format
         self._include_usage = include_usage
-        self._before = f'data: {head[:-1]}, "choices": ['
-        self._after = '], "usage": null}\n\n' if include_usage else "]}\n\n"
+        self._before = f'data: {head[:-1]},"choices":['
+        self._after = '],"usage":null}\n\n' if include_usage else "]}\n\n"
         self._around_text: dict[int, tuple[str, str]] = {}  # of each choice that has begun
 
     def begin(self) -> str:
@@ -497,7 +497,7 @@ class ChunkWriter:
             else:
                 yield self._chunk(choice)
         if index not in self._around_text:
-            before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(_quoted(_TEXT))
+            before, after = self._chunk(self._format.text_choice(index, _TEXT)).split(quoted(_TEXT))
             self._around_text[index] = before, after
 
     def tokens(self, events: Sequence[tuple[int, Event]]) -> str | None:
@@ -515,26 +515,24 @@ class ChunkWriter:
             if not isinstance(part, str):
                 yield self._chunk(part)
             elif part:
-                yield f"{before}{_quoted(part)}{after}"
+                yield f"{before}{quoted(part)}{after}"
 
     def _chunk(self, choice: Json) -> str:
-        return f"{self._before}{_dumps(choice)}{self._after}"
+        return f"{self._before}{dumps(choice)}{self._after}"
 
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         if not self._include_usage:
             return DONE
-        return f'{self._before}], "usage": {_dumps(usage_body(usage))}}}\n\n{DONE}'
+        return f'{self._before}],"usage":{dumps(usage_body(usage))}}}\n\n{DONE}'
 
     def error(self, error: RootstockError) -> str:
         return error_event(error_body(error))  # the stream ends without [DONE]
 
 
 def error_event(body: Json) -> str:
-    return f"data: {_dumps(body)}\n\n"
+    return f"data: {dumps(body)}\n\n"
 
 
 DONE = "data: [DONE]\n\n"
 
 _TEXT = "\0text"  # a placeholder for the text, unlike any other part of a chunk
-_quoted: Callable[[str], str] = json.encoder.encode_basestring  # as `_dumps` writes a string
-_dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel
 
 from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.request import Event as EngineEvent
 from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
+from rootstock.server.json_pieces import dumps
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Json
 
@@ -20,6 +23,70 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
 
 Keep = Callable[[str, str], None]  # takes the JSON of a response without its output, and that of its output
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseBody(BaseModel):
+    """A response that has ended, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    incomplete_details: Json | None
+    error: None
+    instructions: str | None
+    metadata: dict[str, str]
+    output: list[Json]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    top_p: float
+    tool_choice: str | Json
+    tools: list[Json]
+    usage: ResponseUsage
+
+
+class CountedInput(BaseModel):
+    """The size of a prompt, for the OpenAPI document."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputItems(BaseModel):
+    """A page of a request's items, for the OpenAPI document."""
+
+    object: Literal["list"]
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(BaseModel):
+    """The answer to a DELETE, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +102,7 @@ class Answering:
 
     def text(self, changing: Json) -> str:
         """Returns the response's object without its output, as JSON."""
-        return f"{self.fields_text[:-1]},{_dumps(changing)[1:]}"
+        return f"{self.fields_text[:-1]},{dumps(changing)[1:]}"
 
     def ended(self, end: Finished, usage: Usage, output: Output) -> Json:
         """Returns the changing fields of a response that has ended."""
@@ -79,7 +146,7 @@ class ResponseFormat:
         output.finish(held_back, complete=history.end.reason == "stop")
         changing = answering.ended(history.end, usage, output)
         if answering.keep is not None:
-            answering.keep(answering.text(changing), _dumps(output.items))
+            answering.keep(answering.text(changing), dumps(output.items))
         return answering.fields | changing | {"output": output.items}
 
 
@@ -123,7 +190,7 @@ class EventWriter:
     def end(self, ends: Sequence[Finished], usage: Usage) -> str:
         [end] = ends
         changing = self._answering.ended(end, usage, self._output)
-        head, output = self._answering.text(changing), _dumps(self._output.items)
+        head, output = self._answering.text(changing), dumps(self._output.items)
         if self._answering.keep is not None:
             self._answering.keep(head, output)
         return self._framed_response(f"response.{changing['status']}", head, output)
@@ -135,13 +202,13 @@ class EventWriter:
             code = _LIMITED
         told = {"code": code, "message": error.message, "param": error.param, "type": error.code}
         head = self._answering.text(_changing("failed", error=told))
-        return self._framed_response("response.failed", head, _dumps(self._output.so_far()))
+        return self._framed_response("response.failed", head, dumps(self._output.so_far()))
 
     def _texts(self, events: Sequence[Event]) -> Iterator[str]:
         return (self._event(kind, fields) for kind, fields in events)
 
     def _event(self, kind: str, fields: Json) -> str:
-        return self._framed(kind, _dumps(fields)[1:])
+        return self._framed(kind, dumps(fields)[1:])
 
     def _framed_response(self, kind: str, head: str, output: str) -> str:
         return self._framed(kind, f'"response":{head[:-1]},"output":{output}}}}}')
@@ -165,8 +232,3 @@ def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-_dumps: Callable[[object], str] = json.JSONEncoder(
-    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
-).encode

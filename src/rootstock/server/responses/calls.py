@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from rootstock.engine.limits import MAX_MESSAGES, refuse_more_than
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.errors import InvalidParameter, MissingParameter, ResponseNotFound, TooManyLogprobs
 from rootstock.server.responses.answers import Answering, ResponseFormat
-from rootstock.server.responses.items import kind_of, messages_of
+from rootstock.server.responses.items import Unseal, kind_of, messages_of
 from rootstock.server.responses.output import OutputSettings
 from rootstock.server.responses.schema import ResponseRequest, echoed, json_text
 from rootstock.server.responses.sealing import Sealer
@@ -92,9 +93,9 @@ class Responses:
             raise MissingParameter("input")
         tools = Toolbox()
         tools.add(body.tools or [], "tools")
-        messages = messages_of(history, own, tools, partial(self.sealer.open, tenant=tenant))
+        messages = messages_of(history, own, tools, self._unseal(tenant))
         if body.instructions:
-            messages.insert(0, Message("system", (Text(body.instructions),)))
+            messages.insert(0, Message("system", (Text(body.instructions),), origin="instructions"))
         choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
         options, effort = body.template_options(self.model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options)
@@ -102,6 +103,22 @@ class Responses:
             conversation, salt_of(tenant, body.cache_salt), tenant, body.constraint()
         )
         return _Prepared(own, tools, effort, chat)
+
+    def _unseal(self, tenant: str) -> Unseal:
+        """Returns a function that opens the seals of one request. Raises PromptTextTooLong.
+
+        A seal is compressed: a small body with one of them many times would hold gigabytes.
+        """
+        chars = 0
+
+        def unseal(sealed: str) -> str | None:
+            nonlocal chars
+            text = self.sealer.open(sealed, tenant)
+            chars += len(text or "")
+            self.model.tokenizer.refuse_more_chars(chars)
+            return text
+
+        return unseal
 
     def _own_items(self, body: ResponseRequest, tenant: str) -> list[Any]:
         """Returns the request's own items, with stored items in the place of references."""
@@ -114,24 +131,16 @@ class Responses:
                 ]
             case list(items):
                 refuse_more_than(MAX_MESSAGES, items, "input")
-                return [self._resolved(item, f"input[{i}]", tenant) for i, item in enumerate(items)]
+                outputs = functools.cache(partial(self._output, _owner(tenant)))  # many items of one response
+                return [_resolved(item, f"input[{i}]", outputs) for i, item in enumerate(items)]
             case other:
                 raise InvalidParameter("input", other, "a string or a list of items")
 
-    def _resolved(self, item: Any, path: str, tenant: str) -> Any:
-        if kind_of(item, path) != "item_reference":
-            return item
-        id = item.get("id")
-        match = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
-        if match is not None:
-            try:
-                output = self.store.get(_owner(tenant), f"resp_{match[1]}").output
-            except ResponseNotFound:
-                output = []
-            index = int(match[2], 16)
-            if index < len(output) and output[index].get("id") == id:
-                return output[index]
-        raise InvalidParameter(f"{path}.id", id, "the id of an item in the output of a stored response")
+    def _output(self, owner: str, id: str) -> Sequence[Any]:
+        try:
+            return self.store.get(owner, id).output
+        except ResponseNotFound:
+            return ()
 
     def _fields(
         self, body: ResponseRequest, prepared: _Prepared, id: str, temperature: float, top_p: float
@@ -179,6 +188,19 @@ class _Prepared:
     tools: Toolbox
     effort: str | None  # of reasoning, if the template knows it
     chat: PreparedChat
+
+
+def _resolved(item: Any, path: str, outputs: Callable[[str], Sequence[Any]]) -> Any:
+    """Returns an item, or the stored one to which it refers. `outputs` returns the output of a stored response."""
+    if kind_of(item, path) != "item_reference":
+        return item
+    id = item.get("id")
+    match = _ITEM_ID.fullmatch(id) if isinstance(id, str) else None
+    if match is not None:
+        output, index = outputs(f"resp_{match[1]}"), int(match[2], 16)
+        if index < len(output) and output[index].get("id") == id:
+            return output[index]
+    raise InvalidParameter(f"{path}.id", id, "the id of an item in the output of a stored response")
 
 
 def _owner(tenant: str) -> str:

@@ -123,9 +123,9 @@ class _Translator:
                 loaded = self._tools.load(_list_of(item, "tools", path), f"{path}.tools")
                 lines = [json.dumps(template_tool(tool), ensure_ascii=False) for tool in loaded]
                 text = "\n".join(["You can call these tools now:", *lines])
-                self._add("system", [Text(text)])
+                self._add("system", [Text(text)], path)
             case "agent_message":
-                self._add("user", self._texts_of(item.get("content"), f"{path}.content"))
+                self._add("user", self._texts_of(item.get("content"), f"{path}.content"), path)
             case _ if kind in _CALL_OUTPUTS:
                 self._add_result(item, tuple(self._texts_of(item.get("output"), f"{path}.output")), path)
             case _ if kind in _SKIPPED:
@@ -139,13 +139,13 @@ class _Translator:
                     "the client runs, with their outputs. Leave the item out.",
                 )
 
-    def _add(self, role: str, parts: Sequence[Part]) -> None:
+    def _add(self, role: str, parts: Sequence[Part], path: str) -> None:
         self._end_turn()
-        self._messages.append(Message(role, tuple(parts)))
+        self._messages.append(Message(role, tuple(parts), origin=path))
 
     def _end_turn(self) -> None:
         if self._turn:
-            self._messages.append(Message("assistant", tuple(self._turn)))
+            self._messages.append(Message("assistant", tuple(self._turn), origin="input"))
             self._turn = []
 
     def _add_message(self, item: Json, path: str) -> None:
@@ -156,7 +156,7 @@ class _Translator:
             raise InvalidParameter(f"{path}.role", role, f"one of {', '.join(_ROLES)}")
         texts = self._texts_of(item.get("content"), f"{path}.content")
         if role != "assistant":
-            self._add(role, texts)
+            self._add(role, texts, f"{path}.role")
             return
         if self._has_text_alone():
             self._end_turn()
@@ -217,7 +217,7 @@ class _Translator:
             call_id = item.get("id")  # OpenAI's name of it, for this type alone
         refuse_other_text(call_id, f"{path}.call_id", None)
         name = self._name_of(item, path) if item.get("name") is not None else None
-        self._add("tool", [ToolResult(call_id, parts, name)])
+        self._add("tool", [ToolResult(call_id, parts, name)], path)
 
     def _texts_of(self, content: Any, path: str) -> list[Text]:
         if content is None or isinstance(content, str):

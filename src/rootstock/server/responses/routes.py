@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -13,6 +13,7 @@ from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
 from rootstock.server.responses.calls import Responses, input_items
 from rootstock.server.responses.schema import ResponseRequest
 
@@ -22,8 +23,12 @@ _PARAMS = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tok
 
 def _rename(error: RequestError, body: ResponseRequest) -> None:
     """Gives an error the client's name of a field."""
-    if error.param is not None and error.param not in (body.model_extra or {}):
-        error.param = _PARAMS.get(error.param, error.param)
+    old = error.param
+    if old is None or old not in _PARAMS or old in (body.model_extra or {}):
+        return
+    error.param = _PARAMS[old]
+    if error.message.startswith(f"'{old}'"):
+        error.message = f"'{error.param}'{error.message.removeprefix(repr(old))}"
 
 
 _POSTED = documented_errors(*MODEL_ROUTE)
@@ -38,7 +43,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     )
     store = responses.store
 
-    @router.post("", responses=_POSTED | {200: {"content": {"text/event-stream": {}}}})
+    @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
     async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
@@ -47,7 +52,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
             _rename(error, body)
             raise
 
-    @router.post("/input_tokens", responses=_POSTED)
+    @router.post("/input_tokens", responses=_POSTED | {200: {"model": CountedInput}})
     async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
@@ -58,7 +63,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     # Plain functions run on other threads: they wait for the store's.
-    @router.get("/{id}")
+    @router.get("/{id}", responses={200: {"model": ResponseBody}})
     def retrieve(id: str, tenant: Tenant, stream: bool = False) -> dict[str, Any]:
         """Returns a stored response."""
         if stream:
@@ -66,7 +71,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
         stored = store.get(salt_of(tenant, None), id)
         return stored.head | {"output": stored.output}
 
-    @router.get("/{id}/input_items")
+    @router.get("/{id}/input_items", responses={200: {"model": InputItems}})
     def list_input(
         id: str,
         tenant: Tenant,
@@ -92,14 +97,14 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
             "has_more": len(items) > limit,
         }
 
-    @router.delete("/{id}")
+    @router.delete("/{id}", responses={200: {"model": DeletedResponse}})
     def delete(id: str, tenant: Tenant) -> dict[str, Any]:
         """Removes a stored response."""
         store.delete(salt_of(tenant, None), id)
         return {"id": id, "object": "response", "deleted": True}
 
-    @router.post("/{id}/cancel", responses=_POSTED)
-    def cancel(id: str, tenant: Tenant) -> dict[str, Any]:
+    @router.post("/{id}/cancel", status_code=400, response_model=None, responses=_POSTED)
+    def cancel(id: str, tenant: Tenant) -> NoReturn:
         """Refuses to cancel: a stored response is complete."""
         store.get(salt_of(tenant, None), id)
         raise Unsupported(

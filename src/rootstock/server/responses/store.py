@@ -263,11 +263,11 @@ class ResponseStore:
         return items
 
     def _recount(self) -> None:
-        self._tenants, self._stored_bytes, self._entries = {}, 0, 0
         rows = self._db.execute(
             "SELECT tenant, chain, SUM(stored_bytes), COUNT(*) FROM responses"
             " GROUP BY tenant, chain ORDER BY MAX(number)"
-        )
+        ).fetchall()  # before any change: a file that cannot be read leaves the counts as they are
+        self._tenants, self._stored_bytes, self._entries = {}, 0, 0
         for tenant, chain, stored_bytes, entries in rows:
             self._count(tenant, chain, stored_bytes, entries)
 

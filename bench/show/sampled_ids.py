@@ -1,15 +1,10 @@
-"""G8: all that the server has sampled is found again, however the client's text of it would be tokenized.
-
-Answers are cut into tokens at random places, which is never the tokenizer's choice:
+"""Answers that are cut into tokens at random places, which is never the choice of the tokenizer: a part of G2.
 
 - plain answers, sampled at temperature 1 on the oracle runtime;
 - answers with reasoning and a call, in turns of tool calls. The model writes compact JSON, the client sends it back
   in another order and with other spacing, and the template prints a spacing of its own.
 
-`found` is the share of the sampled tokens with which the next prompt begins, behind the prompt before them. `without`
-is the same share without a memory of answers.
-
-    python bench/show/g8_sampled_ids.py
+A figure is the share of the sampled tokens with which the next prompt begins, behind the prompt before them.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from common import argument_parser, at_most, conclude, exactly
 
 from engine.helpers import Bench
 from engine.prompts.chat_tokenizers import template_of
@@ -123,7 +117,8 @@ def reasoning_and_calls(tokenizer: PromptTokenizer, rng: random.Random, counts: 
         counts.add(prompt, ids, prompt_of(tokenizer, messages, TOOLS))
 
 
-def shares(conversations: int, memory_bytes: int) -> tuple[dict[str, float], int]:
+def shares_found(conversations: int, memory_bytes: int) -> tuple[dict[str, float], int]:
+    """Returns the share of each kind of answer, and the number of all sampled tokens."""
     kinds: dict[str, tuple[str, Callable[[PromptTokenizer, random.Random, Counts], None]]] = {
         "plain": ("chatml", plain),
         "reasoning_and_calls": ("qwen3", reasoning_and_calls),
@@ -138,28 +133,8 @@ def shares(conversations: int, memory_bytes: int) -> tuple[dict[str, float], int
     return told, sampled
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--conversations", type=int, default=20, help="of each kind")
-    asked = parser.parse_args()
-    found, sampled = shares(asked.conversations, 64 * 1024**2)
-    without, _ = shares(asked.conversations, 0)
+def first_prompt_is_the_tokenizers() -> bool:
+    """Returns whether a prompt without sampled tokens has the tokenizer's own tokens."""
     tokenizer = PromptTokenizer(hf_tokenizer("chatml"), 10**6)
     messages = [{"role": "user", "content": "What is a tree?"}]
-    same = np.array_equal(prompt_of(tokenizer, messages).tokens, own_tokens(tokenizer, messages))
-    figures = {
-        "sampled_tokens": sampled,
-        **{f"found_{name}": share for name, share in found.items()},
-        **{f"without_{name}": share for name, share in without.items()},
-        "new_prompts_have_the_tokenizers_own_tokens": same,
-    }
-    bars = {
-        **{f"found_{name}": exactly(1.0) for name in found},
-        **{f"without_{name}": at_most(0.9) for name in without},
-        "new_prompts_have_the_tokenizers_own_tokens": exactly(True),
-    }
-    conclude("G8", figures, bars)
-
-
-if __name__ == "__main__":
-    main()
+    return bool(np.array_equal(prompt_of(tokenizer, messages).tokens, own_tokens(tokenizer, messages)))
