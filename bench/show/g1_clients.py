@@ -6,8 +6,13 @@ has the drivers), each coding agent non-interactively, started by `rootstock lau
 directory of its own. Missing packages are installed with pip and npm into --folder, which later runs use again.
 
 A driver checks: a chat, a stream, a tool round trip that the client executes, structured output, and the cached
-tokens of a second turn ÷ its prompt. An agent is asked to run a command with its shell tool and to tell the output,
-then goes on in a second process. Its share is that of all its requests in that process, by the server's counters.
+tokens of a second turn ÷ its prompt. The first turn has the tool's round trip, and all drivers have the same tool and
+the same system prompt, which is as long as an agent's. An agent is asked to run a command with its shell tool and to
+tell the output, then goes on in a second process. In a third it gives an object by a JSON schema, if it has an option
+for that. Agents always stream. An agent's share is that of the longest prompt of its second process, which is the
+conversation's. Qwen Code also asks a subagent there for the first time, with a system prompt and tools of its own.
+"all prompts" is the share of everything that the process asked, and "new session" that of the longest prompt of a new
+conversation in the same directory.
 """
 
 from __future__ import annotations
@@ -16,15 +21,15 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from common import argument_parser, at_least, conclude, could_not, exactly
 from peers import PeerProcess, PeerUnavailable, free_port
 from scripted_server import ANSWER, COMMAND, NAME
@@ -32,11 +37,22 @@ from scripted_server import ANSWER, COMMAND, NAME
 SHOW = "G1"
 HERE = Path(__file__).parent
 LEAST_SHARE = 0.95
+# The checkout's package, for `rootstock launch`. The drivers know nothing of it.
+OUR_PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 # A first start of an agent takes long on a busy machine.
 INSTALL_S, RUN_S = 1800, 600
 OUTPUT = COMMAND.removeprefix("echo ")
-RUN_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
-GO_ON = "Say who you are."
+ASK_COMMAND = f"Use the tool for shell commands to run `{COMMAND}`, and say its output."
+ASK_WHO = "Say who you are."
+ASK_JSON = "Where is it how warm? Reply in JSON."
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+ALL, NEW = "all prompts", "new session"  # shares without a bar
+SCHEMA_FILE = "schema.json"  # in the agent's working directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +69,14 @@ class NodeAgent:
     install: str  # a script of the package's that puts its binary in place; "": it has none
     first: tuple[str, ...]  # arguments; the prompt follows
     second: tuple[str, ...]
+    structured: tuple[str, ...] = ()  # (): it has no option for a schema
 
 
+# litellm imports the package of its extra "mcp" for each request with tools.
 PYTHON = {
     "openai": PythonClient("use_openai.py", "openai", "openai"),
     "anthropic": PythonClient("use_anthropic.py", "anthropic", "anthropic"),
-    "litellm": PythonClient("use_litellm.py", "litellm", "litellm"),
+    "litellm": PythonClient("use_litellm.py", "litellm[mcp]", "litellm"),
     "langchain-openai": PythonClient("use_langchain.py", "langchain-openai", "langchain-openai"),
     "llama-index": PythonClient(
         "use_llama_index.py", "llama-index-llms-openai-like", "llama-index-llms-openai-like"
@@ -74,6 +92,7 @@ NODE = {
         "install.cjs",
         ("-p", "--allowedTools", "Bash", "--"),
         ("-p", "--continue", "--"),
+        ("-p", "--output-format", "json", "--json-schema", json.dumps(SCHEMA), "--"),
     ),
     # Its own sandbox needs namespaces, which containers often forbid. The script runs one harmless command.
     "Codex": NodeAgent(
@@ -82,9 +101,17 @@ NODE = {
         "",
         ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
         ("exec", "resume", "--last", "--skip-git-repo-check"),
+        ("exec", "--skip-git-repo-check", "--output-schema", SCHEMA_FILE),
     ),
     "opencode": NodeAgent("opencode", "opencode-ai", "postinstall.mjs", ("run",), ("run", "--continue")),
-    "Qwen Code": NodeAgent("qwen-code", "@qwen-code/qwen-code", "", ("--yolo",), ("--yolo", "--continue")),
+    "Qwen Code": NodeAgent(
+        "qwen-code",
+        "@qwen-code/qwen-code",
+        "",
+        ("--yolo",),
+        ("--yolo", "--continue"),
+        ("--yolo", "--json-schema", json.dumps(SCHEMA)),
+    ),
 }
 
 
@@ -99,37 +126,46 @@ def main() -> None:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
+        usage = Path(stack.enter_context(tempfile.TemporaryDirectory()), "usage.jsonl")
+        usage.touch()
         command = [sys.executable, str(HERE / "scripted_server.py"), "--port", str(port)]
+        command += ["--usage-file", str(usage)]
         try:
             server = stack.enter_context(PeerProcess(command, port, ready_within_s=RUN_S))
         except PeerUnavailable as error:
             could_not(SHOW, str(error))
-        figures = measure(server.url, folder.resolve(), given.only)
+        figures = measure(server.url, folder.resolve(), given.only, usage)
     # A figure of no client is no figure: the bars hold for the clients that were asked for.
     bars = {f"{name}: failed": exactly(0) for name in given.only}
     bars |= {f"{name}: share": at_least(LEAST_SHARE) for name in given.only}
     conclude(SHOW, figures, bars)
 
 
-def measure(url: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def measure(url: str, folder: Path, names: Sequence[str], usage: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in names:
         try:
             if name in PYTHON:
                 version, lines = run_driver(PYTHON[name], name, url, folder)
             else:
-                version, lines = run_agent(NODE[name], url, folder)
+                version, lines = run_agent(NODE[name], url, folder, usage)
         except (subprocess.SubprocessError, OSError) as error:
             version, lines = "", [{"check": "run", "ok": False, "detail": f"{type(error).__name__}: {error}"}]
-        failed = {line["check"]: line["detail"] for line in lines if not line["ok"]}
+        failed = [line for line in lines if not line["ok"]]
         shares = [share_of(line["detail"]) for line in lines if line["ok"] and "second_turn" in line["check"]]
+        passed = sum(line["ok"] and line["check"] not in (ALL, NEW) for line in lines)
         figures |= {
             f"{name}: version": version,
-            f"{name}: passed": len(lines) - len(failed),
+            f"{name}: passed": passed,
             f"{name}: failed": len(failed),
             f"{name}: share": min(shares, default=0.0),
+            **{
+                f"{name}: {line['check']}": share_of(line["detail"])
+                for line in lines
+                if line["check"] in (ALL, NEW)
+            },
         }
-        print(f"{name} {version}: {len(lines) - len(failed)} of {len(lines)} checks", flush=True)
+        print(f"{name} {version}: {passed} passed, {len(failed)} failed", flush=True)
         for line in lines:
             print(f"    {'passed' if line['ok'] else 'FAILED'} {line['check']}: {line['detail']}", flush=True)
     return figures
@@ -137,7 +173,7 @@ def measure(url: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def share_of(detail: str) -> float:
     cached, prompt = map(int, detail.split("/"))
-    return round(cached / prompt, 4)
+    return round(cached / prompt, 4) if prompt else 0.0
 
 
 # ---- Python's clients
@@ -154,84 +190,112 @@ def run_driver(client: PythonClient, name: str, url: str, folder: Path) -> tuple
     told = f"import importlib.metadata; print(importlib.metadata.version({client.version_of!r}))"
     version = quietly([str(python), "-c", told], RUN_S).strip()
     with home() as environment:
-        ran = subprocess.run(
-            [str(python), str(HERE / "clients" / client.driver), url, NAME],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=RUN_S,
-        )
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"check"')]
-    if ran.returncode or not lines:
-        lines.append({"check": "run", "ok": False, "detail": (ran.stderr or ran.stdout)[-600:]})
+        ended = run([str(python), str(HERE / "clients" / client.driver), url, NAME], env=environment)
+    lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith('{"check"')]
+    if ended.failure or not lines:
+        lines.append({"check": "run", "ok": False, "detail": ended.failure or "it printed no check"})
     return version, lines
 
 
 # ---- agents
 
 
-def run_agent(agent: NodeAgent, url: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+def run_agent(agent: NodeAgent, url: str, folder: Path, usage: Path) -> tuple[str, list[dict[str, Any]]]:
     modules = folder / "node" / "node_modules"
     package = modules / agent.package
     if not (package / "package.json").exists():
-        node = [
-            "npm",
-            "install",
-            "--prefix",
-            str(folder / "node"),
-            "--no-fund",
-            "--no-audit",
-            "--ignore-scripts",
-        ]
-        quietly([*node, agent.package], INSTALL_S)
+        quiet = ("--no-fund", "--no-audit", "--ignore-scripts")
+        quietly(["npm", "install", "--prefix", str(folder / "node"), *quiet, agent.package], INSTALL_S)
         if agent.install:
             quietly(["node", agent.install], INSTALL_S, cwd=package)
     version = json.loads((package / "package.json").read_text())["version"]
-    lines = []
     with home(modules / ".bin") as environment, tempfile.TemporaryDirectory() as work:
         quietly(["git", "init", "--quiet", work], RUN_S)
+        Path(work, SCHEMA_FILE).write_text(json.dumps(SCHEMA))
 
         def ask(arguments: Sequence[str], prompt: str) -> str:
             command = [sys.executable, "-m", "rootstock", "launch", agent.launched_as, "--url", url, "--"]
-            ran = subprocess.run(
-                [*command, *arguments, prompt],
-                env=environment,
-                cwd=work,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=RUN_S,
-            )
-            return f"{ran.stdout}\n{'' if ran.returncode == 0 else ran.stderr}"
+            ended = run([*command, *arguments, prompt], env=environment | OUR_PATH, cwd=work)
+            return f"{ended.out}\n{ended.failure}"
 
-        text = ask(agent.first, RUN_COMMAND)
-        found = re.search(rf"The tool says:[^\n]*{OUTPUT}", text)
-        lines.append({"check": "tool", "ok": found is not None, "detail": found[0] if found else text[-600:]})
-        before = counted(url)
-        text = ask(agent.second, GO_ON)
-        cached, prompt = (now - then for now, then in zip(counted(url), before, strict=True))
-        lines.append(
-            {"check": "chat", "ok": ANSWER in text, "detail": ANSWER if ANSWER in text else text[-600:]}
-        )
-        lines.append({"check": "second_turn", "ok": prompt > 0, "detail": f"{cached}/{prompt}"})
+        text = ask(agent.first, ASK_COMMAND)
+        lines = [check("tool", re.search(rf"The tool says:[^\n]*{OUTPUT}", text), text)]
+        before = asked_so_far(usage)
+        text = ask(agent.second, ASK_WHO)
+        between = asked_so_far(usage)
+        lines.append(check("chat", re.search(re.escape(ANSWER), text), text))
+        lines.append(shared("second_turn", longest(between[len(before) :])))
+        lines.append(shared(ALL, total(between[len(before) :])))
+        ask(agent.first, ASK_WHO)
+        lines.append(shared(NEW, longest(asked_so_far(usage)[len(between) :])))
+        if agent.structured:
+            text = ask(agent.structured, ASK_JSON).replace("\\", "")  # JSON within JSON
+            lines.append(check("structured", re.search(r'"city": *"Paris", *"degrees": *21\b', text), text))
     return version, lines
 
 
-def counted(url: str) -> tuple[int, int]:
-    """Returns the cached tokens and the prompt tokens of all requests so far."""
-    text = httpx.get(f"{url}/metrics", timeout=60).text
-    found = dict(re.findall(r"^rootstock_(cached_prompt|prompt)_tokens_total ([\d.e+]+)$", text, re.M))
-    return int(float(found.get("cached_prompt", 0))), int(float(found.get("prompt", 0)))
+def check(name: str, found: re.Match[str] | None, text: str) -> dict[str, Any]:
+    return {"check": name, "ok": found is not None, "detail": found[0] if found else text[-600:]}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    cached: int  # tokens of the prompt
+    prompt: int
+
+
+def shared(name: str, asked: Asked) -> dict[str, Any]:
+    return {"check": name, "ok": asked.prompt > 0, "detail": f"{asked.cached}/{asked.prompt}"}
+
+
+def asked_so_far(usage: Path) -> list[Asked]:
+    return [Asked(**json.loads(line)) for line in usage.read_text().splitlines()]
+
+
+def longest(asked: Sequence[Asked]) -> Asked:
+    return max(asked, key=lambda one: one.prompt, default=Asked(0, 0))
+
+
+def total(asked: Sequence[Asked]) -> Asked:
+    return Asked(sum(one.cached for one in asked), sum(one.prompt for one in asked))
 
 
 # ---- processes
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    out: str
+    failure: str  # "" if there was none
+
+
+def run(command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> Ended:
+    """Runs a client to its end, or for RUN_S."""
+    with subprocess.Popen(
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its session: an agent has processes of its own
+            out, errors = process.communicate()
+            return Ended(out, f"it had not ended after {RUN_S} s. {errors[-600:]}")
+    return Ended(out, errors[-600:] if process.returncode else "")
 
 
 @contextlib.contextmanager
 def home(*path: Path) -> Iterator[dict[str, str]]:
     """Yields an environment without this user's settings and keys, whose home is a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        kept = {name: os.environ[name] for name in ("LANG", "TERM", "PYTHONPATH") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
         paths = os.pathsep.join([*map(str, path), os.environ["PATH"]])
         yield {**kept, "PATH": paths, "HOME": folder, "NO_PROXY": "127.0.0.1"}
 

@@ -2,11 +2,14 @@
 
 Server, engine, cache, tokenizer and forward are the real ones. The model is a small, untrained Llama. The sampler
 raises the logit of the script's next token, which the last turn of the rendered prompt decides: a call of a known
-tool where the user asks for one, JSON where the user asks for JSON, the result of a tool, or a sentence. Penalties,
+tool where the user says "use the tool", an object where the user says "reply in JSON", the result of a tool, or a
+sentence. Penalties,
 masks of a grammar and temperature apply as they do to any model. Where a mask forbids the script's token, the sampler
-closes the JSON that it is in.
+calls one of the tools, or closes the JSON that it is in. Calls are text of the model, which the server parses.
 
     python bench/show/scripted_server.py --port 8000    # further options are those of `rootstock serve`
+
+`--usage-file FILE` adds a line of JSON to a file for each request that ends: its prompt tokens, and the cached ones.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import re
 import sys
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from numpy.typing import NDArray
 
 import rootstock.engine.engine
 from rootstock.bench.tiny_model import TURN_END, TinyModelSpec, ensure_tiny_model
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import Aborted, Event, Finished, Request, Sink
 from rootstock.engine.sampling import SampledToken, Sampler
 
 NAME = "scripted"
@@ -30,9 +36,10 @@ TEMPLATE = Path(__file__).with_name("clients") / "hermes.jinja"
 SPEC = TinyModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, context_limit=262_144
 )
-RAISED = 1e4  # far above the model's own logits
-# Where the script is left, the first of these that a mask allows.
-CLOSING = (TURN_END, "}", "]", '"', "0", "true")
+RAISED = 1e5  # far above the model's own logits
+# Where the script is left, the first of these that a mask allows. The quote comes first: within a string, brackets
+# would be text, without an end.
+CLOSING = (TURN_END, '"', "}", "]", "0", "true")
 
 COMMAND = "echo rootstock-42"
 ANSWER = "Hello. This is the scripted model."
@@ -47,50 +54,78 @@ CALLS: dict[str, dict[str, Any]] = {
     "bash": {"command": COMMAND, "description": "Print a word"},
     "run_shell_command": {"command": COMMAND, "is_background": False},
 }
+# Tools by which Claude Code and Qwen Code ask for an object.
+OBJECT_TOOLS = ("StructuredOutput", "structured_output")
 
 
-def script_for(prompt: str) -> str:
-    """Returns the answer to a rendered prompt."""
+def scripts_for(prompt: str) -> list[str]:
+    """Returns the answer to a rendered prompt, and the calls of its tools, for a request that forces one."""
     turns = re.split(r"<\|(system|user|assistant|tool)\|>\n", prompt)
     spoken = [(role, text.removesuffix("\n")) for role, text in zip(turns[1::2], turns[2::2], strict=True)]
     asked = [(role, text) for role, text in spoken if role in ("user", "tool")]
     role, text = asked[-1] if asked else ("user", "")
-    if role == "tool":
-        return f"The tool says: {' '.join(text.replace(TURN_END, '').split())[:200]}"
     tools = re.findall(r'"name": "(\w+)"', prompt.partition("</tools>")[0])
+    calls = [call_of(name, CALLS.get(name, OBJECT)) for name in tools]
     called = next((name for name in CALLS if name in tools), None)
-    if "use the tool" in text.lower() and called is not None:
-        call = {"name": called, "arguments": CALLS[called]}
-        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    return json.dumps(OBJECT) if "json" in text.lower() else ANSWER
+    reporter = next((name for name in OBJECT_TOOLS if name in tools), None)
+    if role == "tool":
+        answer = f"The tool says: {' '.join(text.replace(TURN_END, '').split())[:200]}"
+    elif "use the tool" in text.lower() and called is not None:
+        answer = call_of(called, CALLS[called])
+    elif "reply in json" in text.lower():
+        answer = json.dumps(OBJECT) if reporter is None else call_of(reporter, OBJECT)
+    else:
+        answer = ANSWER
+    return [answer, *calls]
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def scripted_sampler(tokenizer: Any) -> type[Sampler]:
     """Makes the sampler of a tokenizer. Its arguments are those of `Sampler`, the second is the prompt."""
     end = tokenizer.token_to_id(TURN_END)
     closing = [tokenizer.token_to_id(text) for text in CLOSING]
-    boosts = [(token, RAISED - 100 * place) for place, token in enumerate(closing) if token is not None]
+    boosts = [(token, RAISED * (1 - place / 10)) for place, token in enumerate(closing) if token is not None]
 
     class ScriptedSampler(Sampler):
         def __init__(self, params: Any, prompt: NDArray[np.int32], *args: Any, **more: Any) -> None:
             super().__init__(params, prompt, *args, **more)
             text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-            self._script = [*tokenizer.encode(script_for(text), add_special_tokens=False).ids, end]
+            ids = (tokenizer.encode(script, add_special_tokens=False).ids for script in scripts_for(text))
+            self._scripts = [[*script, end] for script in ids]
 
         def sample(self, logits: NDArray[np.float32]) -> SampledToken:
             row = logits.copy()
-            if self._script:
-                row[self._script[0]] += 2 * RAISED
             for token, boost in boosts:
                 row[token] += boost
+            for place, script in enumerate(self._scripts):
+                row[script[0]] = max(row[script[0]], (3 - place / 100) * RAISED)
             sampled = super().sample(row)
-            if self._script:
-                expected = self._script.pop(0)
-                if sampled.token != expected:
-                    self._script.clear()
+            self._scripts = [
+                script[1:] for script in self._scripts if script[0] == sampled.token and len(script) > 1
+            ]
             return sampled
 
     return ScriptedSampler
+
+
+def record_usage(file: Path) -> None:
+    submit = Engine.submit
+
+    def submit_and_record(engine: Engine, request: Request, sink: Sink) -> None:
+        def record(event: Event) -> None:
+            if isinstance(event, Finished | Aborted):
+                usage = event.usage
+                line = {"cached": usage.cached_tokens, "prompt": usage.prompt_tokens}
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(line) + "\n")
+            sink(event)
+
+        submit(engine, request, record)
+
+    Engine.submit = submit_and_record  # type: ignore[assignment,method-assign]
 
 
 def main() -> None:
@@ -98,12 +133,17 @@ def main() -> None:
 
     from rootstock.cli import main as command
 
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--usage-file", type=Path)
+    own, others = parser.parse_known_args()
+    if own.usage_file is not None:
+        record_usage(own.usage_file)
     with tempfile.TemporaryDirectory() as folder:
         model = ensure_tiny_model(SPEC, Path(folder))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[misc]
+        rootstock.engine.engine.Sampler = scripted_sampler(tokenizer)  # type: ignore[attr-defined]
         options = ["--served-model-name", NAME, "--chat-template", str(TEMPLATE), "--device", "cpu"]
-        sys.argv = ["rootstock", "serve", str(model), *options, *sys.argv[1:]]
+        sys.argv = ["rootstock", "serve", str(model), *options, *others]
         command.main()
 
 

@@ -206,11 +206,11 @@ def test_printed_settings_are_shell_commands_without_the_key(
 ) -> None:
     key = "s3cret-key"
     call = run(rootstock, started, agent, "--url", server.url, "--api-key", key, "--", "two words")
-    shown = rootstock(
-        "launch", agent, "--url", server.url, "--api-key", key, "--print", "--", "two words"
-    ).out
+    done = rootstock("launch", agent, "--url", server.url, "--api-key", key, "--print", "--", "two words")
+    shown = done.out
     assert not started
     assert key not in shown
+    assert done.err == "rootstock: the key is not shown: the shell must have it as ROOTSTOCK_API_KEY.\n"
     *settings, command = shown.splitlines()
     assert shlex.split(command) == call.command
     tell = f"{shlex.quote(sys.executable)} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
@@ -220,6 +220,15 @@ def test_printed_settings_are_shell_commands_without_the_key(
     )
     served = Served(server.url, "a/model", key, 65_536)
     assert AGENTS[agent].settings(served).environment.items() <= json.loads(ran.stdout).items()
+
+
+def test_a_key_of_the_shell_and_no_key_need_no_note(
+    rootstock: Run, started: list[Started], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("launch", "claude", "--url", server.url, "--print")
+    assert rootstock(*asked).err == ""
+    monkeypatch.setenv("ROOTSTOCK_API_KEY", "s3cret")
+    assert rootstock(*asked).err == ""
 
 
 # ---- refusals
@@ -242,11 +251,13 @@ def test_a_server_that_does_not_help_is_one_line(
         return refused(rootstock, "codex", "--url", server.url, *arguments)
 
     assert "requires an API key: set ROOTSTOCK_API_KEY" in with_answer(401, {})
+    assert "refuses this API key: set ROOTSTOCK_API_KEY" in with_answer(401, {}, "--api-key", "wrong")
     for status, body in (
         (500, {}), (200, b"<html>"), (200, []), (200, {"data": []}), (200, {"data": [{}]}), (200, {"data": "x"}),
         (200, {"data": [7]}), (404, {}),
     ):  # fmt: skip
-        assert "does not answer /v1/models as OpenAI's API does" in with_answer(status, body)
+        told = f"does not answer /v1/models as OpenAI's API does (status {status})"
+        assert told in with_answer(status, body)
     for name in ("{file:~/.ssh/key}", "a\nb", ""):
         assert "a name that is not usable" in with_answer(200, {"data": [{"id": name}]})
     assert "has no model 'other'" in refused(rootstock, "codex", "--url", server.url, "--model", "other")

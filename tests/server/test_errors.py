@@ -350,6 +350,7 @@ def test_every_route_but_health_requires_the_api_key(serve: Any) -> None:
             refused = served.client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
             assert_error(refused, 401, "invalid_api_key", "Authorization", param=None)
             assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.headers["x-should-retry"] == "false"
         for path in ("/v1/models", "/v1/cache/stats", "/metrics", "/openapi.json", "/nothing"):
             assert served.client.get(path).status_code == 401
         assert served.client.get("/health").status_code == 200

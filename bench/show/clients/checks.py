@@ -10,6 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 # Clients ask home about updates and costs, and send telemetry. None of that can be reached, or should be.
 os.environ |= {
@@ -28,8 +32,6 @@ ASK_TOOL = "What is the weather in Paris? Use the tool."
 ASK_JSON = "Where is it how warm? Reply in JSON."
 TOOL = "get_weather"
 TOOL_RESULT = "sunny, 21 degrees"
-# A system prompt as long as an agent's, so that a second turn is a small part of the prompt.
-LONG = " ".join(f"Rule {n}: answer in one sentence and name no more than {n} cities." for n in range(300))
 
 WEATHER = {
     "type": "object",
@@ -37,12 +39,38 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-REPORT = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
-}
+# In the form of OpenAI's chat completions.
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL,
+            "description": "Tells the weather.",
+            "parameters": WEATHER,
+            "strict": True,
+        },
+    }
+]
+
+Check = Callable[[], str]
+
+
+class Report(BaseModel):
+    """A temperature."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: str
+    degrees: int
+
+
+def rules(api: str = "") -> str:
+    """Returns a system prompt as long as an agent's: a new turn is a small part of such a prompt.
+
+    All clients get the same text behind a first sentence of their own, so that none finds another's prompt cached.
+    """
+    lines = (f"Rule {n}: answer in one sentence and name no more than {n} cities." for n in range(300))
+    return " ".join([f"You serve {Path(sys.argv[0]).stem} {api}.", *lines])
 
 
 def said(text: str | None, part: str = ANSWER) -> str:
@@ -67,11 +95,58 @@ def reported(city: object, degrees: object) -> str:
     return f"{city}, {degrees}"
 
 
+def parsed(report: Report | None) -> str:
+    assert report is not None, "no object was parsed"
+    return reported(report.city, report.degrees)
+
+
 def share(cached: int | None, prompt: int) -> str:
     return f"{cached or 0}/{prompt}"
 
 
-def run(checks: Iterable[Callable[[], str]]) -> None:
+def call_in(message: Any) -> str:
+    """Checks the call in a message of OpenAI's chat completions."""
+    [call] = message.tool_calls
+    return called(call.function.name, json.loads(call.function.arguments)["city"])
+
+
+def of_chat_completions(ask: Callable[..., Any]) -> list[Check]:
+    """Makes the checks of a client whose `ask(messages, **fields)` answers as OpenAI's chat completions do."""
+
+    def user(text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+    def chat() -> str:
+        return said(ask([user(ASK)]).choices[0].message.content)
+
+    def stream() -> str:
+        chunks = ask([user(ASK)], stream=True)
+        return streamed(chunk.choices[0].delta.content for chunk in chunks if chunk.choices)
+
+    def converse(messages: list[Any]) -> str:
+        """Executes a call, and adds all messages of the turn."""
+        choice = ask(messages, tools=TOOLS).choices[0]
+        assert choice.finish_reason == "tool_calls", choice
+        detail = call_in(choice.message)
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": TOOL_RESULT}
+        messages += [choice.message, result]
+        messages.append(ask(messages, tools=TOOLS).choices[0].message)
+        said(messages[-1].content, TOOL_RESULT)
+        return detail
+
+    def tool() -> str:
+        return converse([user(ASK_TOOL)])
+
+    def second_turn() -> str:
+        messages: list[Any] = [{"role": "system", "content": rules()}, user(ASK_TOOL)]
+        converse(messages)
+        usage = ask([*messages, user(ASK)], tools=TOOLS).usage
+        return share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+
+    return [chat, stream, tool, second_turn]
+
+
+def run(checks: Iterable[Check]) -> None:
     for check in checks:
         try:
             line = {"check": check.__name__, "ok": True, "detail": check()}

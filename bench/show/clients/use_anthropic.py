@@ -1,8 +1,7 @@
-"""anthropic: messages, stream, a tool round trip, a JSON schema, and the cached share of a second turn."""
+"""anthropic: messages and streams, a tool round trip, a parsed object, and the cached share of a second turn."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import checks
@@ -16,47 +15,67 @@ def ask(messages: list[Any], **fields: Any) -> Any:
     return client.messages.create(model=checks.MODEL, max_tokens=500, messages=messages, **fields)
 
 
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
 def text_of(answer: Any) -> str:
     return "".join(block.text for block in answer.content if block.type == "text")
 
 
+def call_in(answer: Any) -> Any:
+    assert answer.stop_reason == "tool_use", answer
+    [call] = [block for block in answer.content if block.type == "tool_use"]
+    return call
+
+
 def chat() -> str:
-    return checks.said(text_of(ask([{"role": "user", "content": checks.ASK}])))
+    return checks.said(text_of(ask([user(checks.ASK)])))
 
 
 def stream() -> str:
-    asked: Any = [{"role": "user", "content": checks.ASK}]
+    asked: Any = [user(checks.ASK)]
     with client.messages.stream(model=checks.MODEL, max_tokens=500, messages=asked) as events:
         return checks.streamed(events.text_stream)
 
 
-def tool() -> str:
-    messages: list[Any] = [{"role": "user", "content": checks.ASK_TOOL}]
-    answer = ask(messages, tools=TOOLS)
-    assert answer.stop_reason == "tool_use", answer
-    [call] = [block for block in answer.content if block.type == "tool_use"]
-    detail = checks.called(call.name, call.input["city"])
+def converse(messages: list[Any], **fields: Any) -> str:
+    """Executes a call, and adds all messages of the turn."""
+    answer = ask(messages, tools=TOOLS, **fields)
+    call = call_in(answer)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": checks.TOOL_RESULT}
-    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    checks.said(text_of(ask(messages, tools=TOOLS)), checks.TOOL_RESULT)
-    return detail
+    messages += [{"role": "assistant", "content": answer.content}, user([result])]
+    last = ask(messages, tools=TOOLS, **fields)
+    checks.said(text_of(last), checks.TOOL_RESULT)
+    messages.append({"role": "assistant", "content": last.content})
+    return checks.called(call.name, call.input["city"])
+
+
+def tool() -> str:
+    return converse([user(checks.ASK_TOOL)])
+
+
+def tool_streamed() -> str:
+    asked: Any = [user(checks.ASK_TOOL)]
+    with client.messages.stream(model=checks.MODEL, max_tokens=500, messages=asked, tools=TOOLS) as events:
+        call = call_in(events.get_final_message())
+    return checks.called(call.name, call.input["city"])
 
 
 def structured() -> str:
-    schema = {"format": {"type": "json_schema", "schema": checks.REPORT}}
-    report = json.loads(text_of(ask([{"role": "user", "content": checks.ASK_JSON}], output_config=schema)))
-    return checks.reported(report["city"], report["degrees"])
+    asked: Any = [user(checks.ASK_JSON)]
+    answer = client.messages.parse(
+        model=checks.MODEL, max_tokens=500, messages=asked, output_format=checks.Report
+    )
+    return checks.parsed(answer.parsed_output)
 
 
 def second_turn() -> str:
-    messages: list[Any] = [{"role": "user", "content": checks.ASK}]
-    messages += [
-        {"role": "assistant", "content": ask(messages, system=checks.LONG).content},
-        {"role": "user", "content": checks.ASK},
-    ]
-    usage = ask(messages, system=checks.LONG).usage
+    messages: list[Any] = [user(checks.ASK_TOOL)]
+    converse(messages, system=checks.rules())
+    usage = ask([*messages, user(checks.ASK)], system=checks.rules(), tools=TOOLS).usage
     cached = usage.cache_read_input_tokens or 0
     return checks.share(cached, usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0))
 
 
-checks.run([chat, stream, tool, structured, second_turn])
+checks.run([chat, stream, tool, tool_streamed, structured, second_turn])

@@ -1,19 +1,12 @@
-"""instructor: an object by each of its modes, a stream of partial objects, and the cached share of a second turn."""
+"""instructor: a chat, an object by each of its modes, streams of partial objects, the cached share of a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import checks
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
-
-
-class Report(BaseModel):
-    city: str
-    degrees: int
 
 
 def client(mode: instructor.Mode) -> Any:
@@ -22,41 +15,55 @@ def client(mode: instructor.Mode) -> Any:
     )
 
 
-def structured_in(mode: instructor.Mode) -> Callable[[], str]:
+def chat() -> str:
+    answer = client(instructor.Mode.TOOLS).chat.completions.create(
+        model=checks.MODEL,
+        messages=[{"role": "user", "content": checks.ASK}],
+        response_model=None,
+    )
+    return checks.said(answer.choices[0].message.content)
+
+
+def structured_in(mode: instructor.Mode) -> checks.Check:
     def structured() -> str:
         report = client(mode).chat.completions.create(
             model=checks.MODEL,
             messages=[{"role": "user", "content": checks.ASK_JSON}],
-            response_model=Report,
+            response_model=checks.Report,
             max_retries=0,
         )
-        return checks.reported(report.city, report.degrees)
+        return checks.parsed(report)
 
     structured.__name__ = f"structured_{mode.name.lower()}"
     return structured
 
 
-def stream() -> str:
-    parts = client(instructor.Mode.JSON).chat.completions.create_partial(
-        model=checks.MODEL,
-        messages=[{"role": "user", "content": checks.ASK_JSON}],
-        response_model=Report,
-        max_retries=0,
-    )
-    *_, last = parts
-    return checks.reported(last.city, last.degrees)
+def streamed_in(mode: instructor.Mode) -> checks.Check:
+    def stream() -> str:
+        parts = client(mode).chat.completions.create_partial(
+            model=checks.MODEL,
+            messages=[{"role": "user", "content": checks.ASK_JSON}],
+            response_model=checks.Report,
+            max_retries=0,
+        )
+        *before, last = parts
+        assert before, "the stream has one piece"
+        return checks.reported(last.city, last.degrees)
+
+    stream.__name__ = f"stream_{mode.name.lower()}"
+    return stream
 
 
 def second_turn() -> str:
     messages: list[Any] = [
-        {"role": "system", "content": checks.LONG},
+        {"role": "system", "content": checks.rules()},
         {"role": "user", "content": checks.ASK_JSON},
     ]
     asker = client(instructor.Mode.JSON_SCHEMA).chat.completions
 
     def asked() -> Any:
         return asker.create_with_completion(
-            model=checks.MODEL, messages=messages, response_model=Report, max_retries=0
+            model=checks.MODEL, messages=messages, response_model=checks.Report, max_retries=0
         )[1]
 
     messages += [
@@ -68,4 +75,4 @@ def second_turn() -> str:
 
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.MD_JSON)
-checks.run([*map(structured_in, MODES), stream, second_turn])
+checks.run([chat, *map(structured_in, MODES), *map(streamed_in, MODES[:2]), second_turn])

@@ -8,16 +8,8 @@ import checks
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool as tool_of
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
 
 model = ChatOpenAI(model=checks.MODEL, base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0)  # type: ignore[arg-type]
-
-
-class Report(BaseModel):
-    """A temperature."""
-
-    city: str
-    degrees: int
 
 
 @tool_of
@@ -34,32 +26,51 @@ def stream() -> str:
     return checks.streamed(str(chunk.content) for chunk in model.stream(checks.ASK))
 
 
-def tool() -> str:
-    bound = model.bind_tools([get_weather])
-    messages: list[Any] = [HumanMessage(checks.ASK_TOOL)]
-    answer = bound.invoke(messages)
+def call_in(answer: Any) -> Any:
     [call] = answer.tool_calls
-    detail = checks.called(call["name"], call["args"]["city"])
-    messages += [answer, ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])]
-    checks.said(str(bound.invoke(messages).content), checks.TOOL_RESULT)
-    return detail
+    return call
+
+
+def converse(messages: list[Any]) -> str:
+    """Executes a call, and adds all messages of the turn."""
+    bound = model.bind_tools([get_weather])
+    messages.append(bound.invoke(messages))
+    call = call_in(messages[-1])
+    messages.append(ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"]))
+    messages.append(bound.invoke(messages))
+    checks.said(str(messages[-1].content), checks.TOOL_RESULT)
+    return checks.called(call["name"], call["args"]["city"])
+
+
+def tool() -> str:
+    return converse([HumanMessage(checks.ASK_TOOL)])
+
+
+def tool_streamed() -> str:
+    first, *others = model.bind_tools([get_weather]).stream(checks.ASK_TOOL)
+    whole: Any = sum(others, start=first)
+    call = call_in(whole)
+    return checks.called(call["name"], call["args"]["city"])
 
 
 def structured() -> str:
-    report: Any = model.with_structured_output(Report, method="json_schema").invoke(checks.ASK_JSON)
-    return checks.reported(report.city, report.degrees)
+    report: Any = model.with_structured_output(checks.Report, method="json_schema").invoke(checks.ASK_JSON)
+    return checks.parsed(report)
 
 
 def structured_by_call() -> str:
-    report: Any = model.with_structured_output(Report, method="function_calling").invoke(checks.ASK_JSON)
-    return checks.reported(report.city, report.degrees)
+    report: Any = model.with_structured_output(checks.Report, method="function_calling").invoke(
+        checks.ASK_JSON
+    )
+    return checks.parsed(report)
 
 
 def second_turn() -> str:
-    messages: list[Any] = [SystemMessage(checks.LONG), HumanMessage(checks.ASK)]
-    messages += [model.invoke(messages), HumanMessage(checks.ASK)]
-    usage: Any = model.invoke(messages).usage_metadata
+    messages: list[Any] = [SystemMessage(checks.rules()), HumanMessage(checks.ASK_TOOL)]
+    converse(messages)
+    answer = model.bind_tools([get_weather]).invoke([*messages, HumanMessage(checks.ASK)])
+    usage: Any = answer.usage_metadata
     return checks.share(usage["input_token_details"].get("cache_read"), usage["input_tokens"])
 
 
-checks.run([chat, stream, tool, structured, structured_by_call, second_turn])
+checks.run([chat, stream, tool, tool_streamed, structured, structured_by_call, second_turn])

@@ -1,66 +1,39 @@
-"""litellm: the same over its own functions, with the provider for OpenAI-compatible servers."""
+"""litellm: chat completions and responses, with the provider for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import checks
 import litellm
-from pydantic import BaseModel
 
-TOOLS: Any = [{"type": "function", "function": {"name": checks.TOOL, "parameters": checks.WEATHER}}]
-
-
-class Report(BaseModel):
-    city: str
-    degrees: int
+SERVER: Any = {
+    "model": f"openai/{checks.MODEL}",
+    "api_base": f"{checks.URL}/v1",
+    "api_key": checks.KEY,
+    "num_retries": 0,
+}
 
 
 def ask(messages: list[Any], **fields: Any) -> Any:
-    return litellm.completion(
-        model=f"openai/{checks.MODEL}",
-        api_base=f"{checks.URL}/v1",
-        api_key=checks.KEY,
-        num_retries=0,
-        messages=messages,
-        **fields,
-    )
+    return litellm.completion(**SERVER, messages=messages, **fields)
 
 
-def chat() -> str:
-    return checks.said(ask([{"role": "user", "content": checks.ASK}]).choices[0].message.content)
-
-
-def stream() -> str:
-    chunks = ask([{"role": "user", "content": checks.ASK}], stream=True)
-    return checks.streamed(chunk.choices[0].delta.content for chunk in chunks)
-
-
-def tool() -> str:
-    messages: list[Any] = [{"role": "user", "content": checks.ASK_TOOL}]
-    message = ask(messages, tools=TOOLS).choices[0].message
-    [call] = message.tool_calls
-    detail = checks.called(call.function.name, json.loads(call.function.arguments)["city"])
-    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": checks.TOOL_RESULT}]
-    checks.said(ask(messages, tools=TOOLS).choices[0].message.content, checks.TOOL_RESULT)
-    return detail
+def tool_streamed() -> str:
+    messages = [{"role": "user", "content": checks.ASK_TOOL}]
+    chunks = list(ask(messages, tools=checks.TOOLS, stream=True))
+    whole: Any = litellm.stream_chunk_builder(chunks, messages=messages)
+    return checks.call_in(whole.choices[0].message)
 
 
 def structured() -> str:
-    answer = ask([{"role": "user", "content": checks.ASK_JSON}], response_format=Report)
-    report = Report.model_validate_json(answer.choices[0].message.content)
-    return checks.reported(report.city, report.degrees)
+    answer = ask([{"role": "user", "content": checks.ASK_JSON}], response_format=checks.Report)
+    return checks.parsed(checks.Report.model_validate_json(answer.choices[0].message.content))
 
 
-def second_turn() -> str:
-    messages: list[Any] = [
-        {"role": "system", "content": checks.LONG},
-        {"role": "user", "content": checks.ASK},
-    ]
-    messages += [ask(messages).choices[0].message, {"role": "user", "content": checks.ASK}]
-    usage = ask(messages).usage
-    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
+def responses() -> str:
+    answer: Any = litellm.responses(**SERVER, input=checks.ASK)
+    return checks.said(answer.output_text)
 
 
-checks.run([chat, stream, tool, structured, second_turn])
+checks.run([*checks.of_chat_completions(ask), tool_streamed, structured, responses])

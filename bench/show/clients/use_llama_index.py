@@ -9,7 +9,6 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
 
 model = OpenAILike(
     model=checks.MODEL,
@@ -22,16 +21,12 @@ model = OpenAILike(
 )
 
 
-class Report(BaseModel):
-    """A temperature."""
-
-    city: str
-    degrees: int
-
-
 def get_weather(city: str) -> str:
     """Tells the weather."""
     return checks.TOOL_RESULT
+
+
+TOOLS = [FunctionTool.from_defaults(get_weather)]
 
 
 def asked(text: str) -> list[ChatMessage]:
@@ -46,32 +41,49 @@ def stream() -> str:
     return checks.streamed(part.delta for part in model.stream_chat(asked(checks.ASK)))
 
 
-def tool() -> str:
-    tools = [FunctionTool.from_defaults(get_weather)]
-    messages = asked(checks.ASK_TOOL)
-    answer = model.chat_with_tools(tools, chat_history=messages)
+def call_in(answer: Any) -> Any:
     [call] = model.get_tool_calls_from_response(answer)
-    detail = checks.called(call.tool_name, call.tool_kwargs["city"])
-    messages += [
-        answer.message,
-        ChatMessage(
-            role="tool", content=checks.TOOL_RESULT, additional_kwargs={"tool_call_id": call.tool_id}
-        ),
-    ]
-    checks.said(model.chat_with_tools(tools, chat_history=messages).message.content, checks.TOOL_RESULT)
-    return detail
+    return call
+
+
+def converse(messages: list[ChatMessage]) -> str:
+    """Executes a call, and adds all messages of the turn."""
+    answer = model.chat_with_tools(TOOLS, chat_history=messages)
+    call = call_in(answer)
+    result = ChatMessage(
+        role="tool", content=checks.TOOL_RESULT, additional_kwargs={"tool_call_id": call.tool_id}
+    )
+    messages += [answer.message, result]
+    messages.append(model.chat_with_tools(TOOLS, chat_history=messages).message)
+    checks.said(messages[-1].content, checks.TOOL_RESULT)
+    return checks.called(call.tool_name, call.tool_kwargs["city"])
+
+
+def tool() -> str:
+    return converse(asked(checks.ASK_TOOL))
+
+
+def tool_streamed() -> str:
+    *_, last = model.stream_chat_with_tools(TOOLS, chat_history=asked(checks.ASK_TOOL))
+    call = call_in(last)
+    return checks.called(call.tool_name, call.tool_kwargs["city"])
+
+
+def tool_required() -> str:
+    call = call_in(model.chat_with_tools(TOOLS, chat_history=asked(checks.ASK), tool_required=True))
+    return str(call.tool_name)
 
 
 def structured() -> str:
-    report = model.structured_predict(Report, PromptTemplate(checks.ASK_JSON))
-    return checks.reported(report.city, report.degrees)
+    report = model.structured_predict(checks.Report, PromptTemplate(checks.ASK_JSON))
+    return checks.parsed(report)
 
 
 def second_turn() -> str:
-    messages = [ChatMessage(role="system", content=checks.LONG), *asked(checks.ASK)]
-    messages += [model.chat(messages).message, *asked(checks.ASK)]
-    raw: Any = model.chat(messages).raw
+    messages = [ChatMessage(role="system", content=checks.rules()), *asked(checks.ASK_TOOL)]
+    converse(messages)
+    raw: Any = model.chat_with_tools(TOOLS, chat_history=[*messages, *asked(checks.ASK)]).raw
     return checks.share(raw.usage.prompt_tokens_details.cached_tokens, raw.usage.prompt_tokens)
 
 
-checks.run([chat, stream, tool, structured, second_turn])
+checks.run([chat, stream, tool, tool_streamed, tool_required, structured, second_turn])

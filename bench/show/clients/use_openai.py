@@ -1,4 +1,4 @@
-"""openai: chat, stream, a tool round trip, a parsed object, and the cached share of a second turn."""
+"""openai: chat completions, with its helpers for streams and for parsed objects, and the Responses API."""
 
 from __future__ import annotations
 
@@ -7,61 +7,60 @@ from typing import Any
 
 import checks
 from openai import OpenAI
-from pydantic import BaseModel
 
 client = OpenAI(base_url=f"{checks.URL}/v1", api_key=checks.KEY, max_retries=0)
-TOOLS: Any = [{"type": "function", "function": {"name": checks.TOOL, "parameters": checks.WEATHER}}]
-
-
-class Report(BaseModel):
-    city: str
-    degrees: int
 
 
 def ask(messages: list[Any], **fields: Any) -> Any:
     return client.chat.completions.create(model=checks.MODEL, messages=messages, **fields)
 
 
-def chat() -> str:
-    return checks.said(ask([{"role": "user", "content": checks.ASK}]).choices[0].message.content)
-
-
-def stream() -> str:
-    chunks = ask([{"role": "user", "content": checks.ASK}], stream=True)
-    return checks.streamed(chunk.choices[0].delta.content for chunk in chunks if chunk.choices)
-
-
-def tool() -> str:
-    messages: list[Any] = [{"role": "user", "content": checks.ASK_TOOL}]
-    answer = ask(messages, tools=TOOLS)
-    assert answer.choices[0].finish_reason == "tool_calls", answer.choices[0]
-    [call] = answer.choices[0].message.tool_calls
-    detail = checks.called(call.function.name, json.loads(call.function.arguments)["city"])
-    messages += [
-        answer.choices[0].message,
-        {"role": "tool", "tool_call_id": call.id, "content": checks.TOOL_RESULT},
-    ]
-    checks.said(ask(messages, tools=TOOLS).choices[0].message.content, checks.TOOL_RESULT)
-    return detail
+def tool_streamed() -> str:
+    asked: Any = [{"role": "user", "content": checks.ASK_TOOL}]
+    with client.chat.completions.stream(model=checks.MODEL, messages=asked, tools=checks.TOOLS) as events:
+        return checks.call_in(events.get_final_completion().choices[0].message)
 
 
 def structured() -> str:
     answer = client.chat.completions.parse(
-        model=checks.MODEL, messages=[{"role": "user", "content": checks.ASK_JSON}], response_format=Report
+        model=checks.MODEL,
+        messages=[{"role": "user", "content": checks.ASK_JSON}],
+        response_format=checks.Report,
     )
-    report = answer.choices[0].message.parsed
-    assert report is not None
-    return checks.reported(report.city, report.degrees)
+    return checks.parsed(answer.choices[0].message.parsed)
 
 
-def second_turn() -> str:
-    messages: list[Any] = [
-        {"role": "system", "content": checks.LONG},
-        {"role": "user", "content": checks.ASK},
+def responses() -> str:
+    """Executes a call, whose result names the response before it."""
+    tools: Any = [{"type": "function", **checks.TOOLS[0]["function"]}]
+    first = client.responses.create(model=checks.MODEL, input=checks.ASK_TOOL, tools=tools)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    detail = checks.called(call.name, json.loads(call.arguments)["city"])
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": checks.TOOL_RESULT}
+    second = client.responses.create(
+        model=checks.MODEL, input=[result], tools=tools, previous_response_id=first.id
+    )
+    checks.said(second.output_text, checks.TOOL_RESULT)
+    return detail
+
+
+def responses_stream() -> str:
+    with client.responses.stream(model=checks.MODEL, input=checks.ASK) as events:
+        return checks.streamed(event.delta for event in events if event.type == "response.output_text.delta")
+
+
+def responses_structured() -> str:
+    answer = client.responses.parse(model=checks.MODEL, input=checks.ASK_JSON, text_format=checks.Report)
+    return checks.parsed(answer.output_parsed)
+
+
+checks.run(
+    [
+        *checks.of_chat_completions(ask),
+        tool_streamed,
+        structured,
+        responses,
+        responses_stream,
+        responses_structured,
     ]
-    messages += [ask(messages).choices[0].message, {"role": "user", "content": checks.ASK}]
-    usage = ask(messages).usage
-    return checks.share(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
-
-
-checks.run([chat, stream, tool, structured, second_turn])
+)

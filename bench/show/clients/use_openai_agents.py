@@ -16,15 +16,9 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
-from pydantic import BaseModel
 
 set_tracing_disabled(True)
 cities: list[str] = []
-
-
-class Report(BaseModel):
-    city: str
-    degrees: int
 
 
 @function_tool
@@ -60,18 +54,30 @@ def checks_of(api: type[Any], prefix: str) -> list[Any]:
         [city] = cities
         return checks.called(checks.TOOL, city)
 
+    def tool_streamed() -> str:
+        async def answer() -> str:
+            result = Runner.run_streamed(agent(tools=[get_weather]), checks.ASK_TOOL)
+            async for _ in result.stream_events():
+                pass
+            return str(result.final_output)
+
+        cities.clear()
+        checks.said(asyncio.run(answer()), checks.TOOL_RESULT)
+        [city] = cities
+        return checks.called(checks.TOOL, city)
+
     def structured() -> str:
-        report = Runner.run_sync(agent(output_type=Report), checks.ASK_JSON).final_output
-        return checks.reported(report.city, report.degrees)
+        report = Runner.run_sync(agent(output_type=checks.Report), checks.ASK_JSON).final_output
+        return checks.parsed(report)
 
     def second_turn() -> str:
-        one = agent(instructions=checks.LONG)
-        first = Runner.run_sync(one, checks.ASK)
+        one = agent(instructions=checks.rules(prefix), tools=[get_weather])
+        first = Runner.run_sync(one, checks.ASK_TOOL)
         second = Runner.run_sync(one, [*first.to_input_list(), {"role": "user", "content": checks.ASK}])
         usage = second.raw_responses[-1].usage
         return checks.share(usage.input_tokens_details.cached_tokens, usage.input_tokens)
 
-    found = [chat, stream, tool, structured, second_turn]
+    found = [chat, stream, tool, tool_streamed, structured, second_turn]
     for check in found:
         check.__name__ = prefix + check.__name__
     return found

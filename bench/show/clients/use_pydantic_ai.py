@@ -6,19 +6,13 @@ import asyncio
 from typing import Any
 
 import checks
-from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel(
     checks.MODEL, provider=OpenAIProvider(base_url=f"{checks.URL}/v1", api_key=checks.KEY)
 )
-
-
-class Report(BaseModel):
-    city: str
-    degrees: int
 
 
 def chat() -> str:
@@ -33,36 +27,70 @@ def stream() -> str:
     return checks.streamed(asyncio.run(parts()))
 
 
-def tool() -> str:
-    cities: list[str] = []
-    agent = Agent(model)
+def with_weather(cities: list[str], **fields: Any) -> Any:
+    """Makes an agent whose tool adds to the cities."""
+    agent: Any = Agent(model, **fields)
 
     @agent.tool_plain
     def get_weather(city: str) -> str:
         cities.append(city)
         return checks.TOOL_RESULT
 
-    checks.said(agent.run_sync(checks.ASK_TOOL).output, checks.TOOL_RESULT)
+    return agent
+
+
+def tool() -> str:
+    cities: list[str] = []
+    checks.said(with_weather(cities).run_sync(checks.ASK_TOOL).output, checks.TOOL_RESULT)
+    [city] = cities
+    return checks.called(checks.TOOL, city)
+
+
+def tool_streamed() -> str:
+    cities: list[str] = []
+
+    async def answer() -> str:
+        async with with_weather(cities).run_stream(checks.ASK_TOOL) as result:
+            return str(await result.get_output())
+
+    checks.said(asyncio.run(answer()), checks.TOOL_RESULT)
     [city] = cities
     return checks.called(checks.TOOL, city)
 
 
 def structured() -> str:
-    report = Agent(model, output_type=NativeOutput(Report)).run_sync(checks.ASK_JSON).output
-    return checks.reported(report.city, report.degrees)
+    report = Agent(model, output_type=NativeOutput(checks.Report)).run_sync(checks.ASK_JSON).output
+    return checks.parsed(report)
 
 
 def structured_by_call() -> str:
-    report = Agent(model, output_type=Report).run_sync(checks.ASK_JSON).output
-    return checks.reported(report.city, report.degrees)
+    report = Agent(model, output_type=checks.Report).run_sync(checks.ASK_JSON).output
+    return checks.parsed(report)
+
+
+def structured_by_prompt() -> str:
+    return checks.parsed(
+        Agent(model, output_type=PromptedOutput(checks.Report)).run_sync(checks.ASK_JSON).output
+    )
 
 
 def second_turn() -> str:
-    agent = Agent(model, system_prompt=checks.LONG)
-    first = agent.run_sync(checks.ASK)
-    second: Any = agent.run_sync(checks.ASK, message_history=first.all_messages())
+    agent = with_weather([], system_prompt=checks.rules())
+    first = agent.run_sync(checks.ASK_TOOL)
+    second = agent.run_sync(checks.ASK, message_history=first.all_messages())
     usage = second.new_messages()[-1].usage
     return checks.share(usage.cache_read_tokens, usage.input_tokens)
 
 
-checks.run([chat, stream, tool, structured, structured_by_call, second_turn])
+checks.run(
+    [
+        chat,
+        stream,
+        tool,
+        tool_streamed,
+        structured,
+        structured_by_call,
+        structured_by_prompt,
+        second_turn,
+    ]
+)

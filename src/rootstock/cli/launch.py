@@ -186,6 +186,8 @@ def launch(
     command = [chosen.executable, *settings.arguments, *(arguments or ())]
     if only_print:
         print(_as_shell(command, settings, served.key))
+        if api_key and os.environ.get(KEY_VARIABLE) != api_key:
+            _note(f"the key is not shown: the shell must have it as {KEY_VARIABLE}.")
         return
     path = shutil.which(chosen.executable)
     if path is None:
@@ -231,9 +233,8 @@ def _ask(base: str, key: str | None, model: str | None) -> Served:
             "its address with --url."
         ) from error
     if answer.status_code == 401:
-        raise StartupError(
-            f"The server at {base} requires an API key: set {KEY_VARIABLE}, or give --api-key."
-        )
+        refused = "requires an API key" if not key else "refuses this API key"
+        raise StartupError(f"The server at {base} {refused}: set {KEY_VARIABLE}, or give --api-key.")
     if answer.status_code == 404 and model is not None:
         raise StartupError(
             f"The server at {base} has no model {model!r}. Leave --model out, or serve with --alias."
@@ -243,7 +244,9 @@ def _ask(base: str, key: str | None, model: str | None) -> Served:
         described = told["data"][0] if model is None else told
         name, context = str(described["id"]), described.get("max_model_len")
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StartupError(f"The server at {base} does not answer {path} as OpenAI's API does.") from error
+        raise StartupError(
+            f"The server at {base} does not answer {path} as OpenAI's API does (status {answer.status_code})."
+        ) from error
     if not name or not name.isprintable() or not set(name).isdisjoint("{}"):
         # In opencode's configuration, braces stand for variables and files of this machine.
         raise StartupError(f"The server at {base} has a model with a name that is not usable: {shown(name)}.")

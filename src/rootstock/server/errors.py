@@ -119,6 +119,8 @@ def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONR
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case Unauthorized():
             headers["WWW-Authenticate"] = "Bearer"
+            # Claude Code repeats a request that was refused for its key for minutes, unless it is told.
+            headers["X-Should-Retry"] = "false"
     return JSONResponse(body, error.http_status, headers)
 
 
