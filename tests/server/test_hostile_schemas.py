@@ -220,6 +220,26 @@ def test_a_forced_call_of_a_custom_tool_follows_its_grammar(client: httpx.Client
         assert re.fullmatch(CODE["definition"], text), text
 
 
+@pytest.mark.parametrize(
+    ("place", "tools"),
+    [
+        ("response_format", "tools of chat"),
+        ("output_config", "tools of messages"),
+        ("text.format", "tools of responses"),
+    ],
+)
+def test_beside_a_schema_a_model_may_call_a_tool(client: httpx.Client, place: str, tools: str) -> None:
+    path, body = PLACES[place]
+    asked = body({"const": "owl"}) | {"tools": PLACES[tools][1]({"type": "object"})["tools"]}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    begun = {}
+    for first in ("<", '"'):  # which the model prefers
+        found = client.post(path, json=asked | {limit: 40, "logit_bias": {str(ord(first)): 50}})
+        assert found.status_code == 200, found.text
+        begun[first] = "<tool_call>" in found.text, r"\"owl\"" in found.text
+    assert begun == {"<": (True, False), '"': (False, True)}
+
+
 @pytest.mark.parametrize("path", CUSTOM_CALLS)
 def test_a_hostile_grammar_of_a_custom_tool_is_refused(client: httpx.Client, path: str) -> None:
     for definition in ("a{1000000000}", "(", "x" * 100_000):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.engine.constraints.asked import Constraint, Lark
+from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.conversation.template import TemplateInput, template_input
@@ -26,7 +26,7 @@ from rootstock.engine.diagnosis import Diagnosis
 from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
 from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
-from rootstock.engine.output.grammar import call_grammar
+from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.output.reasoning_tokens import CountingParser
 from rootstock.engine.prompts.boundaries import chat_with_boundaries
@@ -315,7 +315,7 @@ class ServedModel:
         """Renders and tokenizes: not for an event loop. Raises RequestError.
 
         `asked` has the grammar of the answer's text, and `reasoning_budget` is in tokens. A forced call comes before
-        the grammar: its arguments follow the tool's schema.
+        the grammar: its arguments follow the tool's schema. Beside a JSON schema the model may call a tool.
         """
         dropped: tuple[DroppedHead, ...] = ()
         if self.drop_volatile:
@@ -353,6 +353,11 @@ class ServedModel:
                 remedy = "The model's chat template writes no calls that the server can force. Send 'auto'."
                 raise Unsupported("tool_choice", remedy)
             asked = Constraint(Lark(grammar), param="tool_choice")
+        elif choice.mode == "auto" and asked is not None and isinstance(asked.grammar, JsonSchema):
+            grammar = call_or_answer_grammar(
+                self.output, conversation.tools, choice, asked.grammar, asked.param
+            )
+            asked = asked if grammar is None else replace(asked, grammar=Lark(grammar))
         if asked is None and reasoning_budget is None:
             return None
         found = self.output.reasoning_around_answers(prompt_end, calls=choice.mode == "required")

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.constraints.helpers import BYTES, VOCAB, byte_compiler, random_answer
 from engine.output import answers
-from rootstock.engine.constraints.asked import Constraint, Lark
+from rootstock.engine.constraints.asked import ANY_JSON_OBJECT, Constraint, JsonSchema, Lark
 from rootstock.engine.conversation.openai import custom_tool
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.output.deltas import CallEnded
-from rootstock.engine.output.formats import OUTPUT_FORMATS, PLAIN, OutputFormat
-from rootstock.engine.output.grammar import call_grammar
+from rootstock.engine.output.formats import OUTPUT_FORMATS, PLAIN, Harmony, OutputFormat
+from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.output.writing import written
 from rootstock.errors import ConstraintRefused
@@ -121,8 +121,25 @@ def test_a_choice_names_tools_and_may_allow_one_call_only() -> None:
     )
 
 
+@pytest.mark.parametrize("with_tokens", [False, True], ids=["as text", "as tokens"])
+@every_format
+def test_beside_a_schema_the_model_may_call_or_answer(format: OutputFormat, with_tokens: bool) -> None:
+    checker = Checker(format, with_tokens=with_tokens)
+    schema = JsonSchema('{"type":"object","properties":{"bird":{"enum":["owl"]}},"required":["bird"]}')
+    grammar = call_or_answer_grammar(checker.format, [TOOL], ToolChoice(), schema, "response_format")
+    if isinstance(format.shape, Harmony):
+        assert grammar is None
+        return
+    assert checker.takes(grammar, '{ "bird": "owl" }')
+    assert checker.takes(grammar, said(format, [("look_up", {"word": "owl"})]))
+    for text in ("", "An owl", '{"bird": "cat"}', "[]"):
+        assert not checker.takes(grammar, text), text
+
+
 def test_no_grammar_without_calls_or_tools() -> None:
     assert call_grammar(PLAIN, [TOOL], REQUIRED) is None
+    assert call_or_answer_grammar(PLAIN, [TOOL], ToolChoice(), ANY_JSON_OBJECT, "x") is None
+    assert call_or_answer_grammar(OUTPUT_FORMATS["hermes"], [], ToolChoice(), ANY_JSON_OBJECT, "x") is None
     assert call_grammar(OUTPUT_FORMATS["hermes"], [TOOL], ToolChoice("required", ("other",))) is None
 
 

@@ -23,6 +23,7 @@ from rootstock.engine.constraints.compiled import (
     parser_limits,
 )
 from rootstock.engine.constraints.json_schema import (
+    compiler_schema,
     refuse_costly,
     refuse_more_parts,
     schemas_in,
@@ -43,8 +44,6 @@ from rootstock.errors import ConstraintRefused, InvalidParameter, Unsupported
 
 T = TypeVar("T")
 
-# Between two tokens of JSON. A model must not write white space for ever: this holds 31 levels of two spaces.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _NO_ANSWER = "it allows no answer that this model's tokens can write"
 _EXCERPT = re.compile(r"\n\s*\d+ \| ")
 _KEPT_GRAMMARS = 64
@@ -197,17 +196,8 @@ def _reason(error: str) -> str:
 
 def _grammar_text(grammar: Grammar) -> str:
     match grammar:
-        case JsonSchema(text, strict):
-            if text in ("true", "false"):
-                text = "{}" if text == "true" else '{"anyOf":[]}'
-            return LLMatcher.grammar_from_json_schema(
-                text,
-                overrides={
-                    "whitespace_flexible": True,
-                    "whitespace_pattern": _WHITE_SPACE,
-                    "lenient": not strict,
-                },
-            )
+        case JsonSchema() as schema:
+            return LLMatcher.grammar_from_json_schema(compiler_schema(schema))
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Lark(text):

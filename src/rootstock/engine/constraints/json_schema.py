@@ -43,6 +43,9 @@ _SCHEMAS = frozenset(
 
 _JSON_IN_LARK = re.compile(r"%json\s*")
 
+# Between two tokens of JSON. A model must not write white space for ever: this holds 31 levels of two spaces.
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
 
 def json_schema_of(schema: Any, param: str, *, strict: bool = True) -> JsonSchema:
     """Checks a schema that a client sent: an object, a boolean, or either as JSON text.
@@ -103,6 +106,23 @@ def embedded_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
     refuse_costly(json.loads(text), param)
     found: dict[str, Any] = json.loads(text if strict else without_unsupported_patterns(text))
     return found
+
+
+def compiler_schema(schema: JsonSchema) -> dict[str, Any]:
+    """Returns a schema as llguidance takes it: an object, with its options."""
+    parsed: Any = json.loads(schema.text)
+    if isinstance(parsed, bool):
+        parsed = {} if parsed else {"anyOf": []}
+    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE, "lenient": not schema.strict}
+    return {**parsed, "x-guidance": options}
+
+
+def lark_of(schema: JsonSchema, param: str) -> str:
+    """Returns a schema as a term of a Lark grammar. Raises ConstraintRefused."""
+    refuse_costly(json.loads(schema.text), param)
+    if not schema.strict:
+        schema = JsonSchema(without_unsupported_patterns(schema.text), strict=False)
+    return f"%json {json.dumps(compiler_schema(schema))}"
 
 
 def without_unsupported_patterns(text: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from rootstock.engine.constraints.asked import Lark, Regex
-from rootstock.engine.constraints.json_schema import embedded_schema
+from rootstock.engine.constraints.asked import JsonSchema, Lark, Regex
+from rootstock.engine.constraints.json_schema import embedded_schema, lark_of
 from rootstock.engine.conversation.types import Tool, ToolChoice
 from rootstock.engine.output.formats import (
     BareKeyCalls,
@@ -43,6 +43,8 @@ _BARE_RULES = {
     "object": "bare_object",
     "string": "bare_string",
 }
+_HEAD = "%llguidance {}"
+_SPACE = r"SPACE: /[ \n]{0,2}/"
 _INDEX = "\x00"  # stands for a number in a text
 _ID = "\x01"  # stands for ten letters and digits
 _PATTERNS = {_INDEX: "/[0-9]{1,4}/", _ID: "/[a-z0-9]{10}/"}
@@ -60,6 +62,36 @@ def call_grammar(format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice
     return _Grammar(format).of(allowed, parallel=choice.parallel)
 
 
+def call_or_answer_grammar(
+    format: OutputFormat, tools: Sequence[Tool], choice: ToolChoice, answer: JsonSchema, param: str
+) -> str | None:
+    """Returns a grammar of an answer that follows a schema, or of calls. None: the format has no calls.
+
+    All is allowed behind the mark that opens a call. In a format without such a mark, calls follow their grammar.
+    Raises InvalidParameter and ConstraintRefused.
+    """
+    openings = _openings(format)
+    if openings is None or not tools:
+        return None
+    grammar = _Grammar(format)
+    if all(openings):
+        return grammar.of_openings(openings, lark_of(answer, param))
+    return grammar.of(list(map(_enforceable, tools)), parallel=choice.parallel, answer=lark_of(answer, param))
+
+
+def _openings(format: OutputFormat) -> tuple[str, ...] | None:
+    """Returns the texts with which calls begin, "" if a call begins without one. None: there are no such calls."""
+    if isinstance(format.shape, Harmony):
+        return None  # calls have a channel of their own
+    match format.shape.calls:
+        case None:
+            return None
+        case HeaderCalls() | TaggedCalls() as calls:
+            return tuple(dict.fromkeys((calls.section[0] or calls.opening, calls.opening)))
+        case calls:
+            return (calls.opening,)
+
+
 def _enforceable(tool: Tool) -> Tool:
     """Returns a tool whose parameters can be part of a grammar."""
     if tool.parameters is None:
@@ -75,7 +107,15 @@ class _Grammar:
         names = sorted(format.tokens, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, names))) if names else None
 
-    def of(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def of_openings(self, openings: Sequence[str], answer: str) -> str:
+        """Returns a grammar of an answer, or of any text behind one of the openings of calls."""
+        calls = [f"{self._text(opening)} rest" for opening in openings]
+        start = f"start: SPACE ({' | '.join([*calls, 'answer'])})"
+        rules = [f"answer: {answer}", "rest: (REST | <[*]>)*", "REST: /(?s:.+)/", _SPACE]
+        return "\n".join([_HEAD, start, *rules, ""])
+
+    def of(self, tools: Sequence[Tool], *, parallel: bool, answer: str | None = None) -> str:
+        """Returns a grammar of calls, or of calls and an answer."""
         calls = [self._rule(f"call_{i}", self._call(tool, f"call_{i}")) for i, tool in enumerate(tools)]
         call = self._rule("call", " | ".join(calls))
         before, between, after = self._around()
@@ -83,7 +123,9 @@ class _Grammar:
         # In a header of gpt-oss, which the prompt begins, every character counts.
         space = "" if isinstance(self._format.shape, Harmony) else "SPACE"
         start = f"start: {space} {self._text(before)} {many} {self._text(after)}"
-        return "\n".join(["%llguidance {}", start, "SPACE: /[ \\n]{0,2}/", *self._rules, ""])
+        if answer is not None:
+            start += f" | {space} {self._rule('answer', answer)}"
+        return "\n".join([_HEAD, start, _SPACE, *self._rules, ""])
 
     def _rule(self, name: str, body: str) -> str:
         self._rules.append(f"{name}: {body}")
