@@ -11,6 +11,7 @@ from pathlib import Path
 from rootstock.errors import InvalidOption
 from rootstock.units import GIB, KIB, MIB, TIB
 
+ANY_NAME = "*"  # an alias
 _UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB}
 _UNITS |= {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
@@ -240,7 +241,7 @@ class ServerConfig:
     # Allowed Host headers, "*" for any. Empty: a server bound to a loopback address accepts its local names only, any
     # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # further names of the model in the API; "*": any
+    aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:

@@ -178,7 +178,7 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
     _, cache, engine, _, server, _, _ = configured("m", "--config", file)
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert (engine.draft_tokens, cache.enabled) == (0, False)
-    assert server.aliases == ()
+    assert server.aliases == ("*",)
     file.write_text("alias: [gpt-4o, 'another, and one more']\n")
     assert configured("m", "--config", file)[4].aliases == ("gpt-4o", "another", "and one more")
     file.write_text("# only a remark\n")

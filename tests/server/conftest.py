@@ -139,6 +139,7 @@ def served_by_oracle(
     )
     if isinstance(fault, Held):
         fault.engine = made.engine
+    server = server or ServerConfig(aliases=())
     app = create_app(made.engine, made.tokenizer, made.description, server, defaults, block_size=8)
     with (
         made.engine,

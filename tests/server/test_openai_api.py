@@ -456,7 +456,10 @@ def test_an_alias_names_the_model_in_requests_answers_and_lists(serve: Any) -> N
         assert served.client.get("/v1/models/gpt-4").status_code == 404
 
 
-def test_the_alias_for_any_name_accepts_every_valid_one(serve: Any) -> None:
+def test_any_valid_name_is_accepted_unless_aliases_are_given(serve: Any) -> None:
+    with serve(server=ServerConfig()) as served:
+        assert served.chat("x", max_tokens=1, model="any").json()["model"] == "any"
+        assert len(served.client.get("/v1/models").json()["data"]) == 1
     with serve(server=ServerConfig(aliases=("*", "gpt-4o"))) as served:
         name = served.assembly.description.name
         assert [one["id"] for one in served.client.get("/v1/models").json()["data"]] == [name, "gpt-4o"]

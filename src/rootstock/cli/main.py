@@ -18,6 +18,7 @@ from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress
 from rootstock.config import (
+    ANY_NAME,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -205,7 +206,7 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
-        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,

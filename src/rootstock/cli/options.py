@@ -117,6 +117,7 @@ Alias = Annotated[
         "--alias",
         "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
         metavar="NAME",
+        show_default="*",
     ),
 ]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.config import ANY_NAME
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -52,7 +53,6 @@ from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Uns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
-ANY_NAME = "*"  # an alias
 _PROMPT_END_TOKENS = 64  # in which the parser looks for the opening of reasoning
 
 Json = dict[str, Any]

@@ -263,7 +263,7 @@ def test_wrong_requests_get_one_clear_error_in_anthropics_form(served: Any, fiel
 
 
 def test_errors_of_every_status_have_anthropics_form(serve: Any) -> None:
-    with serve(server=ServerConfig(max_body_bytes=2048)) as served:
+    with serve(server=ServerConfig(max_body_bytes=2048, aliases=())) as served:
         post = served.client.post
         assert_error(ask(served, model="other"), 404, "not_found_error", "Ask for 'fake'")
         assert_error(served.client.get(f"{MESSAGES}/x"), 404, "not_found_error", "There is no GET")
