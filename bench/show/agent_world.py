@@ -99,23 +99,14 @@ class Agent:
         called = json.dumps({"name": "look_up", "arguments": {"word": self._rng.choice(WORDS)}})
         return f"{thought}<tool_call>\n{called}\n</tool_call>"
 
-    def heard(self, said: str) -> None:
+    def heard(self, message: Json) -> None:
         """Continues the conversation with the server's answer."""
-        parts = _SAID.fullmatch(said)
-        assert parts is not None, said
-        message: Json = {
-            "role": "assistant",
-            "content": parts["content"],
-            "reasoning_content": parts["reasoning"],
-        }
-        self.messages.append(message)
-        if parts["call"]:
-            called = json.loads(parts["call"])
-            id = f"call{self._turn:02}{self._step:03}"
-            function = {"name": called["name"], "arguments": json.dumps(called["arguments"])}
-            message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+        calls = message.get("tool_calls")
+        fields = ("role", "content", "reasoning_content", *(["tool_calls"] if calls else []))
+        self.messages.append({name: message[name] for name in fields})
+        if calls:
             result = prose(self._rng, self._rng.randint(10, 40))
-            self.messages.append({"role": "tool", "tool_call_id": id, "content": result})
+            self.messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": result})
             self._step += 1
         else:
             self._turn, self._step = self._turn + 1, 0
@@ -124,6 +115,22 @@ class Agent:
 
     def _question(self) -> Json:
         return {"role": "user", "content": f"{self.name} asks: {prose(self._rng, self._rng.randint(10, 40))}"}
+
+
+def message_of(script: str, id: str = "") -> Json:
+    """Returns a model's text as the message that a server makes of it. `id` is of its call."""
+    parts = _SAID.fullmatch(script)
+    assert parts is not None, script
+    message: Json = {
+        "role": "assistant",
+        "content": parts["content"] or None,
+        "reasoning_content": parts["reasoning"],
+    }
+    if parts["call"]:
+        called = json.loads(parts["call"])
+        function = {"name": called["name"], "arguments": json.dumps(called["arguments"])}
+        message["tool_calls"] = [{"id": id, "type": "function", "function": function}]
+    return message
 
 
 @dataclass(frozen=True)
@@ -170,14 +177,16 @@ class World:
             answer = self._client.chat.completions.create(
                 model=self.made.description.name, messages=agent.messages, tools=TOOLS, temperature=0
             )  # type: ignore[call-overload]
-            found, usage = answer.choices[0].message.content, answer.usage
-            assert found == will_say, (found, will_say)
+            message, usage = answer.choices[0].message.to_dict(), answer.usage
+            ids = [call["id"] for call in message.get("tool_calls") or ()]
+            expected = message_of(will_say, *ids)
+            assert {name: message.get(name) for name in expected} == expected, (message, will_say)
             assert usage.prompt_tokens == len(prompt)
             with self._lock:
                 self._known.append(np.concatenate((prompt, said)))
                 cached = usage.prompt_tokens_details.cached_tokens
                 self.asked.append(Asked(agent.name, prompt, said, cached, best))
-            agent.heard(found)
+            agent.heard(message)
 
         return send
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from agent_world import TOOLS, Agent, Asked, served
+from agent_world import TOOLS, Agent, Asked, message_of, served
 from agent_world import prose as prose_of
 from common import argument_parser, at_least, at_most, conclude
 
@@ -154,7 +154,7 @@ def boundaries_ms(model: Path) -> dict[str, float]:
     tokenizer = PromptTokenizer(model_tokenizer, limit_tokens=10**6)
     agent = Agent("Ann", RULES, 1, 49, SEED)
     while len(agent.messages) < 100:
-        agent.heard(agent.will_say())
+        agent.heard(message_of(agent.will_say(), f"call{len(agent.messages)}"))
     template = template_input(conversation_of(agent.messages, TOOLS), model_tokenizer)
     prompt_ms, own_ms = [], []
     for _ in range(40):

@@ -296,6 +296,10 @@ class ServedModel:
         """The model's name and its aliases, without the alias for any name."""
         return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
 
+    def stored_tokens(self, prompt_tokens: int) -> int:
+        """Returns how many tokens of a prompt later requests may find: the last one is always computed."""
+        return prompt_tokens - 1 if self.reuses_prefixes else 0
+
     def refuse_other(self, asked: str | None) -> None:
         """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
         if asked is None or asked in self.names:

@@ -80,7 +80,7 @@ def test_a_whole_response(client: httpx.Client) -> None:
     written = len("Good day.") + 1  # and the end token
     assert body["usage"] == {
         "input_tokens": len(tokens),
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": len(tokens) - 1},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": len(tokens) + written,

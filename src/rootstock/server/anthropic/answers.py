@@ -47,6 +47,7 @@ class MessageBody(BaseModel):
     ]
     stop_sequence: str | None
     usage: MessageUsage
+    diagnostics: Json | None
 
 
 class CountedTokens(BaseModel):

@@ -25,8 +25,10 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
     salt = salt_of(tenant, body.cache_salt)
-    limits = _constraint(body), body.thought().budget_tokens
-    conversation, chat, applied = _prepared(model, body, salt, tenant, *limits)
+    thought = body.thought()
+    conversation, chat, applied = _prepared(
+        model, body, salt, tenant, _constraint(body), thought.budget_tokens
+    )
     prompt_tokens = len(chat.prompt.tokens)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
@@ -34,12 +36,12 @@ def messages_call(model: ServedModel, body: MessagesRequest, tenant: str) -> Cal
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = MessageFormat(
         id,
-        # As it was asked for: Claude Code drops the thinking of answers that name another model.
+        # The name of the request: Claude Code drops the thinking of answers that name another model.
         body.model or model.name,
         chat.new_parser,
-        PromptUsage(prompt_tokens, prompt_tokens - 1 if model.reuses_prefixes else 0),
+        PromptUsage(prompt_tokens, model.stored_tokens(prompt_tokens)),
         model.context_limit,
-        AnswerStyle(body.thought().is_shown, conversation.tool_choice.parallel),
+        AnswerStyle(thought.is_shown, conversation.tool_choice.parallel),
         applied,
         diagnose,
     )

@@ -29,6 +29,7 @@ Keep = Callable[[str, str], None]  # takes the JSON of a response without its ou
 
 class InputDetails(BaseModel):
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class OutputDetails(BaseModel):
@@ -64,6 +65,7 @@ class ResponseBody(BaseModel):
     tool_choice: str | Json
     tools: list[Json]
     usage: ResponseUsage
+    prompt_cache_diagnostics: Json | None = None
 
 
 class CountedInput(BaseModel):
@@ -100,6 +102,7 @@ class Answering:
     settings: OutputSettings
     new_parser: Callable[[], DeltaParser]
     tokenizer: ModelTokenizer
+    stored_tokens: int  # of the prompt, that later requests may find
     keep: Keep | None = None  # stores the response; None: not asked for
     diagnose: Diagnose | None = None
 
@@ -113,7 +116,7 @@ class Answering:
         return _changing(
             "incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            usage=usage_body(usage, reasoning_tokens(parser)),
+            usage=usage_body(usage, self.stored_tokens, reasoning_tokens(parser)),
             **openai_fields(self.diagnose, [end]),
         )
 
@@ -230,10 +233,13 @@ def _changing(status: str, **changes: object) -> Json:
     return {"status": status, "error": None, "incomplete_details": None, "usage": None, **changes}
 
 
-def usage_body(usage: Usage, reasoning_tokens: int) -> Json:
+def usage_body(usage: Usage, stored_tokens: int, reasoning_tokens: int) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": max(0, stored_tokens - usage.cached_tokens),
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -70,6 +70,7 @@ class Responses:
             settings,
             chat.new_parser,
             model.model_tokenizer,
+            model.stored_tokens(len(chat.prompt.tokens)),
             keep,
             diagnose,
         )
