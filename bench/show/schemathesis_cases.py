@@ -215,6 +215,10 @@ VALID: Mapping[str, tuple[st.SearchStrategy[Json], st.SearchStrategy[Json]]] = {
     "/v1/responses": (ITEMS, RESPONSE_FIELDS),
     "/v1/responses/input_tokens": (ITEMS, NOTHING),
     "/v1/cache/explain": (MESSAGES | body({"prompt": TEXT}), NOTHING),
+    "/v1/cache/explain/chat/completions": (MESSAGES, CHAT_FIELDS),
+    "/v1/cache/explain/completions": (body({"prompt": TEXT}), COMPLETION_FIELDS),
+    "/v1/cache/explain/messages": (BLOCKS, MESSAGES_FIELDS),
+    "/v1/cache/explain/responses": (ITEMS, RESPONSE_FIELDS),
 }
 BODIES = ("made", "valid", "prompt", "valid", "made")  # in turn: hypothesis would draw mostly the first
 SALT = "X-Cache-Salt"
