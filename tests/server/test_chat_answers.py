@@ -17,7 +17,8 @@ from rootstock.engine.output.deltas import (
     TextDelta,
 )
 from rootstock.engine.request import Finished, RequestId, TokenEvent, TokenLogprob, Usage
-from rootstock.server.openai.answers import CallStyle, ChatFormat, OpenAIFormat
+from rootstock.server.openai.answers import OpenAIFormat
+from rootstock.server.openai.chat_answers import CallStyle, ChatFormat
 from rootstock.server.wire import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 

@@ -27,7 +27,9 @@ from rootstock.engine.request import (
 from rootstock.server.event_stream import LONG_ANSWER_CHARS
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, Mailbox
 from rootstock.server.json_pieces import CHUNK_CHARACTERS
-from rootstock.server.openai.answers import ChatFormat, ChoiceFormat, ChunkWriter, CompletionFormat
+from rootstock.server.openai.answers import ChoiceFormat, ChunkWriter
+from rootstock.server.openai.chat_answers import ChatFormat
+from rootstock.server.openai.completion_answers import CompletionFormat
 from rootstock.server.wire import ChoiceHistory
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 from server.held import Held

@@ -32,7 +32,7 @@ from rootstock.errors import TooManyLogprobs
 from rootstock.runtime.base import Batch
 from rootstock.server.app import create_app
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, Kept, LazyList, in_chunks, items_text, json_pieces
-from rootstock.server.openai import answers
+from rootstock.server.openai import completion_answers
 from rootstock.server.wire import Call, ChoiceHistory
 from server.asgi import ask
 from waiting import HANG_S
@@ -204,7 +204,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
         encoded.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(answers, "items_text", noted)
+    monkeypatch.setattr(completion_answers, "items_text", noted)
     n, prompt = 16, "0123456789" * 30
     body = {**ECHO, "prompt": prompt, "logprobs": 20, "n": n, "max_tokens": 0, "stream": stream}
     with serve() as served:

@@ -415,7 +415,7 @@ ToolParser = Annotated[
         SERVER,
         "--tool-parser",
         "Format of the tool calls in answers: the name of a format in docs/answers.md, or none. "
-        "auto: As the chat template writes calls.",
+        "auto: the format in which the chat template writes calls.",
     ),
 ]
 DropVolatile = Annotated[

@@ -16,14 +16,9 @@ from rootstock.engine.request import Request, requests_for
 from rootstock.errors import EmptyPrompt, InvalidParameter
 from rootstock.server.cache_diagnostics import openai_diagnose
 from rootstock.server.explainer import ExplainedPrompt
-from rootstock.server.openai.answers import (
-    ChatFormat,
-    ChoiceFormat,
-    CompletionFormat,
-    Echo,
-    OpenAIFormat,
-    Prompt,
-)
+from rootstock.server.openai.answers import ChoiceFormat, OpenAIFormat
+from rootstock.server.openai.chat_answers import ChatFormat
+from rootstock.server.openai.completion_answers import CompletionFormat, Echo, Prompt
 from rootstock.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -41,7 +41,7 @@ from rootstock.server.fields import (
     SamplingFields,
     Wire,
 )
-from rootstock.server.openai.answers import CallStyle
+from rootstock.server.openai.chat_answers import CallStyle
 from rootstock.server.openai.structured import constraint_of
 from rootstock.server.wire import Json
 

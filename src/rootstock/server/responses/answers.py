@@ -16,11 +16,10 @@ from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLo
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
-from rootstock.server.json_pieces import dumps
+from rootstock.server.json_pieces import LEAST_LOGPROB, dumps
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 # OpenAI's codes of failed responses. Agents repeat a request after the first two.
 _FAILED, _LIMITED, _REFUSED = "server_error", "rate_limit_exceeded", "invalid_prompt"
 
@@ -127,7 +126,7 @@ class Answering:
     def _scored(self, token: int, logprob: float) -> Json:
         return {
             "token": token_text(self.tokenizer, token),
-            "logprob": max(logprob, _LEAST_LOGPROB),
+            "logprob": max(logprob, LEAST_LOGPROB),
             "bytes": list(self.tokenizer.token_bytes(token)),
         }
 
