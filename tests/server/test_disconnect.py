@@ -44,10 +44,11 @@ def test_a_client_that_disconnects_aborts_its_running_requests(serve: Any, strea
         assert again["prompt_tokens_details"]["cached_tokens"] == len("forever") - 1
 
 
+LETTERS = {"logit_bias": {str(ord("a")): 100}}  # each token has text at once, which a stream shows
 AGENTS = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS},
-    "/v1/messages": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS},
-    "/v1/responses": {"input": "forever", "max_output_tokens": 3000, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS, **LETTERS},
+    "/v1/messages": {"messages": [{"role": "user", "content": "forever"}], **ENDLESS, **LETTERS},
+    "/v1/responses": {"input": "forever", "max_output_tokens": 3000, "ignore_eos": True, **LETTERS},
 }
 
 
