@@ -47,7 +47,7 @@ def script(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with scripted_server(script, ServerConfig(api_key=KEY)) as url:
+    with scripted_server(script, ServerConfig(api_key=KEY, aliases=())) as url:
         yield f"{url}/v1"
 
 

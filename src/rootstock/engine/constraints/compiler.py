@@ -197,7 +197,7 @@ def _reason(error: str) -> str:
 def _grammar_text(grammar: Grammar) -> str:
     match grammar:
         case JsonSchema() as schema:
-            return LLMatcher.grammar_from_json_schema(compiler_schema(schema))
+            return LLMatcher.grammar_from_json_schema(json.dumps(compiler_schema(schema)))
         case Regex(pattern):
             return LLMatcher.grammar_from_regex(pattern)
         case Lark(text):
