@@ -97,3 +97,11 @@ def test_a_grammar_takes_the_same_texts() -> None:
 def test_a_part_that_has_no_equivalent_is_refused(grammar: str) -> None:
     with pytest.raises(NotQuotable):
         quoted_lark(grammar)
+
+
+@pytest.mark.parametrize(("opening", "rest"), [('"', "/[^a]/"), ("/", r'"\n"')])
+def test_an_opening_without_an_end_is_searched_once(opening: str, rest: str) -> None:
+    # All up to the end of the line is one piece: a search behind every opening would take the square of the length.
+    unclosed = "start: " + opening + f"\\{opening}" * 1_000 + rest
+    assert quoted_lark(unclosed) == unclosed
+    assert quoted_lark(f"start: {rest}") != f"start: {rest}"

@@ -25,9 +25,11 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _IN_CLASS = re.compile(rf"(?P<first>{_CHAR}|.)(?:-(?P<last>{_CHAR}|[^\]]))?", re.DOTALL)
+# An opening without an end takes all up to where the end could be: behind each opening one would be searched for.
 _OF_LARK = re.compile(
     r"(?P<comment>//[^\n]*)|(?P<from>\"[^\"\\\n]\"|\"\\.\")\s*\.\.\s*(?P<to>\"[^\"\\\n]\"|\"\\.\")"
     r"|(?P<string>\"(?:\\.|[^\"\\\n])*\")|/(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[a-z]*)"
+    r"|(?P<unclosed>\"(?:\\.|[^\"\\\n])*|/(?:\\.|[^/\\\n])+)"
     r"|%import\s+common\.(?P<common>[A-Z_]+)(?:\s*->\s*(?P<alias>[A-Z_]+))?|(?P<directive>%[a-z]+)|(?P<other>.)",
     re.DOTALL,
 )
