@@ -86,7 +86,6 @@ class ConstraintCompiler:
         grammar, param = constraint.grammar, constraint.param
         compiled = None
         if grammar is not None:
-            _refuse_large(grammar, param)
             key = (salt, grammar)
             compiled = self._grammars.get(
                 key, lambda: _compiled(grammar, vocabulary, param, lambda: self._grammars.drop(key))
@@ -149,6 +148,7 @@ def _compiled(
     grammar: Grammar, vocabulary: Vocabulary, param: str, drop: Callable[[], None]
 ) -> CompiledGrammar:
     """Compiles a grammar. `drop` takes it out of the kept ones, when its shared lexer is used up."""
+    _refuse_large(grammar, param)
     try:
         text = _grammar_text(grammar)
     except ValueError as error:  # a number that llguidance cannot read
