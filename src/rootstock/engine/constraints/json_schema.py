@@ -102,9 +102,7 @@ def embedded_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
 
     Raises InvalidParameter and ConstraintRefused.
     """
-    text = json_schema_of(schema, param, strict=strict).text
-    refuse_costly(json.loads(text), param)
-    found: dict[str, Any] = json.loads(text if strict else without_unsupported_patterns(text))
+    found: dict[str, Any] = json.loads(_embeddable(json_schema_of(schema, param, strict=strict), param).text)
     return found
 
 
@@ -119,10 +117,15 @@ def compiler_schema(schema: JsonSchema) -> dict[str, Any]:
 
 def lark_of(schema: JsonSchema, param: str) -> str:
     """Returns a schema as a term of a Lark grammar. Raises ConstraintRefused."""
+    return f"%json {json.dumps(compiler_schema(_embeddable(schema, param)))}"
+
+
+def _embeddable(schema: JsonSchema, param: str) -> JsonSchema:
+    """Drops the patterns that cannot be enforced, if the schema is not strict. Raises ConstraintRefused."""
     refuse_costly(json.loads(schema.text), param)
-    if not schema.strict:
-        schema = JsonSchema(without_unsupported_patterns(schema.text), strict=False)
-    return f"%json {json.dumps(compiler_schema(schema))}"
+    if schema.strict:
+        return schema
+    return JsonSchema(without_unsupported_patterns(schema.text), strict=False)
 
 
 def without_unsupported_patterns(text: str) -> str:
