@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock.engine.request import Logprobs
-
 CHUNK_CHARACTERS = 32 * 1024  # of a body that is sent in chunks
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
-_LOGPROBS_PER_PIECE = 512  # less than a millisecond of encoding
 
 dumps: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
@@ -57,12 +53,6 @@ class Kept:
 def items_text(values: Sequence[Any]) -> str:
     """Returns the text of at least one item of a list, without the brackets."""
     return dumps(values)[1:-1]
-
-
-def slices(scored: Logprobs) -> Iterator[Logprobs]:
-    """Returns slices of rows with as many entries as one piece of JSON has."""
-    rows = max(1, _LOGPROBS_PER_PIECE // (1 + scored.top_tokens.shape[1]))
-    return (scored[at : at + rows] for at in range(0, len(scored), rows))
 
 
 def json_pieces(value: Any) -> Iterator[str]:

@@ -22,8 +22,9 @@ from rootstock.engine.output.deltas import (
 )
 from rootstock.engine.output.reasoning_tokens import parsed_answer, reasoning_tokens
 from rootstock.engine.request import Finished, Logprobs, PromptScored, TokenEvent, TokenLogprob
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
-from rootstock.server.json_pieces import LEAST_LOGPROB, LazyList, items_text, slices
+from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.server.json_pieces import LazyList, items_text
+from rootstock.server.logprobs import logprob_body, slices
 from rootstock.server.wire import ChoiceHistory, Json
 
 
@@ -141,15 +142,7 @@ class ChatFormat:
         return items_text(list(map(self._content, scored)))
 
     def _content(self, one: TokenLogprob) -> Json:
-        top = [self._scored(token, logprob) for token, logprob in one.top]
-        return self._scored(one.token, one.logprob) | {"top_logprobs": top}
-
-    def _scored(self, token: int, logprob: float) -> Json:
-        return {
-            "token": token_text(self._tokenizer, token),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(self._tokenizer.token_bytes(token)),
-        }
+        return logprob_body(one, self._tokenizer)
 
 
 class _ChatChoice:

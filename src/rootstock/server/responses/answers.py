@@ -13,10 +13,11 @@ from rootstock.engine.output.deltas import DeltaParser
 from rootstock.engine.output.reasoning_tokens import reasoning_tokens
 from rootstock.engine.request import Event as EngineEvent
 from rootstock.engine.request import Finished, PromptScored, TokenEvent, TokenLogprob, Usage
-from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RootstockError
 from rootstock.server.cache_diagnostics import openai_fields
-from rootstock.server.json_pieces import LEAST_LOGPROB, dumps
+from rootstock.server.json_pieces import dumps
+from rootstock.server.logprobs import logprob_body
 from rootstock.server.responses.output import Event, Output, OutputSettings, WholeCalls
 from rootstock.server.wire import ChoiceHistory, Diagnose, Json
 
@@ -120,15 +121,7 @@ class Answering:
         )
 
     def logprob(self, one: TokenLogprob) -> Json:
-        top = [self._scored(token, logprob) for token, logprob in one.top]
-        return self._scored(one.token, one.logprob) | {"top_logprobs": top}
-
-    def _scored(self, token: int, logprob: float) -> Json:
-        return {
-            "token": token_text(self.tokenizer, token),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(self.tokenizer.token_bytes(token)),
-        }
+        return logprob_body(one, self.tokenizer)
 
 
 class ResponseFormat:
