@@ -231,25 +231,13 @@ def hostile() -> list[tuple[OutputFormat, str]]:
 
 def work_ratio(format: OutputFormat, unit: str, times: int = 60) -> float:
     """Returns the growth of work with the length of a text that repeats `unit`, one push for each."""
-    return work(format, unit, 2 * times) / work(format, unit, times)
+    prompt = answers.PROMPTS.get(format.name, "")
 
+    def work(times: int) -> int:
+        parser = OutputParser(format, answers.TOOLS, prompt, answers.numbered())
+        return answers.calls_to_parse(parser, unit, times)
 
-def work(format: OutputFormat, unit: str, times: int) -> int:
-    counted = 0
-
-    def count(*_: object) -> None:
-        nonlocal counted
-        counted += 1
-
-    parser = OutputParser(format, answers.TOOLS, answers.PROMPTS.get(format.name, ""), answers.numbered())
-    sys.setprofile(count)
-    try:
-        for _ in range(times):
-            parser.push(unit)
-        parser.finish()
-    finally:
-        sys.setprofile(None)
-    return counted
+    return work(2 * times) / work(times)
 
 
 # ---- other libraries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,26 +31,26 @@ OTHER = "How many books are there, and who reads them?"
 
 
 @dataclass
-class Api:
+class Api(ABC):
     """A client of one API. Answers have one token, and tell their id and their diagnostics."""
 
     client: httpx.Client
     path: str
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self, question: str, rules: str, tools: tuple[str, ...]) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def body(self, question: str, rules: str, tools: tuple[str, ...]) -> Json: ...
 
-    def asking(self, earlier: str | None) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def asking(self, earlier: str | None) -> Json: ...
 
     def told(self, body: Json) -> Any:
         """Returns the diagnostics in the body of a whole answer."""
         return body.get("prompt_cache_diagnostics")
 
+    @abstractmethod
     def of_stream(self, text: str) -> Json:
         """Returns the body that a stream's events add up to."""
-        raise NotImplementedError
 
     def post(
         self, question: str = ASKED, rules: str = RULES, tools: tuple[str, ...] = (), **fields: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -232,3 +233,21 @@ def damaged(format: OutputFormat, rng: random.Random, text: str) -> str:
             case 8:
                 text = text[:at] + rng.choice("[{(") * rng.choice((1, 50, 400)) + text[at:]
     return text
+
+
+def calls_to_parse(parser: OutputParser, unit: str, times: int) -> int:
+    """Counts the function calls in which a parser reads a text many times: a measure of work without a clock."""
+    counted = 0
+
+    def count(*_: object) -> None:
+        nonlocal counted
+        counted += 1
+
+    sys.setprofile(count)
+    try:
+        for _ in range(times):
+            parser.push(unit)
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return counted

@@ -137,24 +137,8 @@ def test_the_beginning_of_a_marker_is_held_back_only_while_it_may_become_one(for
 
 
 def test_work_grows_in_proportion_to_the_text() -> None:
-    import sys
-
     def calls_of(size: int, format: OutputFormat, unit: str) -> int:
-        counted = 0
-
-        def count(*_: object) -> None:
-            nonlocal counted
-            counted += 1
-
-        parser = OutputParser(format, [TOOL])
-        sys.setprofile(count)
-        try:
-            for _ in range(size):
-                parser.push(unit)
-            parser.finish()
-        finally:
-            sys.setprofile(None)
-        return counted
+        return answers.calls_to_parse(OutputParser(format, [TOOL]), unit, size)
 
     for format in (HERMES, CODER, LLAMA, OUTPUT_FORMATS["pythonic"], OUTPUT_FORMATS["gemma4"]):
         for unit in ("<tool_call>", "{", '{"name": "', "[look_up(", "<|tool_call>call:look_up{a:", " \n"):
