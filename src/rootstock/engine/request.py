@@ -13,6 +13,7 @@ from typing import Literal, NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.engine.constraints.compiled import CompiledConstraint
@@ -87,6 +88,7 @@ class Request:
     place: AnswerPlace | None = None  # to which the sampled ids are remembered; None: they are not
     diagnose: bool = False  # its events tell why its prompt was not found in the cache
     constraint: CompiledConstraint | None = None
+    hints: CacheHints | None = None
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -110,6 +112,7 @@ def requests_for(
     place: AnswerPlace | None = None,
     diagnose: bool = False,
     constraint: CompiledConstraint | None = None,
+    hints: CacheHints | None = None,
 ) -> tuple[Request, ...]:
     """Makes one request for each choice of each prompt: prompt by prompt, the choices of one side by side.
 
@@ -128,6 +131,7 @@ def requests_for(
             place,
             diagnose,
             constraint,
+            hints,
         )
         for prompt, tokens in enumerate(prompts)
         for choice in range(choices)
@@ -204,6 +208,7 @@ class TokenEvent:
     logprob: TokenLogprob | None = None
     cached_tokens: int = 0  # of the request's prompt, as in Usage: known with the first token
     diagnosis: Diagnosis | None = None  # with the first token, if the request asks for it
+    hints: tuple[HintOutcome, ...] = ()  # with the first token: decisions about the request's hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,7 @@ class Finished:
     text: str = ""  # text held back until the end, to be appended
     stopped_by: str | int | None = None  # the stop string or token
     diagnosis: Diagnosis | None = None  # if the request asks for it
+    hints: tuple[HintOutcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,48 @@
+"""Hints: wishes of a client about how long, and how firmly, the cache keeps a prefix.
+
+Wire formats translate their dialects to `CacheHints`. A hint never changes an answer, and it is no part of a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_TTL_S = 24 * 3600.0
+LEAST_PRIORITY, GREATEST_PRIORITY = -100, 100  # 0: the cache's own order
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish for the prefix of a prompt: its blocks, window blocks and states, in memory and on disk."""
+
+    field: str  # of the client's body: answers name it
+    end: int | None = None  # tokens of the prefix; None: the prompt and its answer
+    ttl_s: float | None = None  # keep it so long after its last use; None: no wish
+    priority: int = 0  # LEAST_PRIORITY to GREATEST_PRIORITY: higher ones are evicted later
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHints:
+    """The hints of one request."""
+
+    tenant: str = ""  # whose share of the cache bounds them
+    session: str | None = None  # requests of one session follow each other
+    session_field: str = ""  # of the client's body: answers name it
+    ends_session: bool = False  # no request of the session follows: its private part is evicted first
+    retentions: tuple[Retention, ...] = ()
+
+
+class Verdict(StrEnum):
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"  # granted in part
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class HintOutcome:
+    """The cache's decision about one hint."""
+
+    field: str
+    verdict: Verdict
+    reason: str = ""  # why it was clipped or refused
