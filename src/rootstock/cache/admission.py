@@ -142,7 +142,7 @@ class Admission:
         size, length, node = self._size, match.length, match.node
         windows = match.windows or self._no_windows
         while node is not None and length <= node.start and not node.is_root:
-            node = node.parent  # a cap moved the position to an ancestor's end
+            node = node.parent  # a cap moved the position to an ancestor's end, or it is a private root
         if node is None or not length:
             return _Hit(length, None, NO_BLOCKS, None, [], windows, None)
         table = block_table(node, length, size)
@@ -214,7 +214,7 @@ class Admission:
             window.pool.use(held.ids)
         lease = Lease(
             LeaseId(next(self._lease_ids)),
-            match.namespace,
+            match.scope,
             match.tokens,
             hit.length,
             BlockTable(hit.shared),
@@ -236,7 +236,7 @@ class Admission:
             lease.replaced = hit.replaced if hit.copied is None else [*hit.replaced, hit.copied]
             self._tree.attach(lease, node)
         elif self._reuse and hit.length == 0:
-            self._tree.attach(lease, self._tree.ensure_root(lease.namespace))
+            self._tree.attach(lease, self._tree.ensure_root(lease.scope.first))
 
     def _make_room(self, lease: Lease, new_blocks: int, loaded: tuple[int, ...]) -> None:
         """Evicts until the rows that are allocated now are free."""

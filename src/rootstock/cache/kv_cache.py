@@ -28,7 +28,7 @@ from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
 from rootstock.cache.integrity import check_cache
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
 from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
@@ -119,26 +119,34 @@ class KVCache:
 
     # ----------------------------------------------------------------------------------------- queries
 
-    def match(self, tokens: Tokens, namespace: Namespace, at_most: int | None = None) -> Match:
+    def match(
+        self, tokens: Tokens, namespace: Namespace, at_most: int | None = None, *, public_tokens: int = 0
+    ) -> Match:
         """Finds the position at which these tokens can resume. Changes nothing.
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
-        further, for requests that need the logits of earlier positions.
+        further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
+        salts.
         """
+        return self._match(tokens, Scope(namespace, public_tokens), at_most)
+
+    def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
         limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        reached = self.tree.find(tokens, namespace)
+        reached = self.tree.find(tokens, scope)
         if reached is None:
-            return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
+            return Match(tokens, scope, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
         at_most = max(min(found, limit), 0)
         if self.pools.resume_anywhere:
-            pending = self.tree.pending(node, found, found, tokens, limit) if self._leases else None
-            return Match(tokens, namespace, at_most, found, node, pending, self.tree.version, max(limit, 0))
+            pending = self.tree.pending(node, found, found, tokens, limit, scope) if self._leases else None
+            return Match(tokens, scope, at_most, found, node, pending, self.tree.version, max(limit, 0))
         resume = resume_point(node, at_most, self.pools)
-        pending = self.tree.pending(node, found, resume.position, tokens, limit) if self._leases else None
+        pending = None
+        if self._leases:
+            pending = self.tree.pending(node, found, resume.position, tokens, limit, scope)
         return Match(
             tokens,
-            namespace,
+            scope,
             resume.position,
             found,
             node,
@@ -155,21 +163,26 @@ class KVCache:
         nothing."""
         if self.stored is None:
             return None
-        return self.stored.tier_hit(match.tokens, match.namespace, match.length, match.found, match.limit)
+        return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
 
     def following(self, lease: Lease, last: int, most: int) -> Tokens:
         """Finds the tokens that once followed the lease's tokens and then the token `last`: at most `most` of them,
         as a draft of the next tokens. Changes nothing."""
-        if lease.node is None or not lease.node.children:
+        node = lease.node
+        if node is None:
+            return NO_TOKENS
+        if lease.num_cached_tokens == lease.scope.public_tokens:  # its own tails follow, not a longer public head
+            node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
+        if not node.children:
             return NO_TOKENS
         uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
         uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
         uncached[-1] = last
-        return continuation(lease.node, uncached, most)
+        return continuation(node, uncached, most)
 
-    def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
+    def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        return self.explain_hit(self.match(tokens, namespace))
+        return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
         """Tells how much a current match hits, and why no more. Changes nothing."""
@@ -202,7 +215,7 @@ class KVCache:
             match = replace(match, length=tier_hit.base, checkpoint=None, windows=())
         else:
             if match.version != self.tree.version:
-                match = self.match(match.tokens, match.namespace, match.limit)
+                match = self._match(match.tokens, match.scope, match.limit)
             match = self._verified(match)
         answer = self._admission.admit(match, watermark_blocks, boundaries, tier_hit)
         if isinstance(answer, Admitted):
@@ -243,11 +256,12 @@ class KVCache:
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
-            if right and checkpoint.digest == prefix_digest(match.namespace, prefix):
+            namespace = match.scope.of(checkpoint.position)
+            if right and checkpoint.digest == prefix_digest(namespace, prefix):
                 break
             self.counters.checkpoints_refused += 1
             self.tree.drop(checkpoint)
-            match = self.match(match.tokens, match.namespace, match.limit)
+            match = self._match(match.tokens, match.scope, match.limit)
         return match
 
     def loaded(self, lease: Lease, position: int) -> Plan:
@@ -256,7 +270,7 @@ class KVCache:
         assert not lease.ended
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
         else:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
@@ -327,7 +341,7 @@ class KVCache:
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
             # The lease was detached to get blocks; its table still holds every position from 0 on.
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
         if lease.node is not None:
             first = lease.num_cached_tokens
             if lease.num_cached_tokens < lease.num_computed_tokens:
@@ -349,11 +363,11 @@ class KVCache:
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
-            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.namespace)
+            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.scope)
             node = None if reached is None else reached[0]
         self._release_rows(lease)
         if self.write_back is not None:
-            self.write_back.distrust(lease.tokens, lease.namespace, lease.hit_tokens)
+            self.write_back.distrust(lease.tokens, lease.scope, lease.hit_tokens)
         for checkpoint in lease.checkpoints:
             if checkpoint.node is not None:
                 self.tree.drop(checkpoint)
@@ -404,12 +418,13 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- house-keeping
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
         and in the tier below, as far as no running request uses them."""
-        self.tree.forget(tokens, namespace, first)
+        scope = Scope(namespace, public_tokens)
+        self.tree.forget(tokens, scope, first)
         if self.write_back is not None:
-            self.write_back.distrust(tokens, namespace, first, all_that_follows=True)
+            self.write_back.distrust(tokens, scope, first, all_that_follows=True)
 
     def take_all_stores(self) -> tuple[Store, ...]:
         """Takes stores of all rows that the tier below lacks, the last used at the end: for a shutdown."""
@@ -435,8 +450,7 @@ class KVCache:
 
     def knows(self, namespace: Namespace) -> bool:
         """Returns True if any prefix of the namespace is cached or in use."""
-        root = self.tree.roots.get(namespace)
-        return root is not None and not root.is_empty
+        return any(not root.is_empty for root in self.tree.roots_of(namespace))
 
     def reset(self) -> None:
         """Forgets everything, leases included: for an owner whose own state was lost."""
@@ -480,7 +494,7 @@ class KVCache:
             checkpoints=len(checkpoints),
             checkpoint_bytes=len(checkpoints) * state_bytes + sum(window_bytes),
             nodes=len(nodes),
-            namespaces=len(self.tree.roots),
+            namespaces=self.tree.namespaces,
             cached_tokens=sum(node.end - node.start for node in nodes),
             leases=len(self._leases),
             volatile_spans=len(self.volatile),

@@ -12,7 +12,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
 from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
@@ -21,6 +21,7 @@ from rootstock.cache.radix_node import (
     HitProtection,
     Node,
     Root,
+    below,
     common_prefix,
     descend,
     kept_part,
@@ -53,8 +54,9 @@ class PrefixTree:
         self.counters = counters
         self.version = 0  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
-        # Namespaces whose root became empty, the last one at the end. Some of the roots may be in use again.
-        self._emptied: dict[Namespace, None] = {}
+        self._private_roots: dict[Namespace, dict[Root, None]] = {}  # never an empty inner one
+        # Roots that became empty, the last one at the end. Some of them may be in use again.
+        self._emptied: dict[Root, None] = {}
         self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; never an empty inner one
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
@@ -63,7 +65,7 @@ class PrefixTree:
         self._clock = clock
 
     def nodes(self) -> Iterator[Node]:
-        """Yields every node but the roots, parents first."""
+        """Yields every node but roots, parents first."""
         for root in self.roots.values():
             yield from walk(root)
 
@@ -71,13 +73,37 @@ class PrefixTree:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
-    def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
-        """Finds the deepest node that agrees and how many tokens agree; None if the namespace holds nothing."""
+    def roots_of(self, namespace: Namespace) -> list[Root]:
+        """Returns the namespace's root, if it has one, and its private roots."""
         root = self.roots.get(namespace)
-        return None if root is None else descend(root, tokens)
+        return [*([] if root is None else [root]), *self._private_roots.get(namespace, ())]
 
-    def pending(self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int) -> Pending | None:
+    @property
+    def namespaces(self) -> int:
+        """Number of namespaces that have a root."""
+        return len(self.roots.keys() | self._private_roots.keys())
+
+    def find(self, tokens: Tokens, scope: Scope) -> tuple[Node, int] | None:
+        """Finds the deepest node that agrees and how many tokens agree; None if the namespaces hold nothing."""
+        root = self.roots.get(scope.first)
+        if root is None or not scope.public_tokens:
+            return None if root is None else descend(root, tokens)
+        node, found = descend(root, tokens[: scope.public_tokens])
+        private = self.private_root(node, found, scope)
+        return (node, found) if private is None else descend(private, tokens)
+
+    def private_root(self, node: Node, position: int, scope: Scope) -> Root | None:
+        """Returns the root of the scope's tails at `position` of `node`, if a public head ends there and has some."""
+        if not position or position != scope.public_tokens or node.end != position:
+            return None
+        return node.private_roots.get(scope.namespace)
+
+    def pending(
+        self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int, scope: Scope
+    ) -> Pending | None:
         """Finds the running request that will compute the most of `tokens` beyond position `resumable`.
+
+        Positions that one tenant computes behind a public head count for that tenant alone.
 
         A model that resumes anywhere can take over at any position that the other request publishes. Otherwise only a
         request that has not yet reached the point of divergence helps: it is asked for a checkpoint there, at `limit`
@@ -93,6 +119,8 @@ class PrefixTree:
                     continue
                 rest = slice(lease.num_cached_tokens, None)
                 until = lease.num_cached_tokens + common_prefix(lease.tokens[rest], tokens[rest])
+                if lease.scope != scope:
+                    until = min(until, scope.public_tokens, lease.scope.public_tokens)
                 if not anywhere:
                     until = min(until, limit)
                     if until <= lease.num_computed_tokens:
@@ -213,12 +241,37 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: those of a public head for all tenants."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
-        tokens = lease.computed_tokens
-        came_from = node
+        came_from, head = node, lease.scope.public_tokens
+        if position < head:
+            node = self._publish_up_to(min(head, end), lease, node, position)
+            position = min(head, end)
+        if head and position == head < end:
+            node = self._enter_private_root(lease, node)
+        if position < end:
+            node = self._publish_up_to(end, lease, node, position)
+        if node is not came_from:
+            self._move(lease, came_from, node)
+        lease.num_cached_tokens = end
+
+    def _enter_private_root(self, lease: Lease, node: Node) -> Root:
+        """References the root of the lease's tails below the end of a public head."""
+        assert node.end == lease.scope.public_tokens
+        namespace = lease.scope.namespace
+        root = node.private_roots.get(namespace)
+        if root is None:
+            root = Root(namespace, self.pools.resume_anywhere, self._clock(), node)
+            node.private_roots[namespace] = root
+            self._private_roots.setdefault(namespace, {})[root] = None
+        root.ref_count += 1
+        return root
+
+    def _publish_up_to(self, end: int, lease: Lease, node: Node, position: int) -> Node:
+        """Publishes positions `position` … end-1 below `node`; returns the node that ends there."""
+        tokens = lease.computed_tokens[:end]
         while position < end:
             child = node.children.get(int(tokens[position]))
             if child is None:
@@ -228,11 +281,7 @@ class PrefixTree:
                 child = self.split(child, agreed)
             self._adopt(lease, child)
             node, position = child, agreed
-        if position < end:
-            node = self._add(lease, node, position, tokens)
-        if node is not came_from:
-            self._move(lease, came_from, node)
-        lease.num_cached_tokens = end
+        return self._add(lease, node, position, tokens) if position < end else node
 
     def _move(self, lease: Lease, came_from: Node, node: Node) -> None:
         """Attaches the lease to `node`, below `came_from`. `_adopt` and `_add` have referenced the nodes between."""
@@ -311,7 +360,8 @@ class PrefixTree:
         """Adds positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
         size, end = self.block_size, len(tokens)
         now = self._clock()
-        if lease.own_leaf is node and node.ref_count == 1 and not node.children:
+        if lease.own_leaf is node and node.ref_count == 1 and node.is_leaf:
+            self._drop_private_roots(node)
             first_new = node.start // size + len(node.blocks)
             fresh = lease.table[first_new : -(-end // size)]
             self._refer_to_window_blocks(lease, node, end)
@@ -332,7 +382,7 @@ class PrefixTree:
         leaf.ref_count = 1
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
-        if position % size and not node.is_root and node.ref_count == 1:
+        if position % size and not isinstance(node, Root) and node.ref_count == 1:
             self._merge_last_block(lease, node, blocks[:1])
         return leaf
 
@@ -365,7 +415,8 @@ class PrefixTree:
         block_start = position // self.block_size * self.block_size
         step: Node | None = node
         while step is not None and step.end > block_start:
-            yield step
+            if not isinstance(step, Root):
+                yield step
             step = step.parent
 
     def retract(self, node: Node | None, first: int) -> None:
@@ -376,16 +427,17 @@ class PrefixTree:
             parent = node.parent
             self.queue.drop(node)
             self._remove(node)
-            node = parent
+            node = parent.parent if isinstance(parent, Root) else parent
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, scope: Scope, first: int) -> None:
         """Removes every node on the path of `tokens` that reaches beyond `first`, and all nodes below, as far as no
         lease uses them."""
         self.version += 1
-        root = self.roots.get(namespace)
+        root = self.roots.get(scope.first)
         node = None if root is None else root.children.get(int(tokens[0]))
         while node is not None and node.end <= first:
-            node = node.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
+            parent = self.private_root(node, node.end, scope) or node
+            node = parent.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
         if node is None:
             return
         for wrong in reversed([node, *walk(node)]):  # children first
@@ -400,7 +452,7 @@ class PrefixTree:
         protection = HitProtection(self.version)
         if match.node is not None and match.length:
             for node in match.node.path():
-                if not node.is_root:
+                if not isinstance(node, Root):
                     protection.add(node)
         if match.checkpoint is not None:
             match.checkpoint.protections[protection] = None
@@ -529,23 +581,22 @@ class PrefixTree:
             self.drop(self.checkpoints.pop())
         while self.queue.peek() is not None:
             self._remove(self.queue.pop())
-        for root in list(self.roots.values()):
+        private = [root for roots in self._private_roots.values() for root in roots]
+        for root in [*private, *self.roots.values()]:
             self._forget_evictions(root)
 
     def clear_namespace(self, namespace: Namespace) -> None:
-        """Like `clear`, for one namespace: O(its nodes)."""
+        """Like `clear`, for one namespace: O(its nodes). The tails of public heads go with them."""
         self.version += 1
-        root = self.roots.get(namespace)
-        if root is None:
-            return
-        for node in reversed(list(walk(root))):  # children first
-            for checkpoint in list(node.checkpoints.values()):
-                if checkpoint.queue_ticket:
-                    self.drop(checkpoint)
-            if node.queue_ticket:
-                self.queue.drop(node)
-                self._remove(node)
-        self._forget_evictions(root)
+        for root in self.roots_of(namespace):
+            for node in reversed(list(walk(root))):  # children first
+                for checkpoint in list(node.checkpoints.values()):
+                    if checkpoint.queue_ticket:
+                        self.drop(checkpoint)
+                if node.queue_ticket:
+                    self.queue.drop(node)
+                    self._remove(node)
+            self._forget_evictions(root)
 
     def _forget_evictions(self, root: Root) -> None:
         for node in (root, *walk(root)):
@@ -569,6 +620,7 @@ class PrefixTree:
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
             self._drop_checkpoints(leaf, end)
+            self._drop_private_roots(leaf)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
@@ -598,9 +650,10 @@ class PrefixTree:
         """Takes an unreferenced leaf, which is not queued any more, out of the tree."""
         parent = leaf.parent
         assert parent is not None
-        assert not leaf.children
+        assert leaf.is_leaf
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
+        self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
         del parent.children[int(leaf.tokens[0])]
         for protection in leaf.protections:
@@ -610,8 +663,9 @@ class PrefixTree:
         self.pool.unhold(leaf.blocks)
         # An object that still points at the node must not keep its arrays alive.
         leaf.tokens, leaf.blocks, leaf.windows = NO_TOKENS, NO_BLOCKS, []
-        self._queue_if_evictable(parent)
+        head = parent.parent if isinstance(parent, Root) else None  # a leaf too, if that was its last tail
         self._forget_if_empty(parent)
+        self._queue_if_evictable(parent if head is None else head)
 
     def _drop_checkpoints(self, node: Node, after: int) -> None:
         """Drops the node's checkpoints behind position `after`."""
@@ -622,7 +676,7 @@ class PrefixTree:
             self.counters.checkpoints_evicted += 1
 
     def _queue_if_evictable(self, node: Node) -> None:
-        if node.ref_count == 0 and not node.children and not node.is_root:
+        if node.ref_count == 0 and not isinstance(node, Root) and node.is_leaf:
             self.queue.put(node)
 
     def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
@@ -634,28 +688,57 @@ class PrefixTree:
         """Drops a root below which nothing is cached or in use, unless it was emptied lately and has a history."""
         if not isinstance(node, Root) or not node.is_empty:
             return
-        self._emptied.pop(node.namespace, None)
-        if not self.evicted.runs_below(node):
-            self.roots.pop(node.namespace, None)
+        self._emptied.pop(node, None)
+        if self.evicted.runs_below(node):
+            self._emptied[node] = None
+            while len(self._emptied) > MAX_EMPTY_ROOTS:
+                oldest = next(iter(self._emptied))
+                del self._emptied[oldest]
+                if oldest.is_empty:
+                    self._drop_root(oldest)
+        else:
+            self._drop_root(node)
+
+    def _drop_root(self, root: Root) -> None:
+        """Takes an empty root out of the tree, and the history of evictions below it."""
+        self.evicted.forget_below(root)
+        self._emptied.pop(root, None)
+        if root.parent is None:
+            self.roots.pop(root.namespace, None)
             return
-        self._emptied[node.namespace] = None
-        while len(self._emptied) > MAX_EMPTY_ROOTS:
-            namespace = next(iter(self._emptied))
-            del self._emptied[namespace]
-            oldest = self.roots.get(namespace)
-            if oldest is not None and oldest.is_empty:
-                self.evicted.forget_below(oldest)
-                del self.roots[namespace]
+        root.parent.private_roots.pop(root.namespace, None)
+        of_namespace = self._private_roots.get(root.namespace, {})
+        of_namespace.pop(root, None)
+        if not of_namespace:
+            self._private_roots.pop(root.namespace, None)
+
+    def _drop_private_roots(self, leaf: Node) -> None:
+        """Drops the roots below the end of a leaf, which are empty, before its end moves or it is removed."""
+        for root in list(leaf.private_roots.values()):
+            self._drop_root(root)
 
     def check(self) -> None:
         """Asserts the invariants of every node and every root."""
         for node in self.nodes():
             self._check_node(node)
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
+        private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
+        assert len(private) == sum(map(len, self._private_roots.values()))
+        for node, root in private:
+            assert root.parent is node
+            assert root.start == root.end == node.end
+            assert root in self._private_roots[root.namespace]
+            assert node.private_roots[root.namespace] is root
+            assert root.ref_count == sum(child.ref_count for child in root.children.values())
+            above = next(step for step in node.path() if isinstance(step, Root))
+            assert above.namespace.is_public, "a private root below a private node"
         for namespace, root in self.roots.items():
             assert root.namespace == namespace
-            is_remembered = bool(self.evicted.runs_below(root)) and namespace in self._emptied
+            assert not root.private_roots, "a public head without tokens"
+        for root in [*self.roots.values(), *(root for _, root in private)]:
+            is_remembered = bool(self.evicted.runs_below(root)) and root in self._emptied
             assert not root.is_empty or is_remembered, "a namespace outlives its cached prefixes"
+
 
     def _check_node(self, node: Node) -> None:
         size = self.block_size
@@ -671,9 +754,8 @@ class PrefixTree:
         assert node.parent is not None
         assert node.parent.end == node.start
         assert node.parent.children[int(node.tokens[0])] is node
-        below = sum(child.ref_count for child in node.children.values())
-        assert node.ref_count == len(self.leases_at(node)) + below
-        evictable = not node.children and not node.ref_count
+        assert node.ref_count == len(self.leases_at(node)) + sum(child.ref_count for child in below(node))
+        evictable = node.is_leaf and not node.ref_count
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
@@ -687,12 +769,14 @@ def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     shallower = [p for p in node.checkpoints if p < position]
     if shallower:
         yield node.checkpoints[max(shallower)]
-    elif node.parent is not None and node.parent.checkpoints:
-        yield node.parent.checkpoints[max(node.parent.checkpoints)]
+    else:
+        above = node.parent.parent if isinstance(node.parent, Root) else node.parent
+        if above is not None and above.checkpoints:
+            yield above.checkpoints[max(above.checkpoints)]
     deeper = [p for p in node.checkpoints if p > position]
     if deeper:
         yield node.checkpoints[min(deeper)]
         return
-    for child in node.children.values():
+    for child in below(node):
         if child.checkpoints:
             yield child.checkpoints[min(child.checkpoints)]
