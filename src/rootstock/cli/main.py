@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +24,7 @@ from rootstock.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ServedModelConfig,
     ServerConfig,
     TierConfig,
     parse_bytes,
@@ -38,6 +40,10 @@ from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
 from rootstock.units import in_units
+
+if TYPE_CHECKING:
+    from rootstock.cache.shared_budget import SharedBudget
+    from rootstock.server.models import ModelRegistry
 
 EXIT_STARTUP_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -103,8 +109,10 @@ def _root(
 @app.command(cls=options.Command)
 @ctrl_c(AT_ONCE)
 def serve(
-    model: options.ModelPath,
+    model: options.ServedModelPath = None,
+    more_models: options.MoreModels = None,
     _config: options.ConfigFile = None,
+    models_file: options.ModelsFile = None,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -153,7 +161,7 @@ def serve(
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
-    """Serve a model over OpenAI's HTTP API."""
+    """Serve a model, or several, over OpenAI's HTTP API."""
     _log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
@@ -161,8 +169,12 @@ def serve(
             tier_compress,
             "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
         )
+    if model is None and models_file is None:
+        raise typer.BadParameter(
+            "give a model's directory or its name on the Hub, or --models FILE.", param_hint="MODEL"
+        )
     model_config = ModelConfig(
-        model,
+        model or "",
         device,
         dtype,
         served_model_name,
@@ -207,7 +219,7 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
-        aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
@@ -215,9 +227,22 @@ def serve(
     template = None
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
-    run_server(
-        model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
+    if models_file is None and not more_models:
+        if alias is None:
+            server_config = replace(server_config, aliases=(ANY_NAME,))
+        run_server(
+            model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
+        )
+        return
+    from rootstock.cli.models_file import read_models
+    from rootstock.cli.several import models_of, name_of
+
+    first = ServedModelConfig(
+        name_of(model or "none"), model_config, chat_template=template, tool_parser=tool_parser
     )
+    of_file = () if models_file is None else read_models(models_file, model_config)
+    models = models_of(first, more_models or (), of_file)
+    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults)
 
 
 def run_server(
@@ -259,6 +284,52 @@ def run_server(
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )
+
+
+def run_several(
+    models: Sequence[ServedModelConfig],
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    server: ServerConfig,
+    sampling_source: SamplingSource,
+) -> None:
+    """Load the models that are served from the start, and serve all until a signal ends the process."""
+    from rootstock.cli.several import loader, shared_budget
+    from rootstock.server.listen import listen, serve, url_of
+
+    listener = listen(server.host, server.port)
+    quiet: Callable[[str, float], None] = lambda stage, done: None  # noqa: E731
+    with LoadProgress() as progress:
+        budget = shared_budget(models, cache, progress)
+
+        from rootstock.server.app import create_app
+        from rootstock.server.models import ModelRegistry
+
+        report = progress  # until the server runs: then the terminal belongs to the log
+
+        def load(one: ServedModelConfig) -> Assembly:
+            return loader(models, cache, engine, tier, sampling_source, budget, report)(one)
+
+        registry = ModelRegistry.of_several(models, load, server, engine, budget)
+        web = create_app(registry, server)
+        registry.start()
+    report = quiet
+    gc.collect()
+    gc.freeze()
+    with registry:
+        serve(
+            web,
+            registry,
+            listener,
+            on_ready=lambda: print(several_ready_line(registry, url_of(listener), budget), flush=True),
+            max_connections=server.max_connections,
+        )
+
+
+def several_ready_line(registry: ModelRegistry, url: str, budget: SharedBudget) -> str:
+    listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
+    return f"Rootstock serves {listed} at {url}/v1 · a KV budget of {in_units(budget.budget_bytes)} for all"
 
 
 def _announce_writing(made: Assembly) -> None:

@@ -51,6 +51,8 @@ def assemble(
     share = None
     if cache.budget_bytes is not None:
         budget = cache.budget_bytes
+    elif shared is not None and described.device != "cpu":
+        budget = int(shared.budget_bytes * cache.device_share)
     elif shared is not None:
         budget, share = shared.budget_bytes, shared.join()
     else:

@@ -20,6 +20,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
@@ -197,6 +198,11 @@ class Engine:
     def context_limit(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return self._limits.context_limit
+
+    @property
+    def budget_share(self) -> BudgetShare | None:
+        """The cache's part in a budget of several models. None: its budget is its own."""
+        return self._cache.share
 
     @property
     def reuses_prefixes(self) -> bool:
