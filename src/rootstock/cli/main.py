@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -40,10 +39,6 @@ from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
 from rootstock.units import in_units
-
-if TYPE_CHECKING:
-    from rootstock.cache.shared_budget import SharedBudget
-    from rootstock.server.models import ModelRegistry
 
 EXIT_STARTUP_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -170,9 +165,8 @@ def serve(
             "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
         )
     if model is None and models_file is None:
-        raise typer.BadParameter(
-            "give a model's directory or its name on the Hub, or --models FILE.", param_hint="MODEL"
-        )
+        needed = "give a model's directory or its name on the Hub, or --models FILE."
+        raise typer.BadParameter(needed, param_hint="MODEL")
     model_config = ModelConfig(
         model or "",
         device,
@@ -235,11 +229,10 @@ def serve(
         )
         return
     from rootstock.cli.models_file import read_models
-    from rootstock.cli.several import models_of, name_of
+    from rootstock.cli.several import models_of, name_of, run_several
 
-    first = ServedModelConfig(
-        name_of(model or "none"), model_config, chat_template=template, tool_parser=tool_parser
-    )
+    name = served_model_name or name_of(model or "none")
+    first = ServedModelConfig(name, model_config, chat_template=template, tool_parser=tool_parser)
     of_file = () if models_file is None else read_models(models_file, model_config)
     models = models_of(first, more_models or (), of_file)
     run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults)
@@ -284,52 +277,6 @@ def run_server(
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )
-
-
-def run_several(
-    models: Sequence[ServedModelConfig],
-    cache: CacheConfig,
-    engine: EngineConfig,
-    tier: TierConfig,
-    server: ServerConfig,
-    sampling_source: SamplingSource,
-) -> None:
-    """Load the models that are served from the start, and serve all until a signal ends the process."""
-    from rootstock.cli.several import loader, shared_budget
-    from rootstock.server.listen import listen, serve, url_of
-
-    listener = listen(server.host, server.port)
-    quiet: Callable[[str, float], None] = lambda stage, done: None  # noqa: E731
-    with LoadProgress() as progress:
-        budget = shared_budget(models, cache, progress)
-
-        from rootstock.server.app import create_app
-        from rootstock.server.models import ModelRegistry
-
-        report = progress  # until the server runs: then the terminal belongs to the log
-
-        def load(one: ServedModelConfig) -> Assembly:
-            return loader(models, cache, engine, tier, sampling_source, budget, report)(one)
-
-        registry = ModelRegistry.of_several(models, load, server, engine, budget)
-        web = create_app(registry, server)
-        registry.start()
-    report = quiet
-    gc.collect()
-    gc.freeze()
-    with registry:
-        serve(
-            web,
-            registry,
-            listener,
-            on_ready=lambda: print(several_ready_line(registry, url_of(listener), budget), flush=True),
-            max_connections=server.max_connections,
-        )
-
-
-def several_ready_line(registry: ModelRegistry, url: str, budget: SharedBudget) -> str:
-    listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
-    return f"Rootstock serves {listed} at {url}/v1 · a KV budget of {in_units(budget.budget_bytes)} for all"
 
 
 def _announce_writing(made: Assembly) -> None:

@@ -26,7 +26,7 @@ def read_models(path: Path, base: ModelConfig) -> tuple[ServedModelConfig, ...]:
     """Return the models of a file. Options that a model does not name have the values of `base`.
 
     Raises InvalidOption and ConfigFileInvalid."""
-    found = []
+    found: list[ServedModelConfig] = []
     for key, node in entries_of(read_bounded(OPTION, path, MAX_FILE_BYTES), path):
         if len(found) == MAX_MODELS:
             raise ConfigFileInvalid(path, key.start_mark.line + 1, f"more than {MAX_MODELS} models.")
@@ -89,11 +89,15 @@ def _changed(path: Path, made: ServedModelConfig, name: str, node: Any) -> Serve
 
 
 def _of_model(field: str) -> Change:
-    return lambda made, text: replace(made, model=replace(made.model, **{field: text}))
+    return lambda made, text: _with(made, {field: text})
 
 
 def _switch_of_model(field: str) -> Change:
-    return lambda made, text: replace(made, model=replace(made.model, **{field: _is_on(field, text)}))
+    return lambda made, text: _with(made, {field: _is_on(field, text)})
+
+
+def _with(made: ServedModelConfig, values: dict[str, Any]) -> ServedModelConfig:
+    return replace(made, model=replace(made.model, **values))
 
 
 def _is_on(option: str, text: str) -> bool:

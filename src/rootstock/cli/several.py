@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -11,12 +12,14 @@ from pathlib import Path
 
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.cli.options import SamplingSource
-from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, TierConfig
+from rootstock.cli.output import LoadProgress
+from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
 from rootstock.runtime.model_files import locate, weight_files
+from rootstock.units import in_units
 
 Report = Callable[[str, float], None]
 
@@ -107,5 +110,49 @@ def models_of(
 
 
 def name_of(model: str) -> str:
-    """Return the last part of a model's name, by which clients ask for it."""
-    return Path(model).expanduser().name or Path(model).resolve().name
+    """Return the name by which clients ask for a model: its directory's own name, or its name on the Hub."""
+    directory = Path(model).expanduser()
+    return directory.resolve().name if directory.is_dir() else model
+
+
+def run_several(
+    models: Sequence[ServedModelConfig],
+    cache: CacheConfig,
+    engine: EngineConfig,
+    tier: TierConfig,
+    server: ServerConfig,
+    sampling_source: SamplingSource,
+) -> None:
+    """Load the models that are served from the start, and serve all until a signal ends the process."""
+    from rootstock.server.listen import listen, serve, url_of
+
+    listener = listen(server.host, server.port)  # before models are loaded, which may take minutes
+    with LoadProgress() as progress:
+        shown: list[Report] = [progress]
+
+        def report(stage: str, done: float) -> None:
+            for show in shown:
+                show(stage, done)
+
+        budget = shared_budget(models, cache, report)
+
+        from rootstock.server.app import create_app
+        from rootstock.server.models import ModelRegistry
+
+        load = loader(models, cache, engine, tier, sampling_source, budget, report)
+        registry = ModelRegistry.of_several(models, load, server, engine, budget)
+        web = create_app(registry, server)
+        registry.start()
+        shown.clear()  # the terminal shows no progress of later loads
+    gc.collect()
+    gc.freeze()
+    listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
+    ready = f"Rootstock serves {listed} at {url_of(listener)}/v1 · {in_units(budget.budget_bytes)} for the KV of all"
+    with registry:
+        serve(
+            web,
+            registry,
+            listener,
+            on_ready=lambda: print(ready, flush=True),
+            max_connections=server.max_connections,
+        )

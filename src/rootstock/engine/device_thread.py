@@ -1,7 +1,8 @@
 """One thread for the engines of one device: they take turns, a step each.
 
 Two models never compute at once, so that neither waits for the other's threads in the middle of a forward, and one
-thread uses all caches of a shared budget. Between two tokens, a request waits for one step of each other model at most.
+thread uses all caches of a shared budget. Between two tokens, a request waits for at most one step of each other
+model.
 """
 
 from __future__ import annotations
