@@ -17,6 +17,8 @@
     │   ├── ChatTemplateMissing         400
     │   ├── ChatTemplateFailed          400  the model's template refuses these messages
     │   ├── ModelNotFound               404
+    │   ├── ModelNotLoaded              409  for a route that loads no model
+    │   ├── ModelBusy                   409  requests use the model that should be unloaded
     │   ├── ResponseNotFound            404  no stored response of the tenant has this id
     │   ├── PreviousResponseNotFound    400
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
@@ -37,6 +39,7 @@
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
     │   ├── ClearUnderWay               429
+    │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -51,6 +54,7 @@
     │       └── LLMClosed                    the library's LLM was closed
     └── StartupError                    exit status 2
         ├── InvalidOption                    an option, its value, the allowed values
+        │   └── MemoryLacks                  a size beyond the free memory
         ├── AddressUnavailable
         ├── BudgetTooSmall
         ├── ConfigFileInvalid                the file of --config: its line, and the fault
@@ -270,6 +274,29 @@ class ModelNotFound(RequestError):
         )
 
 
+class ModelNotLoaded(RequestError):
+    code = "model_not_loaded"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model {shown(name)} is not loaded. A request to it loads it, and so does POST /v1/models/load.",
+            param="model",
+        )
+
+
+class ModelBusy(RequestError):
+    code = "model_busy"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model {shown(name)} cannot be unloaded now: requests use it, it is being loaded, or it is served "
+            "for good. Try again when they have ended.",
+            param="model",
+        )
+
+
 class RouteNotFound(RequestError):
     code = "not_found"
     http_status = 404
@@ -446,6 +473,19 @@ class QueueFull(Overloaded):
         self.max_queue = max_queue
 
 
+class ModelUnavailable(Overloaded):
+    code = "model_unavailable"
+    http_status = 503
+
+    def __init__(self, name: str, cause: str, retry_s: float) -> None:
+        super().__init__(
+            f"The model {shown(name)} could not be loaded ({cause}); the server's log has the details. The server "
+            f"tries again for a request that comes after {max(1, round(retry_s))} s."
+        )
+        self.cause = cause
+        self.retry_s = retry_s
+
+
 class ClearUnderWay(Overloaded):
     code = "clear_under_way"
 
@@ -579,6 +619,10 @@ class InvalidOption(StartupError):
         self.option = option
         self.value = value
         self.allowed = allowed
+
+
+class MemoryLacks(InvalidOption):
+    """A size beyond the memory that is free: it may be enough when another model is unloaded."""
 
 
 class ConfigFileInvalid(StartupError):

@@ -39,6 +39,7 @@ from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, c
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.sessions import Sessions
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
@@ -53,8 +54,8 @@ class KVCache:
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
     below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
-    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. Raises
-    BudgetTooSmall.
+    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
+    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class KVCache:
         through: bool = False,
         retained_share: float = RETAINED_SHARE,
         pinned_share: float = PINNED_SHARE,
+        share: BudgetShare | None = None,
     ) -> None:
         self._retained_share = retained_share
         self._pinned_share = pinned_share
@@ -84,17 +86,22 @@ class KVCache:
         self._policy = MostValuableLast() if policy is None else policy
         self._clock = clock
         self._fixed_rows = rows
+        self.share = share
         self._lease_ids = itertools.count()
         self._start_empty()
 
     def _start_empty(self) -> None:
-        pools = self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
+        pools = self.pools = Pools(
+            self.families, self.budget_bytes, self.block_size, self._fixed_rows, self.share
+        )
         self.write_back = (
             None
             if self.stored is None
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
+        if self.share is not None:
+            self.share.attach(tree)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -129,6 +136,11 @@ class KVCache:
     def resume_anywhere(self) -> bool:
         """True if a cached prefix can be resumed at any position, so that checkpoints have no use."""
         return self.pools.resume_anywhere
+
+    @property
+    def others_live_bytes(self) -> int:
+        """Bytes of a shared budget that running requests of other models use."""
+        return 0 if self.share is None else self.share.others_live_bytes
 
     @property
     def capacity_tokens(self) -> int:
@@ -354,7 +366,7 @@ class KVCache:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
         resident memory stays within the budget. Execute the plan before the next write to newly allocated rows."""
         plan = self._with_stores(NOTHING)
-        if self.pools.backed_bytes <= self.pools.budget_bytes or self._fixed_rows is not None:
+        if self._fixed_rows is not None or self.pools.excess_bytes <= 0:
             return plan
         return replace(plan, returned=tuple(self.pools.return_rows()))
 

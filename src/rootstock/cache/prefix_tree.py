@@ -29,6 +29,7 @@ from rootstock.cache.radix_node import (
     walk,
 )
 from rootstock.cache.retention import Grant, RetentionLedger
+from rootstock.cache.shared_budget import Value
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
@@ -221,8 +222,8 @@ class PrefixTree:
 
     def _observe_reuse(self, idle_s: float) -> None:
         """Tells the policy that an unreferenced prefix is used again."""
-        if self.pools.resume_anywhere:  # then every entry has the same worth, and idle times change no order
-            return
+        if self.pools.resume_anywhere and self.pools.share is None:
+            return  # every entry has the same worth, and idle times change no order
         if self._policy.observe_reuse(idle_s):
             self.queue.renew()
             self.checkpoints.renew()
@@ -635,20 +636,69 @@ class PrefixTree:
             checkpoint = self.checkpoints.peek()
         by_leaf = leaf is not None and (checkpoint is None or leaf <= checkpoint)
         rank = leaf if by_leaf else checkpoint
-        if rank is None or (below is not None and rank >= below):
-            return False
+        is_ours = rank is not None and (below is None or rank < below)
+        share = self.pools.share
+        if share is not None and missing_bytes and missing_blocks <= 0:
+            limit = rank if is_ours else below
+            if share.evict_elsewhere(
+                missing_bytes, None if limit is None else share.valued(self._value(limit))
+            ):
+                return True
+        if is_ours:
+            self._evict_first(by_leaf, missing_blocks, missing_bytes)
+        return is_ours
+
+    def _evict_first(self, by_leaf: bool, missing_blocks: int, missing_bytes: int) -> None:
+        """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint."""
         self.version += 1
         if by_leaf:
-            node = self.queue.pop()
+            full = self.pools.full
             by_bytes = -(-missing_bytes // full.row_bytes) if full.row_bytes else 0
-            self._trim(node, max(1, missing_blocks, by_bytes))
-        else:
-            chosen = self.checkpoints.pop()
-            if self.write_back is not None:
-                self.write_back.add_checkpoint(chosen)
-            self.drop(chosen)
-            self.counters.checkpoints_evicted += 1
-        return True
+            self._trim(self.queue.pop(), max(1, missing_blocks, by_bytes))
+            return
+        chosen = self.checkpoints.pop()
+        if self.write_back is not None:
+            self.write_back.add_checkpoint(chosen)
+        self.drop(chosen)
+        self.counters.checkpoints_evicted += 1
+
+    # ------------------------------------------------------------------- for the caches of a shared budget
+
+    @property
+    def owned_bytes(self) -> int:
+        return self.pools.owned_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return self.pools.cached_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.pools.backed_bytes
+
+    def least_value(self) -> Value | None:
+        """Returns the value of the leaf or checkpoint to evict next; None: there is none."""
+        first = self._first()
+        return None if first is None else self._value(first[0])
+
+    def evict_least(self, missing_bytes: int) -> None:
+        """Makes one step towards so many free bytes: evicts the tail of a leaf or a checkpoint."""
+        first = self._first()
+        assert first is not None
+        self._evict_first(first[1], 0, missing_bytes)
+
+    def _first(self) -> tuple[Rank, bool] | None:
+        """Returns the rank of the entry with memory to evict next, and whether it is a leaf."""
+        leaf = self.queue.peek() if self.pools.full.row_bytes else None
+        checkpoint = self.checkpoints.peek()
+        if leaf is not None and (checkpoint is None or leaf <= checkpoint):
+            return leaf, True
+        return None if checkpoint is None else (checkpoint, False)
+
+    def _value(self, rank: Rank) -> Value:
+        return rank[0], self._policy.log_value(rank[1], self._clock())
+
+    # ------------------------------------------------------------------------------------------ clearing
 
     def clear(self) -> None:
         """Drops everything that no lease references, and the history of evictions."""

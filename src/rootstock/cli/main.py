@@ -23,6 +23,7 @@ from rootstock.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ServedModelConfig,
     ServerConfig,
     TierConfig,
     parse_bytes,
@@ -103,8 +104,10 @@ def _root(
 @app.command(cls=options.Command)
 @ctrl_c(AT_ONCE)
 def serve(
-    model: options.ModelPath,
+    model: options.ServedModelPath = None,
+    more_models: options.MoreModels = None,
     _config: options.ConfigFile = None,
+    models_file: options.ModelsFile = None,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -153,7 +156,7 @@ def serve(
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
-    """Serve a model over OpenAI's HTTP API."""
+    """Serve a model, or several, over OpenAI's HTTP API."""
     _log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
@@ -161,8 +164,11 @@ def serve(
             tier_compress,
             "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
         )
+    if model is None and models_file is None:
+        needed = "give a model's directory or its name on the Hub, or --models FILE."
+        raise typer.BadParameter(needed, param_hint="MODEL")
     model_config = ModelConfig(
-        model,
+        model or "",
         device,
         dtype,
         served_model_name,
@@ -207,7 +213,7 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
-        aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
@@ -215,9 +221,21 @@ def serve(
     template = None
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
-    run_server(
-        model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
-    )
+    if models_file is None and not more_models:
+        if alias is None:
+            server_config = replace(server_config, aliases=(ANY_NAME,))
+        run_server(
+            model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
+        )
+        return
+    from rootstock.cli.models_file import read_models
+    from rootstock.cli.several import models_of, name_of, run_several
+
+    name = served_model_name or name_of(model or "none")
+    first = ServedModelConfig(name, model_config, chat_template=template, tool_parser=tool_parser)
+    of_file = () if models_file is None else read_models(models_file, model_config)
+    models = models_of(first, more_models or (), of_file)
+    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults)
 
 
 def run_server(

@@ -89,6 +89,34 @@ ModelPath = Annotated[
         help="Model directory with config.json, or name on the Hugging Face Hub.",
     ),
 ]
+ServedModelPath = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        envvar=f"{ENV_PREFIX}_MODEL",
+        help="Model directory with config.json, or name on the Hugging Face Hub.",
+        show_default=False,
+    ),
+]
+MoreModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Further models. They share --kv-budget. Requests name one of them.",
+        show_default=False,
+    ),
+]
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--models",
+        metavar="FILE",
+        envvar=f"{ENV_PREFIX}_MODELS",
+        allow_from_autoenv=False,
+        rich_help_panel=MODEL,
+        help="YAML file of models with options of their own, such as 'small: {model: DIRECTORY, load: demand}'.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -115,9 +143,10 @@ Alias = Annotated[
     option(
         SERVER,
         "--alias",
-        "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
-        metavar="NAME",
-        show_default="*",
+        "Further model name in the API, such as gpt-4o, or gpt-4o=MODEL with several models. May be repeated, or "
+        "hold several, comma-separated. *: any other name.",
+        metavar="NAME[=MODEL]",
+        show_default="* with one model",
     ),
 ]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]

@@ -21,6 +21,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.public_heads import PublicHeads
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
@@ -28,6 +29,7 @@ from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.prompts.salt import is_chosen_by_client
@@ -96,6 +98,10 @@ class Engine:
         self._clearing = threading.Lock()  # held while one tenant's records in the tiers are cleared
         self._after_events: tuple[Callable[[], None], ...] = ()
         self._thread: threading.Thread | None = None
+        self._device: DeviceThread | None = None  # whose thread it is; None: the engine's own
+        self._wake: Callable[[], None] = lambda: None
+        self._finishing = threading.Lock()  # of _finished
+        self._finished = False
         self._step_began: float | None = None
 
         # Compiles what a request's answer must follow. None: without a tokenizer, tokens have no text.
@@ -141,7 +147,7 @@ class Engine:
             self._masks,
             pacing,
             clock,
-            self._commands.put,
+            self._run_soon,
             self._notify,
         )
 
@@ -154,22 +160,36 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(self) -> None:
+    def start(self, device: DeviceThread | None = None) -> None:
+        """Starts the engine on a thread of its own, or on that of a device which serves several models."""
         assert self._thread is None, "an engine is started once"
+        if device is not None:
+            self._device, self._thread, self._wake = device, device.thread, device.wake
+            self.scheduler.share_device(lambda: device.others_decode(self))
+            device.add(self)
+            return
         self._thread = threading.Thread(target=self._run, name="rootstock-engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread after the current step. Requests in flight fail with EngineStopped. Idempotent."""
         self._requests.close()
-        if self._thread is None:
-            self.steps.fail_all(EngineStopped())
-            self._masks.close()
-            self._close_tiers()
+        device = self._device
+        if device is not None and self._thread is threading.current_thread():
+            device.run_soon(self._end_turns)
+            return
+        if self._thread is None or device is not None:
+            self._end_turns()
             return
         self._commands.put(lambda: None)  # wakes the thread if it sleeps
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _end_turns(self) -> None:
+        """Ends an engine that has no thread of its own."""
+        if self._device is not None:
+            self._device.remove(self)
+        self._finish(is_sound=True)
 
     # ---------------------------------------------------------------------------------- for any thread
 
@@ -181,6 +201,11 @@ class Engine:
     def context_limit(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         return self._limits.context_limit
+
+    @property
+    def budget_share(self) -> BudgetShare | None:
+        """The cache's part in a budget of several models. None: its budget is its own."""
+        return self._cache.share
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -204,7 +229,7 @@ class Engine:
         self._limits.refuse_impossible(request)
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequence(request, sink)
-        self._requests.add(sequence, lambda: self._commands.put(lambda: self.steps.add(sequence)))
+        self._requests.add(sequence, lambda: self._run_soon(lambda: self.steps.add(sequence)))
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
         ends = self._limits.end_tokens(request)
@@ -255,7 +280,7 @@ class Engine:
     def abort(self, request: RequestId) -> None:
         """Ends a request with `Aborted`, unless it has ended. Idempotent. Does not wait."""
         if request in self._requests:
-            self._commands.put(lambda: self.steps.abort(request))
+            self._run_soon(lambda: self.steps.abort(request))
 
     def generate(self, request: Request) -> Iterator[Event]:
         """Submits a request and yields its events. Closing the iterator aborts the request."""
@@ -383,7 +408,7 @@ class Engine:
                 if isinstance(error, AssertionError):  # our own structures may be half changed
                     raise
 
-        self._commands.put(run)
+        self._run_soon(run)
         while True:
             try:
                 return future.result(timeout=1.0)
@@ -397,17 +422,22 @@ class Engine:
 
     def _run(self) -> None:
         is_sound = False  # stays False after an exception: memory may be half written
-        verifier = self.hit_verifier
         try:
             while not self._requests.closed:
                 is_idle = not self.scheduler.has_work and self._commands.empty()
-                if verifier is not None and is_idle and verifier.has_work:
-                    self.verify_hits()
-                else:
+                if not (is_idle and self.work_idly()):
                     self.step(self.next_command())
             is_sound = True
         finally:
             # Also after an exception that no handler can recover from: every request gets its terminal event.
+            self._finish(is_sound)
+
+    def _finish(self, is_sound: bool) -> None:
+        """Ends every request, and the tiers. Idempotent. Not while the engine's thread runs a step."""
+        with self._finishing:
+            if self._finished:
+                return
+            self._finished = True
             self._requests.close()
             try:
                 self.steps.fail_all(EngineStopped())
@@ -415,6 +445,52 @@ class Engine:
             finally:
                 self._masks.close()
                 self._close_tiers(flush=is_sound)
+
+    def work_idly(self) -> bool:
+        """Does a piece of work that can wait. Returns False if there is none. For the engine's thread."""
+        if self.hit_verifier is None or not self.hit_verifier.has_work:
+            return False
+        self.verify_hits()
+        return True
+
+    # ---------------------------------------------------------------------- turns on a device's thread
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether there are commands, or a step can run."""
+        if not self._commands.empty():
+            return True
+        return self.scheduler.has_work and not (self.steps.is_stalled or self.steps.is_blocked)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the waiting requests need memory that a request of another model uses."""
+        return self.scheduler.has_work and self.steps.is_blocked
+
+    @property
+    def decodes(self) -> bool:
+        return self.scheduler.decodes
+
+    @property
+    def next_overdue_s(self) -> float | None:
+        """Seconds until a load is overdue, while nothing can run before it has ended."""
+        if not (self.scheduler.has_work and self.steps.is_stalled) or self.tier_connector is None:
+            return None
+        return self.tier_connector.next_overdue_s
+
+    def detach(self) -> None:
+        """Keeps other models from evicting: the device's thread gives no more turns."""
+        if self._cache.share is not None:
+            self._cache.share.close()
+
+    def fail(self) -> None:
+        """Ends the engine after an exception that no handler can recover from: memory may be half written."""
+        self._finish(is_sound=False)
+
+    def _run_soon(self, command: Callable[[], None]) -> None:
+        """Queues a command for the engine's thread."""
+        self._commands.put(command)
+        self._wake()
 
     def next_command(self) -> Callable[[], None] | None:
         """Waits for a command if nothing can run before one arrives or a load is overdue."""

@@ -137,6 +137,7 @@ class Scheduler:
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
+        self._others_decode: Callable[[], bool] = lambda: False
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -148,6 +149,14 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def decodes(self) -> bool:
+        return any(isinstance(sequence.state, Decoding) for sequence in self._running)
+
+    def share_device(self, others_decode: Callable[[], bool]) -> None:
+        """Makes steps short while another model of the device decodes, as `others_decode` tells."""
+        self._others_decode = others_decode
 
     @property
     def has_work(self) -> bool:
@@ -206,9 +215,13 @@ class Scheduler:
                 step.scheduled.append(ScheduledSequence(sequence, sequence.state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
-        step.budget = self._chunk_tokens - decodes if decodes else self._idle_chunk_tokens
+        step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
         if decodes and self._pace is not None:
             self.paced_tokens = self._paced(step, 0)
+
+    @property
+    def _idle_budget(self) -> int:
+        return self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
 
     def _schedule_prefills(self, step: _Step) -> None:
         for sequence in list(self._running):
@@ -392,6 +405,9 @@ class Scheduler:
                 return True
             # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
+            if len(self._running) == 1 and not step.loading and self._cache.others_live_bytes:
+                self._preempt(sequence)  # until another model's request has ended
+                return False
             if len(self._running) == 1 and not step.loading:
                 # Preempting the last sequence would not help: no other one would free blocks for it.
                 self.remove(sequence)

@@ -16,6 +16,7 @@ from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import SampledToken, score_prompt
 from rootstock.engine.scheduler import ScheduledSequence, Scheduler
 from rootstock.engine.sequence import Decoding, Loading, Sequence
+from rootstock.engine.share_price import SharePrice
 from rootstock.engine.speculation.acceptance import accepted_rows
 from rootstock.engine.speculation.proposer import Proposer
 from rootstock.engine.stats import StepCounters
@@ -84,6 +85,12 @@ class StepRunner:
         self._notify = notify
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
+        self.is_blocked = False  # nothing can run before a request of another model has ended
+        self._price: SharePrice | None = None
+        if cache.share is not None:
+            token_bytes = max(1, cache.pools.full.row_bytes // cache.block_size)
+            self._price = SharePrice(cache.share, runtime.description, token_bytes)
+            cache.share.settle = self._settle
 
     # --------------------------------------------------------------------------------------- a request
 
@@ -130,18 +137,20 @@ class StepRunner:
             self._requests.fail(sequence, error)
         if not plan.scheduled:
             self.is_stalled = bool(self._loads_in_flight)
-            assert plan.given_up or self.is_stalled or not self._scheduler.has_work, (
-                "requests wait and nothing runs"
-            )
+            waits = self._scheduler.has_work and not self.is_stalled
+            self.is_blocked = waits and self._cache.others_live_bytes > 0
+            assert plan.given_up or self.is_blocked or not waits, "requests wait and nothing runs"
             self._apply(self._cache.take_pending_plan())
             return
-        self.is_stalled = False
+        self.is_stalled = self.is_blocked = False
         self._notify()  # passes on earlier events before the forward takes its time
         size = None if self._pacing is None else plan.size()
         try:
             self._apply(
                 together([self._cache.take_pending_plan(), *(item.sequence.plan for item in plan.scheduled)])
             )
+            if self._cache.share is not None:
+                self._cache.share.settle_others()
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except Exception as error:
@@ -165,6 +174,13 @@ class StepRunner:
         if self._pacing is not None and size is not None and not any(item.drafts for item in plan.scheduled):
             self._pacing.observe(size, self._clock() - began)
 
+    def _settle(self) -> None:
+        """Executes the cache's pending plan between two steps, for the engine of another model."""
+        try:
+            self._apply(self._cache.take_pending_plan())
+        except Exception as error:
+            self.restart(error)
+
     @property
     def _loads_in_flight(self) -> int:
         return 0 if self._loads is None else self._loads.in_flight
@@ -186,8 +202,11 @@ class StepRunner:
                 drafts = sum(item.drafts for item in scheduled)
                 context = sum(segment.past for segment in batch.segments)
                 self._proposer.observe(len(scheduled), drafts, context, seconds)
-        elif self._tier_connector is not None:
-            self._tier_connector.observe(batch.segments, seconds)
+        else:
+            if self._tier_connector is not None:
+                self._tier_connector.observe(batch.segments, seconds)
+            if self._price is not None:
+                self._price.observe(batch.segments, seconds)
         self.counters.steps += 1
         self.counters.computed_tokens += batch.new_tokens
         return logits

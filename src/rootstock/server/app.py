@@ -26,7 +26,7 @@ from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
@@ -36,9 +36,9 @@ from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
 def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = None) -> FastAPI:
-    """Makes the application of several models, or of one. The caller starts and stops the engines."""
+    """Makes the application of several models, or of one. The caller starts and stops them."""
     config = config or ServerConfig()
-    models = served if isinstance(served, ModelRegistry) else ModelRegistry([served], config)
+    models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
@@ -94,19 +94,27 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
 
 
 def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:
-    router = APIRouter(tags=["State"], responses=documented_errors())
+    router = APIRouter(tags=["State"], route_class=BoundedJsonRoute, responses=documented_errors())
 
     def described(name: str) -> dict[str, Any]:
-        model = models.find(name)
+        slot = models.slot(name)
+        model = slot.loaded
+        if model is not None:  # an unloaded one is described as it was loaded last
+            slot.card = {
+                "max_model_len": model.context_limit,
+                **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
+                **anthropic_model_fields(name, slot.created, model.context_limit),
+            }
         return {
             "id": name,
             "object": "model",
-            "created": model.created,
+            "created": slot.created,
             "owned_by": "rootstock",
-            "root": model.name,  # the model that an alias stands for
-            "max_model_len": model.context_limit,
-            **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
-            **anthropic_model_fields(name, model.created, model.context_limit),
+            "root": slot.name,  # the model that an alias stands for
+            "status": {"value": slot.status},
+            **anthropic_model_fields(name, slot.created, None),
+            **slot.card,
+            "display_name": name,
         }
 
     @router.get("/", include_in_schema=False)
@@ -119,6 +127,20 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
         data = [described(name) for name in models.names]
         ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
         return {"object": "list", "data": data, "has_more": False, **ids}
+
+    @router.post("/v1/models/load", responses=documented_errors(404, 409, 415, 429))
+    async def load(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Loads a model, and waits until requests can use it."""
+        refuse_unless(is_operator(request), config)
+        (await models.use(body.model, request)).end()
+        return described(body.model)
+
+    @router.post("/v1/models/unload", responses=documented_errors(404, 409, 415, 429))
+    async def unload(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Unloads a model that no request uses. A later request loads it again."""
+        refuse_unless(is_operator(request), config)
+        await models.unload(body.model, request)
+        return described(body.model)
 
     @router.get("/v1/models/{name:path}", responses=documented_errors(404))
     def one_model(name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ translates a request's body to a `Call`, and the engine's events to the response
 from __future__ import annotations
 
 import io
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -290,7 +289,6 @@ class ServedModel:
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:

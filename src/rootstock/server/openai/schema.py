@@ -253,6 +253,12 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class ModelRequest(Wire):
+    """The name of a model to load or unload."""
+
+    model: str
+
+
 class ClearRequest(Wire):
     """The salt and the model whose prefixes are removed."""
 
