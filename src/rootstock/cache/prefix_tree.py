@@ -77,6 +77,11 @@ class PrefixTree:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
+    def leases_below(self, node: Node) -> Iterator[Lease]:
+        """Yields the leases that reference this node: O(nodes below it)."""
+        for step in (node, *walk(node)):
+            yield from self.leases_at(step)
+
     def roots_of(self, namespace: Namespace) -> list[Root]:
         """Returns the namespace's root, if it has one, and its private roots."""
         root = self.roots.get(namespace)
@@ -677,7 +682,8 @@ class PrefixTree:
         return self.pools.backed_bytes
 
     def least_value(self) -> Value | None:
-        """Returns the value of the leaf or checkpoint to evict next; None: there is none."""
+        """Returns the value of the leaf or checkpoint to evict next; None: there is none. Ends expired grants."""
+        self.expire_grants()
         first = self._first()
         return None if first is None else self._value(first[0])
 
@@ -696,7 +702,7 @@ class PrefixTree:
         return None if checkpoint is None else (checkpoint, False)
 
     def _value(self, rank: Rank) -> Value:
-        return rank[0], self._policy.log_value(rank[1], self._clock())
+        return *rank[:4], self._policy.log_value(rank[4], self._clock())
 
     # ------------------------------------------------------------------------------------------ clearing
 

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-# Orders the entries of all caches: (protected by a queued request, logarithm of the seconds that a byte saves).
-Value = tuple[bool, float]
+# Orders the entries of all caches as an eviction queue orders those of one (`Rank`), but for its last part: the
+# logarithm of the seconds that a byte saves.
+Value = tuple[bool, bool, int, int, float]
 _LEAST_PRICE = 1e-30
 
 
@@ -122,7 +123,7 @@ class BudgetShare:
 
     def valued(self, value: Value) -> Value:
         """Returns a value at this cache's price, comparable with those of the other caches."""
-        return value[0], value[1] + math.log(max(self.price, _LEAST_PRICE))
+        return *value[:4], value[4] + math.log(max(self.price, _LEAST_PRICE))
 
     def evict_elsewhere(self, missing_bytes: int, below: Value | None) -> bool:
         """Makes one step towards so many free bytes in the cache whose next entry is worth the least.
