@@ -28,6 +28,7 @@ from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
+from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
@@ -109,19 +110,23 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def chat(
+        body: ChatCompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(lambda: chat_call(model, body, tenant), request)
+            return await answerer.answer(lambda: chat_call(model, body, tenant, head), request)
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
             raise
 
     @router.post("/v1/completions")
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def completion(
+        body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(lambda: completion_call(model, body, tenant), request)
+        return await answerer.answer(lambda: completion_call(model, body, tenant, head), request)
 
     return router
 

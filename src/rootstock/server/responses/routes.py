@@ -13,6 +13,7 @@ from rootstock.server.access import Tenant
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
+from rootstock.server.hints.headers import HeadHints
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
 from rootstock.server.responses.calls import Responses, input_items
@@ -45,10 +46,10 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     store = responses.store
 
     @router.post("", responses=_POSTED | {200: {"model": ResponseBody, "content": {"text/event-stream": {}}}})
-    async def create(body: ResponseRequest, request: Request, tenant: Tenant) -> Response:
+    async def create(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
-            return await answerer.answer(lambda: responses.call(body, tenant), request)
+            return await answerer.answer(lambda: responses.call(body, tenant, head), request)
         except RequestError as error:
             _rename(error, body)
             raise
