@@ -33,6 +33,7 @@ from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.pin_routes import pin_routes
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
@@ -93,6 +94,7 @@ def create_app(
     app.include_router(response_routes(responses, answerer, queue))
     app.include_router(explain_route(responses, explainer))
     app.include_router(cache_routes(engine, model, config, explainer))
+    app.include_router(pin_routes(engine, model, responses, config, queue))
     app.include_router(
         _state_routes(
             engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config

@@ -53,13 +53,16 @@ _PROBE_TOOL = "look_up"
 _PROBE_CALL_ID = "call00000"  # the strictest templates want nine characters
 
 
+_A_MARK = PrefixMark("cache_control")
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A client's mark of a prefix that later requests will share: it ends after the tools, or within a message."""
 
     message: int | None  # None: the tools
     chars: int = 0  # of the message's content
-    asked: PrefixMark = field(default=PrefixMark("cache_control"))
+    asked: PrefixMark = _A_MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def template_input(conversation: Conversation, tokenizer: ModelTokenizer) -> Tem
         shown = []
     marks = [Mark(None, asked=tool.mark) for tool in shown if tool.mark is not None] + builder.marks
     return TemplateInput(
-        builder.messages, list(map(template_tool, shown)), conversation.options, tuple(dict.fromkeys(marks))
+        builder.messages, list(map(template_tool, shown)), conversation.options, tuple(marks)
     )
 
 

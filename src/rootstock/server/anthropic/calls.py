@@ -34,7 +34,7 @@ def messages_call(
         model, body, salt, tenant, _constraint(body), thought.budget_tokens
     )
     prompt_tokens = len(chat.prompt.tokens)
-    hints = sent_hints(body, head, tenant, chat.prompt.marks)
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
     id = f"msg_{uuid.uuid4().hex}"
     asked = body.diagnostics
     diagnose = None if asked is None else anthropic_diagnose(model, chat, tenant, asked.previous_message_id)

@@ -15,7 +15,7 @@ server does not follow is refused in the answer, and never as an error: no reque
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rootstock.cache.hints import (
@@ -28,8 +28,9 @@ from rootstock.cache.hints import (
     Verdict,
 )
 from rootstock.engine.conversation.marks import duration_s
-from rootstock.engine.limits import MAX_MARKS, MAX_NAME_CHARS, refuse_surrogates
+from rootstock.engine.limits import MAX_MARKS, MAX_NAME_CHARS
 from rootstock.engine.prompts.prompt_tokenizer import PlacedMark
+from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.request import Finished, TokenEvent
 from rootstock.errors import InvalidParameter, Unsupported
 from rootstock.server.fields import Wire
@@ -87,12 +88,21 @@ def _outcome_body(outcome: HintOutcome) -> Json:
 
 
 def sent_hints(
-    body: HintFields, headers: HeaderHints, tenant: str, marks: Sequence[PlacedMark] = ()
+    body: HintFields,
+    headers: HeaderHints,
+    tenant: str,
+    cache_salt: str | None,
+    marks: Sequence[PlacedMark] = (),
 ) -> SentHints:
     """Reads the hints of a request in all dialects. Raises InvalidParameter and Unsupported."""
     if body.nvext is not None:
         _refuse_other_extensions(body.nvext)
-    return _Reader(body, headers, marks).read(tenant)
+    found = _Reader(body, headers, marks).read(tenant)
+    if cache_salt and found.cache is not None and found.cache.session is not None:
+        # The cache knows sessions by tenant. Several parties without tenants can have a salt each.
+        session = f"{salt_of('', cache_salt)} {found.cache.session}"
+        found = replace(found, cache=replace(found.cache, session=session))
+    return found
 
 
 # Fields of `nvext` that would change the answer, with their neutral value.
@@ -197,8 +207,6 @@ class _Reader:
         if not asked:
             return None
         first, value = asked[0]
-        if isinstance(value, str):
-            refuse_surrogates(value, first)
         for path, other in asked[1:]:
             if other != value:
                 self._refuse(path, f"{first} counts")

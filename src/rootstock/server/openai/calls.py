@@ -46,7 +46,7 @@ def chat_call(
     conversation = body.conversation(body.messages, model.model_tokenizer)
     chat = model.prepared_chat(conversation, salt, tenant, body.constraint(), body.reasoning_budget())
     id, n = f"chatcmpl-{uuid.uuid4().hex}", body.choices_per_prompt
-    hints = sent_hints(body, head, tenant, chat.prompt.marks)
+    hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
     diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
     model.fingerprints.add(salt, tenant, id, chat.fingerprint)
     format = ChatFormat(
@@ -82,7 +82,7 @@ def completion_call(
     if asked > model.most_requests:
         allowed = f"such that prompts × n is at most {model.most_requests:,}, not {asked:,}"
         raise InvalidParameter("n", n, allowed)
-    hints = sent_hints(body, head, tenant)
+    hints = sent_hints(body, head, tenant, body.cache_salt)
     echo = Echo(prompts, n, scored=body.logprobs is not None) if body.echo else None
     return _call(
         model,

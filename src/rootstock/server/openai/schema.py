@@ -246,6 +246,12 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class ReleaseRequest(Wire):
+    """The pin that is released."""
+
+    id: Label
+
+
 class ClearRequest(Wire):
     """The salt whose prefixes are removed."""
 

@@ -63,7 +63,7 @@ class Responses:
                 self.store.put(_owner(tenant), new)
 
         chat, id = prepared.chat, settings.response_id
-        hints = sent_hints(body, head, tenant, chat.prompt.marks)
+        hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
         diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
         fields = self._fields(body, prepared, id, sampling.temperature, sampling.top_p)
