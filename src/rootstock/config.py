@@ -119,8 +119,17 @@ class CacheConfig:
     block_size: int = 32  # tokens
     budget_bytes: int | None = None  # None: a share of the memory that is free after the model is loaded
     enabled: bool = True  # False disables prefix caching (for comparison)
+    # Parts of the budget that hints may retain and that can be pinned. Active tenants divide them.
+    retained_share: float = 0.9
+    pinned_share: float = 0.25
 
     def __post_init__(self) -> None:
+        for option, share in (
+            ("--retained-share", self.retained_share),
+            ("--pinned-share", self.pinned_share),
+        ):
+            if not (0.0 <= share <= 1.0):
+                raise InvalidOption(option, share, "from 0 to 1")
         if not (1 <= self.block_size <= 4096):
             raise InvalidOption("--block-size", self.block_size, "from 1 to 4096")
         if self.budget_bytes is not None and self.budget_bytes <= 0:

@@ -25,7 +25,7 @@ from rootstock.cache.admission import Admission
 from rootstock.cache.block_pool import BlockPool
 from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
-from rootstock.cache.explain import Explanation, explain_match
+from rootstock.cache.explain import Explanation, FoundRetention, explain_match
 from rootstock.cache.families import Family
 from rootstock.cache.hints import CacheHints
 from rootstock.cache.integrity import check_cache
@@ -38,6 +38,7 @@ from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, continuation
 from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
+from rootstock.cache.retention import keep_of
 from rootstock.cache.sessions import Sessions
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
@@ -191,7 +192,19 @@ class KVCache:
 
     def explain_hit(self, match: Match) -> Explanation:
         """Tells how much a current match hits, and why no more. Changes nothing."""
-        return explain_match(match, self.tree.evicted, self.reuse, self._realignment(match))
+        return explain_match(
+            match, self.tree.evicted, self.reuse, self._realignment(match), self._retention_of(match)
+        )
+
+    def _retention_of(self, match: Match) -> FoundRetention | None:
+        if match.node is None or not match.found:
+            return None
+        keep = keep_of(match.node, self._clock())
+        pins = {pinned.lease for pinned in self._pins.of(None)}
+        is_pinned = any(lease in pins for lease in self.tree.leases_below(match.node)) if pins else False
+        if keep is None:
+            return FoundRetention(0.0, 0, True) if is_pinned else None
+        return FoundRetention(keep.lasts_s, keep.priority, is_pinned)
 
     # --------------------------------------------------------------------------- the cycle of a request
 

@@ -74,6 +74,11 @@ class PrefixTree:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
+    def leases_below(self, node: Node) -> Iterator[Lease]:
+        """Yields the leases that reference this node: O(nodes below it)."""
+        for step in (node, *walk(node)):
+            yield from self.leases_at(step)
+
     def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
         """Finds the deepest node that agrees and how many tokens agree; None if the namespace holds nothing."""
         root = self.roots.get(namespace)

@@ -50,6 +50,8 @@ def assemble(
         rows=rows,
         stored=stored_index(runtime, tier, cache.block_size),
         through=tier.disk_write == "through",
+        retained_share=cache.retained_share,
+        pinned_share=cache.pinned_share,
     )
     runtime.allocate(kv.rows, cache.block_size)
     tier_connector = open_below(runtime, kv, tier, engine.chunk_tokens)

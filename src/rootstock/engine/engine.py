@@ -20,6 +20,7 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
+from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
@@ -294,6 +295,18 @@ class Engine:
                 self.scheduler.paced_tokens,
             )
         )
+
+    def pin(self, tokens: Tokens, salt: str = "", tenant: str = "") -> Pinned | PinRefused:
+        """Keeps the cached part of a prefix until it is released."""
+        return self.call(lambda: self._cache.pin(tokens, self.namespace(salt), tenant))
+
+    def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
+        """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""
+        return self.call(lambda: self._cache.release_pin(pin, tenant))
+
+    def pins(self, tenant: str | None = None) -> list[Pinned]:
+        """Returns the pinned prefixes of one tenant, or of all."""
+        return self.call(lambda: self._cache.pins(tenant))
 
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.

@@ -280,7 +280,14 @@ class Scheduler:
                 sequence.explanation = self._cache.explain_hit(match)
             if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
                 continue
-            admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
+            admitted = self._cache.admit(
+                match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
+            )
+            while isinstance(admitted, Deferred) and self._drop_pin(step):
+                match = self._match(sequence)
+                admitted = self._cache.admit(
+                    match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
+                )
             if isinstance(admitted, Deferred):
                 return  # first come, first served: later requests do not overtake
             self._start(step, sequence, admitted)
@@ -288,6 +295,10 @@ class Scheduler:
             self._prefill(step, sequence, admitted.lease, at_least=1)
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
+
+    def _drop_pin(self, step: _Step) -> bool:
+        """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
+        return not self._running and not step.loading and self._cache.drop_pin()
 
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
@@ -310,7 +321,9 @@ class Scheduler:
         hit, sequence.load_choice = self._choose_load(match)
         if hit is None or sequence.load_choice is None or not sequence.load_choice.load:
             return False
-        admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries, hit)
+        admitted = self._cache.admit(
+            match, self._watermark, sequence.request.boundaries, hit, hints=sequence.request.hints
+        )
         if isinstance(admitted, Deferred):
             sequence.did_not_load()  # computing may need fewer blocks
             return False
@@ -333,6 +346,7 @@ class Scheduler:
         sequence.prompt_scores.clear()  # scoring begins anew after a preemption
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
+            sequence.hint_outcomes = admitted.lease.hint_outcomes
         if sequence.cached_tokens is None and not admitted.loads:
             sequence.cached_tokens = admitted.lease.hit_tokens
 
@@ -392,6 +406,8 @@ class Scheduler:
             # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
             if len(self._running) == 1 and not step.loading:
+                if self._cache.drop_pin():
+                    continue
                 # Preempting the last sequence would not help: no other one would free blocks for it.
                 self.remove(sequence)
                 error = OutOfBlocks(extended.needed_bytes, self._cache.budget_bytes)

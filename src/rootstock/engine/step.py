@@ -266,6 +266,7 @@ class StepRunner:
                 sampled.logprob,
                 sequence.cached_tokens or 0,
                 sequence.diagnosis if len(sequence.generated) == 1 else None,
+                sequence.hint_outcomes if len(sequence.generated) == 1 else (),
             )
         )
         progress = sequence.sampler.progress
@@ -286,7 +287,15 @@ class StepRunner:
     ) -> None:
         self._scheduler.complete(sequence, lease)
         usage = sequence.usage(self._clock())
-        finished = Finished(sequence.request.id, reason, usage, text, stopped_by, sequence.diagnosis)
+        finished = Finished(
+            sequence.request.id,
+            reason,
+            usage,
+            text,
+            stopped_by,
+            sequence.diagnosis,
+            sequence.hint_outcomes,
+        )
         self._requests.end(sequence, finished)
 
     # ----------------------------------------------------------------------------------- between steps

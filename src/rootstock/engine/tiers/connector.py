@@ -207,7 +207,7 @@ class TierConnector:
 
     def _put(self, store: Store) -> PutResult:
         identity = store.identity
-        record = Record(identity, self._runtime.read(store.part))
+        record = Record(identity, self._runtime.read(store.part), store.keep)
         put = self._writer.put(record, lambda _, outcome: self._events.stored(identity, outcome))
         if isinstance(put, NotStored):
             self.counters.stores_refused[put.why] += 1
@@ -224,6 +224,8 @@ class TierConnector:
             write_back.is_open = not isinstance(self._tier.state, Off)
             if used := write_back.take_used():
                 self._tier.touch(used)
+            if kept := write_back.take_kept():
+                self._tier.retain(kept)
             if wrong := write_back.take_wrong():
                 self.quarantine(wrong)
 
