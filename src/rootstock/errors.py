@@ -328,6 +328,26 @@ class ResponseNotFound(RequestError):
         )
 
 
+class PinNotFound(RequestError):
+    code = "pin_not_found"
+    http_status = 404
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"There is no pin {shown(id)}. It was released, or dropped to make room for a request. "
+            "GET /v1/cache/pins lists the pins.",
+            param="id",
+        )
+
+
+class PinNotGranted(RequestError):
+    code = "pin_not_granted"
+    http_status = 409
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"Nothing is pinned: {reason}.")
+
+
 class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 

@@ -22,11 +22,13 @@ from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
+from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
+from rootstock.server.pin_routes import pin_routes
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
@@ -63,6 +65,7 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(cache_routes(models, config, explainer))
+    app.include_router(pin_routes(models, responses, config))
     app.include_router(_state_routes(models, metrics, config))
     install_docs(app)
     return app
@@ -76,19 +79,27 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     )
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def chat(
+        body: ChatCompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(body.model, lambda model: chat_call(model, body, tenant), request)
+            return await answerer.answer(
+                body.model, lambda model: chat_call(model, body, tenant, head), request
+            )
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
             raise
 
     @router.post("/v1/completions")
-    async def completion(body: CompletionRequest, request: Request, tenant: Tenant) -> Response:
+    async def completion(
+        body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
+    ) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(body.model, lambda model: completion_call(model, body, tenant), request)
+        return await answerer.answer(
+            body.model, lambda model: completion_call(model, body, tenant, head), request
+        )
 
     return router
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.cache.hints import CacheHints
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -29,9 +30,9 @@ from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
 from rootstock.engine.output.parser import OutputParser
 from rootstock.engine.output.reasoning_tokens import CountingParser
-from rootstock.engine.prompts.boundaries import chat_with_boundaries
+from rootstock.engine.prompts.boundaries import chat_with_boundaries, chat_with_marks
 from rootstock.engine.prompts.fingerprint import Fingerprint, Fingerprints, fingerprint_of
-from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, chat_prompt, escaped
+from rootstock.engine.prompts.prompt_tokenizer import ChatPrompt, PromptTokenizer, escaped
 from rootstock.engine.prompts.sampled_answers import AnswerPlace
 from rootstock.engine.request import (
     Event,
@@ -225,7 +226,14 @@ class PreparedChat:
         return fingerprint_of(self.model, self.template, len(self.prompt.tokens))
 
     def requests(
-        self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
+        self,
+        id: str,
+        choices: int,
+        sampling: ResolvedSampling,
+        stop: StopParams,
+        *,
+        diagnose: bool = False,
+        hints: CacheHints | None = None,
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
         return requests_for(
@@ -240,6 +248,7 @@ class PreparedChat:
             place=self.prompt.place,
             constraint=self.constraint,
             diagnose=diagnose,
+            hints=hints,
         )
 
 
@@ -316,7 +325,7 @@ class ServedModel:
             conversation, dropped = without_volatile_heads(conversation)
         template = template_input(conversation, self.model_tokenizer)
         text = escaped(template, self.tokenizer, parse=self.parse_special_tokens)
-        make = chat_with_boundaries if self.wants_boundaries else chat_prompt
+        make = chat_with_boundaries if self.wants_boundaries else chat_with_marks
         prompt = make(text, self.tokenizer, salt, tenant)
         end = text_with_special_tokens(self.model_tokenizer, prompt.tokens[-_PROMPT_END_TOKENS:])
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
