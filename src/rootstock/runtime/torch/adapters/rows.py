@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rootstock.runtime.base import Segment
 from rootstock.runtime.torch.adapters.deltas import Delta, EmbeddingDelta, LinearDelta
+from rootstock.runtime.torch.hooks import LayerUnsupported
 from rootstock.runtime.torch.module_parts import Part
 
 
@@ -129,6 +130,8 @@ class AdaptedModule:
         out = self.own(input, *args, **kwargs)
         view = self._rows.kept if self._has_kept_rows else self._rows.view
         if view.adapters:
+            if not isinstance(out, Tensor):
+                raise LayerUnsupported("returns more than its product", module=type(self._module).__name__)
             _change(self._module, view, self.deltas, input, out)
         return out
 
