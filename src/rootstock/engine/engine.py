@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,8 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
@@ -31,6 +32,7 @@ from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
+from rootstock.engine.prompts.salt import is_chosen_by_client
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
@@ -117,6 +119,7 @@ class Engine:
             self.proposer = proposer or NgramProposer(cache, config.draft_tokens)
         pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s)
         self.tier_connector = tier_connector
+        self.public_heads = PublicHeads()  # replaced before the first request, if there are any
         self.scheduler = Scheduler(
             cache,
             config.max_batch,
@@ -234,6 +237,11 @@ class Engine:
             self._runtime.unload_adapter(fingerprint)
         self._has_nameless_adapters = bool(nameless & in_use)
 
+    def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
+        """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
+        public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
+        return Scope(self.namespace(salt, adapter), public_tokens)
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
 
@@ -274,7 +282,7 @@ class Engine:
         return Sequence(
             request=request,
             sink=sink,
-            namespace=self.namespace(request.salt, request.adapter),
+            scope=self.scope(request.tokens, request.salt, request.adapter),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
                 request.sampling,
@@ -328,12 +336,14 @@ class Engine:
     def explain(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Explanation:
         """Explains which prefix a request with these tokens would hit now, and why no deeper one."""
 
+        scope = self.scope(tokens, salt, adapter)
+
         def explain() -> Explanation:
-            namespace = self.namespace(salt, adapter)
-            explanation = self._cache.explain(tokens, namespace)
+            match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
+            explanation = self._cache.explain_hit(match)
             if self.tier_connector is None:
                 return explanation
-            _, choice = self.tier_connector.choose(self._cache.match(tokens, namespace))
+            _, choice = self.tier_connector.choose(match)
             return explanation if choice is None else replace(explanation, below=choice)
 
         return self.call(explain)
@@ -363,14 +373,24 @@ class Engine:
 
         With a salt, drops those of one tenant only. Raises ClearUnderWay.
         """
-        namespaces: list[Namespace | None] = [None] if salt is None else [*self._namespaces(salt)]
+        return self._clear(() if salt is None else self._namespaces(salt))
+
+    def clear_public_heads(self) -> Cleared:
+        """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
+
+        Raises ClearUnderWay.
+        """
+        return self._clear([Scope(namespace).public for namespace in self._namespaces("")])
+
+    def _clear(self, namespaces: Collection[Namespace]) -> Cleared:
+        """Clears these namespaces, or all without any."""
 
         def clear() -> Cleared:
             if self.hit_verifier is not None:
                 self.hit_verifier.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
             blocks, later = 0, False
-            for namespace in namespaces:
+            for namespace in namespaces or (None,):
                 blocks += self._cache.clear(namespace)
                 if self.proposer is not None:
                     self.proposer.forget(namespace)
@@ -380,14 +400,14 @@ class Engine:
                     later = not self.tier_connector.clear()
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
-        if self.tier_connector is None or salt is None:
+        if self.tier_connector is None or not namespaces:
             return self.call(clear)
         if not self._clearing.acquire(blocking=False):
             raise ClearUnderWay()
         try:
             cleared = self.call(clear)
             # On the caller's thread: the disk must not delay other tenants' requests.
-            for namespace in self._namespaces(salt):
+            for namespace in namespaces:
                 self.tier_connector.clear_below(namespace)
             # Stores that ended in between have added records to the index.
             self.call(clear)
@@ -517,8 +537,8 @@ class Engine:
             except Exception:
                 log.exception("a function to be called after events raised")
 
-    def _distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
-        self._cache.forget(tokens, namespace, first)
+    def _distrust(self, tokens: Tokens, scope: Scope, first: int) -> None:
+        self._cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
         if self.tier_connector is not None:
             self.tier_connector.follow()
 
