@@ -57,10 +57,21 @@ def save_adapter(
         tensors[f"{PREFIX}{name}.lora_A.weight"] = drawn(r, inputs)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = drawn(outputs, r)
         if fields.get("use_dora"):
-            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = weight_of(module).norm(dim=1) * (1 + drawn(outputs))
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted(set(modules)), **fields}
+            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = weight_of(module).norm(dim=1) * (
+                1 + drawn(outputs)
+            )
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(set(modules)),
+        **fields,
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in (tensors | (extra or {})).items()}, directory / "adapter_model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in (tensors | (extra or {})).items()},
+        directory / "adapter_model.safetensors",
+    )
     return directory
 
 
@@ -80,15 +91,24 @@ def merge(model: nn.Module, directory: Path) -> nn.Module:
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.clone())  # an adapter changes one of the two
     for name, module in list(model.named_modules()):
-        own = {key.removeprefix(f"{PREFIX}{name}."): each for key, each in tensors.items() if key.startswith(f"{PREFIX}{name}.")}
+        own = {
+            key.removeprefix(f"{PREFIX}{name}."): each
+            for key, each in tensors.items()
+            if key.startswith(f"{PREFIX}{name}.")
+        }
         if "weight" in own:
             module.weight.copy_(own["weight"])  # type: ignore[operator, union-attr]
         if "base_layer.bias" in own:
             module.bias.copy_(own["base_layer.bias"])  # type: ignore[operator, union-attr]
         if "lora_A.weight" not in own and "lora_embedding_A" not in own:
             continue
-        rank = next((r for end, r in config.get("rank_pattern", {}).items() if name.endswith(end)), config["r"])
-        alpha = next((a for end, a in config.get("alpha_pattern", {}).items() if name.endswith(end)), config["lora_alpha"])
+        rank = next(
+            (r for end, r in config.get("rank_pattern", {}).items() if name.endswith(end)), config["r"]
+        )
+        alpha = next(
+            (a for end, a in config.get("alpha_pattern", {}).items() if name.endswith(end)),
+            config["lora_alpha"],
+        )
         scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         if "lora_embedding_A" in own:
             module.weight += scaling * (own["lora_embedding_B"] @ own["lora_embedding_A"]).T  # type: ignore[operator]

@@ -21,7 +21,9 @@ MODEL = tiny_model("llama")
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("adapters")
-    return [save_adapter(root / name, MODEL, linears_of(MODEL, "q_proj"), seed=n) for n, name in enumerate("ab")]
+    return [
+        save_adapter(root / name, MODEL, linears_of(MODEL, "q_proj"), seed=n) for n, name in enumerate("ab")
+    ]
 
 
 def right_answer(runtime: FakeRuntime, prompt: list[int], count: int, adapter: str) -> list[int]:
@@ -34,7 +36,9 @@ def right_answer(runtime: FakeRuntime, prompt: list[int], count: int, adapter: s
 
 @pytest.mark.behaviour(9)
 @of_kinds([(FULL,), (FULL, window(6)), (FULL, STATE)])
-def test_adapters_share_no_prefix_with_each_other_or_the_base(adapters: list[Path], families: Families) -> None:
+def test_adapters_share_no_prefix_with_each_other_or_the_base(
+    adapters: list[Path], families: Families
+) -> None:
     bench = Bench(families=families)
     runtime = bench.runtime
     assert isinstance(runtime, FakeRuntime)

@@ -113,7 +113,9 @@ def test_unsupported_fields_are_refused(tmp_path: Path, fields: dict[str, Any], 
 
 def test_fields_that_describe_the_training_are_ignored(tmp_path: Path) -> None:
     made(tmp_path)
-    edit_config(tmp_path, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules="all-linear", layer_replication=None)
+    edit_config(
+        tmp_path, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules="all-linear", layer_replication=None
+    )
     assert list(source_of(tmp_path).tensors) == QUERIES
 
 

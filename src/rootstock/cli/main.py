@@ -25,6 +25,7 @@ from rootstock.config import (
     ModelConfig,
     ServerConfig,
     TierConfig,
+    parse_adapter,
     parse_bytes,
     parse_draft_tokens,
     parse_names,
@@ -138,6 +139,8 @@ def serve(
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
     alias: options.Alias = None,
+    adapter: options.Adapter = None,
+    adapter_directory: options.AdapterDirectory = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
@@ -174,6 +177,7 @@ def serve(
         cuda_graphs=cuda_graphs,
         attention=attention,
         memory_check=memory_check,
+        adapters=tuple(map(parse_adapter, adapter or ())),
     )
     cache_config = CacheConfig(block_size, _budget_bytes(kv_budget), enabled=cache)
     engine_config = EngineConfig(
@@ -208,6 +212,7 @@ def serve(
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
         aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
+        adapter_directories=tuple(adapter_directory or ()),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,

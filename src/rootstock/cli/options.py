@@ -27,6 +27,7 @@ VLLM_NAMES = {
     "max-num-seqs": "max-batch",
     "max-num-batched-tokens": "chunk-tokens",
     "max-model-len": "context-limit",
+    "lora-modules": "adapter",
     "kv-cache-dtype": "kv-dtype",
     "enable-prefix-caching": "cache",
     "no-enable-prefix-caching": "no-cache",
@@ -118,6 +119,26 @@ Alias = Annotated[
         "Further model name in the API, such as gpt-4o. May be repeated, or hold several, comma-separated. *: any.",
         metavar="NAME",
         show_default="*",
+    ),
+]
+Adapter = Annotated[
+    list[str] | None,
+    option(
+        MODEL,
+        "--adapter",
+        "LoRA adapter in PEFT's format, which requests choose by NAME as their model. May be repeated.",
+        metavar="NAME=PATH",
+        show_default="none",
+    ),
+]
+AdapterDirectory = Annotated[
+    list[Path] | None,
+    option(
+        SERVER,
+        "--adapter-directory",
+        "Directory from which operators may load LoRA adapters while the server runs. May be repeated.",
+        metavar="DIR",
+        show_default="none: no adapter may be loaded then",
     ),
 ]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]

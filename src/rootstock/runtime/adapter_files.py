@@ -132,7 +132,9 @@ def read_adapter(name: str, path: str | Path) -> AdapterSource:
             weights.stat().st_size,
         )
     except OSError as error:
-        raise AdapterUnusable(name, f"it cannot be read ({error.strerror or type(error).__name__})") from error
+        raise AdapterUnusable(
+            name, f"it cannot be read ({error.strerror or type(error).__name__})"
+        ) from error
     except (ValueError, RuntimeError) as error:  # a NUL in the path, or ~user without such a user
         raise AdapterUnusable(name, f"{shown(str(path))} is not a path: {first_line(error)}") from error
 
@@ -209,7 +211,9 @@ def _number(name: str, field: str, value: Any, most: float, *, whole: bool = Fal
     right = type(value) is int or (type(value) is float and not whole)
     if not right or not 0 < value <= most:
         kind = "a whole number" if whole else "a number"
-        raise AdapterUnusable(name, f"{field} has {shown(value)}, but needs {kind} above 0 and up to {most:,.0f}")
+        raise AdapterUnusable(
+            name, f"{field} has {shown(value)}, but needs {kind} above 0 and up to {most:,.0f}"
+        )
     return float(value)
 
 
@@ -267,7 +271,9 @@ def _read_header(name: str, weights: Path, fields: Mapping[str, Any]) -> dict[st
                 raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} has {len(keys):,} tensors")
             for key in keys:
                 if len(key) > _MAX_NAME_CHARS:
-                    raise AdapterUnusable(name, f"a tensor's name is longer than {_MAX_NAME_CHARS}: {shown(key)}")
+                    raise AdapterUnusable(
+                        name, f"a tensor's name is longer than {_MAX_NAME_CHARS}: {shown(key)}"
+                    )
                 module, role = _place_of(name, key)
                 if role in ("weight", "bias") and ".base_layer." not in key:
                     is_saved = any(module == one or module.endswith(f".{one}") for one in saved)
@@ -277,7 +283,9 @@ def _read_header(name: str, weights: Path, fields: Mapping[str, Any]) -> dict[st
                         )
                 tensor = opened.get_slice(key)
                 if tensor.get_dtype() not in _FLOATS:
-                    raise AdapterUnusable(name, f"{shown(key)} is {tensor.get_dtype()}, not floating-point numbers")
+                    raise AdapterUnusable(
+                        name, f"{shown(key)} is {tensor.get_dtype()}, not floating-point numbers"
+                    )
                 if role in names.setdefault(module, {}):
                     raise AdapterUnusable(name, f"{shown(key)} is there twice")
                 names[module][role] = key

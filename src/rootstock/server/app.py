@@ -15,6 +15,7 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -62,6 +63,7 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     responses = Responses(store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
+    app.include_router(adapter_routes(models, config))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(_state_routes(models, metrics, config))
     install_docs(app)
@@ -104,6 +106,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             "created": model.created,
             "owned_by": "rootstock",
             "root": model.name,  # the model that an alias stands for
+            "parent": model.parent,  # of a LoRA adapter: its base
             "max_model_len": model.context_limit,
             **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
             **anthropic_model_fields(name, model.created, model.context_limit),

@@ -53,6 +53,7 @@ _MEANINGS = {
     401: "The API key is missing or wrong.",
     403: "The host, the web page or the key may not do this.",
     404: "The model, or the object, is not here.",
+    409: "The name is taken.",
     408: "The request came too slowly.",
     413: "The body is too large.",
     414: "The URL is too long.",

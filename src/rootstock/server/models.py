@@ -77,7 +77,8 @@ class ModelRegistry:
     def names(self) -> list[str]:
         """The names of models, and their aliases, without the alias for any name."""
         models = [model.name for model in self.loaded]
-        return list(dict.fromkeys([*models, *self._by_name]))
+        adapters = [adapter.name for model in self.loaded for adapter in model.engine.adapters.all]
+        return list(dict.fromkeys([*models, *self._by_name, *adapters]))
 
     @property
     def are_several(self) -> bool:
@@ -112,6 +113,9 @@ class ModelRegistry:
         found = self._by_name.get(asked)
         if found is not None:
             return found
+        for model in self.loaded:
+            if (adapter := model.engine.adapters.find(asked)) is not None:
+                return model.of_adapter(adapter)
         if self._of_any_name is None:
             raise ModelNotFound(asked, self.names)
         refuse_surrogates(asked, "model")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -220,6 +221,7 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    adapter: str = ""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -241,6 +243,7 @@ class PreparedChat:
             place=self.prompt.place,
             constraint=self.constraint,
             diagnose=diagnose,
+            adapter=self.adapter,
         )
 
 
@@ -291,6 +294,18 @@ class ServedModel:
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
     created: int = field(default_factory=lambda: int(time.time()))
+    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+    parent: str | None = None  # of an adapter: the name of its base model
+
+    def of_adapter(self, adapter: NamedAdapter) -> ServedModel:
+        """Returns the same model with an adapter: it shares the engine and the tokenizer."""
+        return replace(
+            self,
+            name=adapter.name,
+            adapter=adapter.fingerprint,
+            parent=self.parent or self.name,
+            created=adapter.created,
+        )
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
@@ -325,7 +340,14 @@ class ServedModel:
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
         prepared = PreparedChat(
-            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+            self.name,
+            template,
+            prompt,
+            salt,
+            TextOnly,
+            constraint=constraint,
+            dropped=dropped,
+            adapter=self.adapter,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared

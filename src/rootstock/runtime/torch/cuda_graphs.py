@@ -61,7 +61,8 @@ class DecodeGraphs:
         """Returns whether this step can be replayed: one token of each sequence, with logits for each, of the base
         model."""
         return len(segments) <= max(self._graphs) and all(
-            len(s.tokens) == s.logits_to_keep == 1 and s.past < self._longest and not s.adapter for s in segments
+            len(s.tokens) == s.logits_to_keep == 1 and s.past < self._longest and not s.adapter
+            for s in segments
         )
 
     def forward(self, segments: Sequence[Segment]) -> Logits:

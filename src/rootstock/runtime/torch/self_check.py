@@ -100,7 +100,9 @@ def self_check(
                 expected[name] = dense_logits(model, sequence[None])[0]
         progress(0.3)
         with served("long"):
-            allowed = _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
+            allowed = (
+                _FLOAT32_TOLERANCE if exact else _allowed_by_noise(model, tokens["long"], description.dtype)
+            )
     progress(0.5)
     trial = _Trial(
         make_runtime(_small_slices(description)),

@@ -86,6 +86,7 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
             salt=salt,
             prompt_logprobs=body.logprobs if body.echo else None,
             constraint=model.compiled(body.constraint(), salt),
+            adapter=model.adapter,
         ),
     )
 
@@ -103,7 +104,7 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompts[0].tokens, salt)
+    return ExplainedPrompt(prompts[0].tokens, salt, adapter=model.adapter)
 
 
 def _call(

@@ -54,7 +54,9 @@ def mixed(runtime: TorchRuntime, prompts: Sequence[Tokens], adapters: Sequence[s
 
 def assert_own(steps: list[Logits], model: Any, prompt: Tokens) -> None:
     with torch.inference_mode():
-        own = model(torch.from_numpy(prompt.astype(np.int64))[None], use_cache=False).logits[0].float().numpy()
+        own = (
+            model(torch.from_numpy(prompt.astype(np.int64))[None], use_cache=False).logits[0].float().numpy()
+        )
     for logits, expected in zip(steps, own[-2:], strict=True):
         assert float(np.abs(logits - expected).max()) <= TOLERANCE * float(own.std())
 
@@ -82,7 +84,7 @@ def test_a_batch_of_adapters_and_the_base(tmp_path: Path, model_type: str, batch
         save_adapter(tmp_path / "b", base, names[::2], seed=2, rank=3, size=0.08, use_rslora=True),
     ]
     loaded = [add(runtime, directory) for directory in made]
-    assert [one.batching for one in loaded][0] == batching
+    assert loaded[0].batching == batching
     assert [one.modules for one in loaded] == [len(names), len(names[::2])]
     a, b = (one.fingerprint for one in loaded)
     order = ["", a, b, a, ""]
@@ -94,9 +96,6 @@ def test_a_batch_of_adapters_and_the_base(tmp_path: Path, model_type: str, batch
     }
     for steps, prompt, adapter in zip(computed, prompts, order, strict=True):
         assert_own(steps, models[adapter], prompt)
-    apart = [row[-1] for row in computed]
-    assert float(np.abs(apart[1] - apart[3][: len(apart[1])]).max()) > 0, "they are of different prompts"
-
     runtime.unload_adapter(a)
     runtime.unload_adapter(b)
     for steps, prompt in zip(mixed(runtime, prompts, [""] * len(prompts)), prompts, strict=True):
@@ -139,7 +138,13 @@ def test_ways_to_change_a_module(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}, {"quantize": "int8", "dtype": "bfloat16"}]
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"quantize": "int8"},
+        {"quantize": "int4"},
+        {"quantize": "int8", "dtype": "bfloat16"},
+    ],
 )
 def test_packed_and_quantized_bases(tmp_path: Path, options: dict[str, Any]) -> None:
     """The check at load compares with the weights that the base multiplies with, unpacked and dequantized."""
@@ -192,7 +197,10 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     assert "of shape [5, 64]" in refusal(runtime, changed(**{a: torch.zeros(5, 64), b: torch.zeros(64, 5)}))
     assert "not finite" in refusal(runtime, changed(**{a: torch.full((4, 64), float("inf"))}))
     elsewhere = f"{PREFIX}model.layers.9.self_attn.q_proj"
-    more = {f"{elsewhere}.lora_A.weight": tensors[a].clone(), f"{elsewhere}.lora_B.weight": tensors[b].clone()}
+    more = {
+        f"{elsewhere}.lora_A.weight": tensors[a].clone(),
+        f"{elsewhere}.lora_B.weight": tensors[b].clone(),
+    }
     assert "layers.9" in refusal(runtime, changed(**more))
     norm = f"{PREFIX}model.norm"
     more = {f"{norm}.lora_A.weight": torch.zeros(4, 64), f"{norm}.lora_B.weight": torch.zeros(64, 4)}

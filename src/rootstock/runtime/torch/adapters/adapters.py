@@ -31,7 +31,7 @@ from rootstock.runtime.torch.fallback import Served
 from rootstock.runtime.torch.hooks import keeps_latents
 from rootstock.runtime.torch.lazy_rows import OutOfMemory
 from rootstock.runtime.torch.packed_linears import weight_of
-from rootstock.runtime.torch.self_check import Disagreement, Variant, self_check
+from rootstock.runtime.torch.self_check import Variant, self_check
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,10 @@ class Adapters:
                 adapted.deltas[source.fingerprint] = delta
                 nbytes += delta.nbytes
             self._adapt_projections()
-            rank = max((len(t.tensors[role]) for t in given.values() for role in _RANKED if role in t.tensors), default=0)
+            rank = max(
+                (len(t.tensors[role]) for t in given.values() for role in _RANKED if role in t.tensors),
+                default=0,
+            )
             loaded = LoadedAdapter(source.fingerprint, len(given), rank, nbytes)
             self._loaded[source.fingerprint] = loaded
             return self._checked(source, given, make_runtime)
@@ -123,7 +126,9 @@ class Adapters:
         parent = self._named.get(name.rpartition(".")[0])
         expands = parent is not None and keeps_latents(parent) and name.endswith(".kv_b_proj")
         if name in self._read_elsewhere and not expands:
-            raise Refused("has a weight that the model's code reads itself, past the layer: merge the adapter instead")
+            raise Refused(
+                "has a weight that the model's code reads itself, past the layer: merge the adapter instead"
+            )
         scalings = source.scalings
         tensors: dict[Role, Tensor] = {role: opened.get_tensor(key) for role, key in files.names.items()}
         shapes: dict[Role, tuple[int, ...]] = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
@@ -163,7 +168,10 @@ class Adapters:
     # --------------------------------------------------------------------------------------- the check
 
     def _checked(
-        self, source: AdapterSource, given: Mapping[str, LoraTensors], make_runtime: Callable[[Tuning], Runtime]
+        self,
+        source: AdapterSource,
+        given: Mapping[str, LoraTensors],
+        make_runtime: Callable[[Tuning], Runtime],
     ) -> LoadedAdapter:
         """Returns the adapter as it is served. Raises AdapterUnusable if its logits are not those of merged weights."""
         variant = Variant(source.fingerprint, functools.partial(self._merged, given))

@@ -109,7 +109,9 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def refuse_misfit(module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], rank: int, *, dora: bool) -> None:
+def refuse_misfit(
+    module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], rank: int, *, dora: bool
+) -> None:
     """Checks the shapes of an adapter's tensors against the module. Raises Refused."""
     sizes = sizes_of(module)
     if sizes is None:
@@ -122,7 +124,11 @@ def refuse_misfit(module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], ran
     if isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding:
             raise Refused(f"is a {type(module).__name__}, an embedding of an unknown kind")
-        expected = {"embedding_A": (rank, inputs), "embedding_B": (outputs, rank), "weight": (inputs, outputs)}
+        expected = {
+            "embedding_A": (rank, inputs),
+            "embedding_B": (outputs, rank),
+            "weight": (inputs, outputs),
+        }
     else:
         expected = {
             "A": (rank, inputs),
@@ -136,7 +142,9 @@ def refuse_misfit(module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], ran
         if role not in expected:
             raise Refused(f"is a {type(module).__name__}, which cannot have the adapter's {role}")
         if shape != expected[role]:
-            raise Refused(f"has {role} of shape {list(shape)} in the adapter, but needs {list(expected[role])}")
+            raise Refused(
+                f"has {role} of shape {list(shape)} in the adapter, but needs {list(expected[role])}"
+            )
     for one, other in (("A", "B"), ("embedding_A", "embedding_B"), ("B.bias", "B"), ("magnitude", "B")):
         if one in shapes and other not in shapes:
             raise Refused(f"has {one} in the adapter, but no {other}")
@@ -155,7 +163,9 @@ def refuse_misfit(module: nn.Module, shapes: Mapping[Role, tuple[int, ...]], ran
         raise Refused("has a bias in the adapter, but none in the base model")
 
 
-def delta_of(module: nn.Module, given: LoraTensors, weight: Callable[[], Tensor], dtype: torch.dtype) -> Delta:
+def delta_of(
+    module: nn.Module, given: LoraTensors, weight: Callable[[], Tensor], dtype: torch.dtype
+) -> Delta:
     """Makes the change of a module whose shapes were checked. `weight` returns the base's, [out, in]."""
     tensors, device = given.tensors, next(module.parameters()).device
 
@@ -179,7 +189,8 @@ def delta_of(module: nn.Module, given: LoraTensors, weight: Callable[[], Tensor]
         delta.weight, delta.bias = stored(replaced), stored(bias)
     shift = torch.zeros(1, device=device)
     if replaced is None and bias is not base_bias:
-        assert base_bias is not None and bias is not None
+        assert base_bias is not None
+        assert bias is not None
         shift = shift + (bias.float() - base_bias.float())
     if "B.bias" in tensors:
         shift = shift + given.scaling * tensors["B.bias"].to(device).float()

@@ -49,7 +49,9 @@ class AdapterRows:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numbers: NDArray[np.int64] | None = None  # [tokens] number of each row's adapter; None: all rows alike
+        self._numbers: NDArray[np.int64] | None = (
+            None  # [tokens] number of each row's adapter; None: all rows alike
+        )
         self._names: list[str] = []
         self._view = self._kept = _BASE
         self._parts: dict[int, tuple[Tensor, _View]] = {}
@@ -151,7 +153,9 @@ class AdaptedModule:
 class AdaptedProjection:
     """Product of several linear layers of one input, then each adapter's change of its rows."""
 
-    def __init__(self, own: Callable[[Tensor], Tensor], rows: AdapterRows, members: Sequence[nn.Linear]) -> None:
+    def __init__(
+        self, own: Callable[[Tensor], Tensor], rows: AdapterRows, members: Sequence[nn.Linear]
+    ) -> None:
         self.own = own
         self._rows = rows
         self._members = members
@@ -170,7 +174,7 @@ class AdaptedProjection:
 
 
 def _change(module: nn.Module, view: _View, deltas: Mapping[str, Delta], input: Tensor, out: Tensor) -> None:
-    """Changes the rows of `out` in place: the output of a product is new memory, or a part that only one caller gets."""
+    """Changes the rows of `out` in place: a product's output is new memory, or a part that only one caller gets."""
     if deltas.keys().isdisjoint(view.adapters):
         return
     ids = isinstance(next(iter(deltas.values())), EmbeddingDelta)
