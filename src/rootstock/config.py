@@ -202,6 +202,32 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter to load with the model."""
+
+    name: str  # by which requests choose it
+    path: Path
+
+    def __post_init__(self) -> None:
+        _refuse_unless_a_name("--adapter", self.name)
+
+
+def parse_adapter(text: str) -> AdapterConfig:
+    """Parses NAME=PATH, or vLLM's {"name": …, "path": …}. Raises InvalidOption."""
+    name, separator, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+        except ValueError:
+            given = {}
+        name, path = str(given.get("name", "")), str(given.get("path", ""))
+        separator = "=" if set(given) <= {"name", "path", "base_model_name"} else ""
+    if not (separator and name.strip() and path.strip()):
+        raise InvalidOption("--adapter", text, "NAME=PATH, such as support=adapters/support")
+    return AdapterConfig(name.strip(), Path(path.strip()))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     model: str  # a directory or a hub name
     device: str = "auto"
@@ -215,6 +241,7 @@ class ModelConfig:
     cuda_graphs: bool = False  # record decodes as CUDA graphs; off until they have run on a device
     attention: str = "auto"  # kernel of decodes on a CPU; auto: Numba's where Numba can be imported
     memory_check: bool = True  # refuse a model whose weights and KV cache exceed the free memory
+    adapters: tuple[AdapterConfig, ...] = ()
 
     def __post_init__(self) -> None:
         _refuse_unless_in(DEVICES, "--device", self.device)
@@ -227,6 +254,10 @@ class ModelConfig:
             raise InvalidOption("--threads", self.threads, f"from 1 to {MAX_THREADS}")
         if self.served_name is not None:
             _refuse_unless_a_name("--served-model-name", self.served_name)
+        names = [adapter.name for adapter in self.adapters]
+        for name in names:
+            if names.count(name) > 1 or name == self.served_name:
+                raise InvalidOption("--adapter", name, "a name of its own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +275,6 @@ class ServedModelConfig:
     load: str = "start"  # "start": with the server; "demand": by its first request
     idle_unload_s: float | None = None  # unload it after this time without requests; None: never
     pin: bool = False  # never unload it, but when an operator asks
-    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: name in the API → directory
 
     def __post_init__(self) -> None:
         _refuse_unless_a_name("name", self.name)
@@ -286,6 +316,8 @@ class ServerConfig:
     # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
+    # Directories from which operators may load LoRA adapters while the server runs. Empty: none may be loaded.
+    adapter_directories: tuple[Path, ...] = ()
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:

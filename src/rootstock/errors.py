@@ -19,6 +19,9 @@
     │   ├── ModelNotFound               404
     │   ├── ModelNotLoaded              409  for a route that loads no model
     │   ├── ModelBusy                   409  requests use the model that should be unloaded
+    │   ├── AdapterNotLoaded            404  a LoRA adapter that was unloaded meanwhile
+    │   ├── AdapterExists               409  another adapter, or a model, has this name
+    │   ├── AdapterLimit                400  no further adapter may be loaded
     │   ├── ResponseNotFound            404  no stored response of the tenant has this id
     │   ├── PreviousResponseNotFound    400
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
@@ -65,6 +68,7 @@
             ├── ModelWeightsMissing
             ├── TokenizerUnusable
             ├── ChatTemplateInvalid          its syntax, with the line
+            ├── AdapterUnusable          400 a LoRA adapter that is refused, and why
             ├── ModelUnsupported             an architecture or layer kind that is refused, and why
             └── SelfCheckFailed              packed attention and the model's own differ, with the figures
 
@@ -295,6 +299,38 @@ class ModelBusy(RequestError):
             "for good. Try again when they have ended.",
             param="model",
         )
+
+
+class AdapterNotLoaded(RequestError):
+    code = "adapter_not_loaded"
+    http_status = 404
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"The LoRA adapter {shown(adapter)} is not loaded, or was unloaded meanwhile.", param="model"
+        )
+        self.adapter = adapter
+
+
+class AdapterExists(RequestError):
+    code = "adapter_exists"
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The name {shown(name)} is taken by a model or by another adapter. Unload that adapter first, or choose "
+            "another name.",
+            param="lora_name",
+        )
+        self.name = name
+
+
+class AdapterLimit(RequestError):
+    code = "adapter_limit"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} LoRA adapters are loaded, and no more are allowed. Unload one first.")
+        self.limit = limit
 
 
 class RouteNotFound(RequestError):
@@ -752,6 +788,16 @@ class ChatTemplateInvalid(ModelError):
             f"The chat template of {source} cannot be used: {detail}. Correct it, or give another with "
             "--chat-template FILE."
         )
+
+
+class AdapterUnusable(ModelError):
+    code = "adapter_unusable"
+    http_status = 400
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"The LoRA adapter {shown(adapter)} cannot be used: {reason}.")
+        self.adapter = adapter
+        self.reason = reason
 
 
 class ModelUnsupported(ModelError):

@@ -26,6 +26,7 @@ from rootstock.config import (
     ServedModelConfig,
     ServerConfig,
     TierConfig,
+    parse_adapter,
     parse_bytes,
     parse_draft_tokens,
     parse_names,
@@ -141,6 +142,8 @@ def serve(
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
     alias: options.Alias = None,
+    adapter: options.Adapter = None,
+    adapter_directory: options.AdapterDirectory = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
@@ -180,6 +183,7 @@ def serve(
         cuda_graphs=cuda_graphs,
         attention=attention,
         memory_check=memory_check,
+        adapters=tuple(map(parse_adapter, adapter or ())),
     )
     cache_config = CacheConfig(block_size, _budget_bytes(kv_budget), enabled=cache)
     engine_config = EngineConfig(
@@ -214,6 +218,7 @@ def serve(
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
         aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        adapter_directories=tuple(adapter_directory or ()),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rootstock.cli.config_file import entries_of, read_bounded, scalar_of
-from rootstock.config import ModelConfig, ServedModelConfig, parse_bytes, parse_seconds
+from rootstock.config import AdapterConfig, ModelConfig, ServedModelConfig, parse_bytes, parse_seconds
 from rootstock.errors import ConfigFileInvalid, InvalidOption
 
 OPTION = "--models"
@@ -47,7 +47,7 @@ def _model(path: Path, key: Any, node: Any, base: ModelConfig) -> ServedModelCon
             path, line, f"{key.value!r} must be a mapping of options, such as 'model: DIR'."
         )
     try:
-        made = ServedModelConfig(key.value, replace(base, model="", served_name=key.value))
+        made = ServedModelConfig(key.value, replace(base, model="", served_name=key.value, adapters=()))
     except InvalidOption as error:
         raise ConfigFileInvalid(path, line, error.message) from None
     seen: set[str] = set()
@@ -78,8 +78,10 @@ def _changed(path: Path, made: ServedModelConfig, name: str, node: Any) -> Serve
     if name == "adapters":
         if node.id != "mapping" or len(node.value) > MAX_ADAPTERS:
             raise InvalidOption(name, node.id, f"a mapping of at most {MAX_ADAPTERS} names to directories")
-        adapters = {str(key.value): scalar_of(path, name, value) for key, value in node.value}
-        return replace(made, adapters=adapters)
+        adapters = [
+            AdapterConfig(str(key.value), Path(scalar_of(path, name, value))) for key, value in node.value
+        ]
+        return _with(made, {"adapters": tuple(adapters)})
     change = _OPTIONS.get(name)
     if change is None:
         close = get_close_matches(name, _OPTIONS, 1)

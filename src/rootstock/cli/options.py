@@ -27,6 +27,7 @@ VLLM_NAMES = {
     "max-num-seqs": "max-batch",
     "max-num-batched-tokens": "chunk-tokens",
     "max-model-len": "context-limit",
+    "lora-modules": "adapter",
     "kv-cache-dtype": "kv-dtype",
     "enable-prefix-caching": "cache",
     "no-enable-prefix-caching": "no-cache",
@@ -147,6 +148,26 @@ Alias = Annotated[
         "hold several, comma-separated. *: any other name.",
         metavar="NAME[=MODEL]",
         show_default="* with one model",
+    ),
+]
+Adapter = Annotated[
+    list[str] | None,
+    option(
+        MODEL,
+        "--adapter",
+        "LoRA adapter in PEFT's format, which requests choose by NAME as their model. May be repeated.",
+        metavar="NAME=PATH",
+        show_default="none",
+    ),
+]
+AdapterDirectory = Annotated[
+    list[Path] | None,
+    option(
+        SERVER,
+        "--adapter-directory",
+        "Directory from which operators may load LoRA adapters while the server runs. May be repeated.",
+        metavar="DIR",
+        show_default="none: no adapter may be loaded then",
     ),
 ]
 Device = Annotated[str, option(MODEL, "--device", "Device: auto, cpu, cuda or mps.")]

@@ -99,7 +99,9 @@ def models_of(
     """Return the models of the command line, then those of the file. Raises InvalidOption."""
     own = [first] if first.model.model else []
     named = [
-        replace(first, name=name_of(model), model=replace(first.model, model=model, served_name=None))
+        replace(
+            first, name=name_of(model), model=replace(first.model, model=model, served_name=None, adapters=())
+        )
         for model in more
     ]
     if (named or of_file) and first.model.served_name is not None:

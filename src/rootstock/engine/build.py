@@ -142,6 +142,8 @@ def build_engine(
     )
     if made.engine.constraints is not None:
         made.engine.constraints.prepare()  # holds the interpreter for a second, during which no stream would go on
+    for adapter in model.adapters:
+        made.engine.load_adapter(adapter.name, adapter.path)
     end_team()  # from here on only the engine's thread computes
     return made
 

@@ -10,9 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
+from rootstock.engine.adapters import AdapterTable, NamedAdapter
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
@@ -45,7 +47,8 @@ from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ClearUnderWay, EngineStopped
+from rootstock.errors import AdapterNotLoaded, ClearUnderWay, EngineStopped
+from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import ModelDescription, Runtime
 
 log = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class Engine:
         verify_hits: float = 0.0,
         proposer: Proposer | None = None,
     ) -> None:
+        self._runtime = runtime
         self._cache = cache
         self._config = config = config or EngineConfig()
         self._tokenizer = tokenizer
@@ -93,6 +97,9 @@ class Engine:
         self._limits = _limits(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
         self._requests = RequestTable(config.max_batch, config.max_queue)
+        self.adapters = AdapterTable()
+        self._loading = threading.Lock()  # of adapters: one at a time
+        self._has_nameless_adapters = False  # whose last requests run
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds and _after_events
@@ -213,24 +220,79 @@ class Engine:
         """Whether prefix caching is enabled."""
         return self._cache.reuse
 
-    def namespace(self, salt: str = "") -> Namespace:
-        """Returns the cache namespace of requests with this salt."""
-        return replace(self._namespace, salt=salt)
+    def namespace(self, salt: str = "", adapter: str = "") -> Namespace:
+        """Returns the cache namespace of requests with this salt, and of a LoRA adapter by its fingerprint."""
+        return replace(self._namespace, salt=salt, adapter=adapter)
 
-    def scope(self, tokens: Tokens, salt: str = "") -> Scope:
+    def _namespaces(self, salt: str) -> list[Namespace]:
+        """Returns the namespaces of a salt: of the base model, and of each adapter."""
+        return [self.namespace(salt, adapter) for adapter in ("", *self.adapters.known)]
+
+    def load_adapter(self, name: str, path: str | Path) -> NamedAdapter:
+        """Loads a LoRA adapter, and checks it between two steps. Requests may name its fingerprint afterwards.
+
+        Raises AdapterUnusable, AdapterExists, AdapterLimit or EngineStopped.
+        """
+        with self._loading:
+            self.adapters.refuse_taken(name)
+            source = read_adapter(name, path)  # on the caller's thread: it may be as long as the disk needs
+
+            def load() -> NamedAdapter:
+                adapter = NamedAdapter(name, source.directory, self._runtime.load_adapter(source))
+                self.adapters.add(adapter)
+                return adapter
+
+            return self.call(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter's name at once, and its weights when its last request has ended.
+
+        Its cached prefixes stay until eviction. Raises AdapterNotLoaded.
+        """
+        if self.adapters.remove(name) is None:
+            raise AdapterNotLoaded(name)
+        self.call(self._drop_nameless_adapters)
+
+    def _drop_nameless_adapters(self) -> None:
+        nameless = self.adapters.nameless
+        in_use = {sequence.request.adapter for sequence in self._requests.live}
+        for fingerprint in nameless - in_use:
+            if self.hit_verifier is not None:
+                self.hit_verifier.drop(fingerprint)
+            self.adapters.drop(fingerprint)
+            self._runtime.unload_adapter(fingerprint)
+        self._has_nameless_adapters = bool(nameless & in_use)
+
+    def scope(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Scope:
         """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
         public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
-        return Scope(self.namespace(salt), public_tokens)
+        return Scope(self.namespace(salt, adapter), public_tokens)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
 
-        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, QueueFull or EngineStopped.
+        Raises EmptyPrompt, PromptTooLong, CompletionTooLong, InvalidParameter, AdapterNotLoaded, QueueFull or
+        EngineStopped.
         """
         self._limits.refuse_impossible(request)
+        self._refuse_unloaded(request)
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequence(request, sink)
-        self._requests.add(sequence, lambda: self._run_soon(lambda: self.steps.add(sequence)))
+        self._requests.add(sequence, lambda: self._run_soon(lambda: self._begin(sequence)))
+
+    def _refuse_unloaded(self, request: Request) -> None:
+        if request.adapter and not self.adapters.is_loaded(request.adapter):
+            raise AdapterNotLoaded(request.adapter)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Schedules an accepted sequence, whose adapter may have been unloaded since it was submitted."""
+        try:
+            self._refuse_unloaded(sequence.request)
+        except AdapterNotLoaded as error:
+            if self._requests.holds(sequence):
+                self._requests.fail(sequence, error)
+            return
+        self.steps.add(sequence)
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
         ends = self._limits.end_tokens(request)
@@ -246,7 +308,7 @@ class Engine:
         return Sequence(
             request=request,
             sink=sink,
-            scope=self.scope(request.tokens, request.salt),
+            scope=self.scope(request.tokens, request.salt, request.adapter),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
                 request.sampling,
@@ -297,10 +359,10 @@ class Engine:
             if not ended:
                 self.abort(request.id)
 
-    def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
+    def explain(self, tokens: Tokens, salt: str = "", adapter: str = "") -> Explanation:
         """Explains which prefix a request with these tokens would hit now, and why no deeper one."""
 
-        scope = self.scope(tokens, salt)
+        scope = self.scope(tokens, salt, adapter)
 
         def explain() -> Explanation:
             match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
@@ -314,8 +376,9 @@ class Engine:
 
     def volatile_spans(self, salt: str | None = None) -> list[VolatileSpan]:
         """Returns the volatile spans of one salt's prompts, or of all, the costliest first."""
-        namespace = None if salt is None else self.namespace(salt)
-        return self.call(lambda: self._cache.volatile.of(namespace))
+        namespaces: list[Namespace | None] = [None] if salt is None else [*self._namespaces(salt)]
+        found = self.call(lambda: [span for each in namespaces for span in self._cache.volatile.of(each)])
+        return sorted(found, key=lambda span: -span.recomputed_tokens)
 
     def stats(self) -> EngineStats:
         space = UNMEASURED if self.tier_connector is None else self.tier_connector.measure()
@@ -348,39 +411,42 @@ class Engine:
 
         With a salt, drops those of one tenant only. Raises ClearUnderWay.
         """
-        return self._clear(None if salt is None else self.namespace(salt))
+        return self._clear(() if salt is None else self._namespaces(salt))
 
     def clear_public_heads(self) -> Cleared:
         """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
 
         Raises ClearUnderWay.
         """
-        return self._clear(Scope(self._namespace).public)
+        return self._clear([Scope(namespace).public for namespace in self._namespaces("")])
 
-    def _clear(self, namespace: Namespace | None) -> Cleared:
+    def _clear(self, namespaces: Collection[Namespace]) -> Cleared:
+        """Clears these namespaces, or all without any."""
 
         def clear() -> Cleared:
             if self.hit_verifier is not None:
                 self.hit_verifier.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
-            blocks = self._cache.clear(namespace)
-            if self.proposer is not None:
-                self.proposer.forget(namespace)
-            later = False
-            if self.tier_connector is not None and namespace is not None:
-                self.tier_connector.forget(namespace)
-            elif self.tier_connector is not None:
-                later = not self.tier_connector.clear()
+            blocks, later = 0, False
+            for namespace in namespaces or (None,):
+                blocks += self._cache.clear(namespace)
+                if self.proposer is not None:
+                    self.proposer.forget(namespace)
+                if self.tier_connector is not None and namespace is not None:
+                    self.tier_connector.forget(namespace)
+                elif self.tier_connector is not None:
+                    later = not self.tier_connector.clear()
             return Cleared(blocks, before - self._cache.pools.owned_bytes, later)
 
-        if self.tier_connector is None or namespace is None:
+        if self.tier_connector is None or not namespaces:
             return self.call(clear)
         if not self._clearing.acquire(blocking=False):
             raise ClearUnderWay()
         try:
             cleared = self.call(clear)
             # On the caller's thread: the disk must not delay other tenants' requests.
-            self.tier_connector.clear_below(namespace)
+            for namespace in namespaces:
+                self.tier_connector.clear_below(namespace)
             # Stores that ended in between have added records to the index.
             self.call(clear)
         finally:
@@ -534,6 +600,8 @@ class Engine:
         finally:
             self._notify()
             self._step_began = None
+            if self._has_nameless_adapters:
+                self._drop_nameless_adapters()
         return True
 
     def verify_hits(self) -> None:

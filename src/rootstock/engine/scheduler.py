@@ -71,7 +71,14 @@ class ScheduledSequence:
     def segment(self) -> Segment:
         """Returns the runtime's view of this sequence."""
         lease = self.lease
-        return Segment(self.tokens, lease.num_computed_tokens, lease.tables, self.logits_to_keep, lease.slot)
+        return Segment(
+            self.tokens,
+            lease.num_computed_tokens,
+            lease.tables,
+            self.logits_to_keep,
+            lease.slot,
+            lease.scope.namespace.adapter,
+        )
 
     def row(self, index: int) -> ScheduledSequence:
         """Returns one token of a decode with drafts, as if it had a step of its own."""

@@ -15,6 +15,7 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -64,6 +65,7 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     responses = Responses(store, Sealer(store.sealing_key))
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
+    app.include_router(adapter_routes(models, config))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
     app.include_router(_state_routes(models, metrics, config))
@@ -123,6 +125,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             "owned_by": "rootstock",
             "root": slot.name,  # the model that an alias stands for
             "status": {"value": slot.status},
+            "parent": slot.name if models.is_adapter(name) else None,  # of a LoRA adapter: its base
             **anthropic_model_fields(name, slot.created, None),
             **slot.card,
             "display_name": name,

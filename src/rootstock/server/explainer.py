@@ -29,10 +29,13 @@ class ExplainedPrompt:
     salt: str
     sampled_tokens: int = 0  # ids of earlier answers
     dropped: tuple[DroppedHead, ...] = ()
+    adapter: str = ""
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> ExplainedPrompt:
-        return ExplainedPrompt(chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped)
+        return ExplainedPrompt(
+            chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped, chat.adapter
+        )
 
 
 class Explainer:
@@ -53,7 +56,7 @@ class Explainer:
         return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
 
     def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:
-        explanation = model.engine.explain(prompt.tokens, prompt.salt)
+        explanation = model.engine.explain(prompt.tokens, prompt.salt, prompt.adapter)
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()
         told = _explained(explanation, prompt.tokens, model.model_tokenizer)

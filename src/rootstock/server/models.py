@@ -128,7 +128,16 @@ class ModelRegistry:
     @property
     def names(self) -> list[str]:
         """The names of models, and their aliases, without the alias for any name."""
-        return list(dict.fromkeys([*(slot.name for slot in self.slots.all), *self._by_name]))
+        models = [slot.name for slot in self.slots.all]
+        adapters = [name for slot in self.slots.all for name in _adapters_of(slot)]
+        return list(dict.fromkeys([*models, *self._by_name, *adapters]))
+
+    def is_adapter(self, asked: str) -> bool:
+        """Returns whether a name is that of a LoRA adapter."""
+        return asked not in self._by_name and self._slot_of_adapter(asked) is not None
+
+    def _slot_of_adapter(self, asked: str) -> ModelSlot | None:
+        return next((slot for slot in self.slots.all if asked in _adapters_of(slot)), None)
 
     def slot(self, asked: str | None) -> ModelSlot:
         """Returns the place of the model of a name. A request without a name gets the only model.
@@ -139,7 +148,7 @@ class ModelRegistry:
             if self._of_any_name is None and self.are_several:
                 raise MissingParameter("model")
             return self._of_any_name or self.slots.all[0]
-        found = self._by_name.get(asked)
+        found = self._by_name.get(asked) or self._slot_of_adapter(asked)
         if found is not None:
             return found
         if self._of_any_name is None:
@@ -149,7 +158,14 @@ class ModelRegistry:
 
     def find(self, asked: str | None) -> ServedModel:
         """Returns a loaded model by its name. Raises the errors of `slot`, and ModelNotLoaded."""
-        return self.slots.model_of(self.slot(asked))
+        return self._named(asked, self.slots.model_of(self.slot(asked)))
+
+    def _named(self, asked: str | None, model: ServedModel) -> ServedModel:
+        """Returns the model with the adapter of this name, or the model itself if it is none."""
+        if asked is None or asked in self._by_name:
+            return model
+        adapter = model.engine.adapters.find(asked)
+        return model if adapter is None else model.of_adapter(adapter)
 
     def chosen(self, asked: str | None) -> list[ServedModel]:
         """Returns the model of a name, or all loaded models without one. Raises the errors of `find`."""
@@ -195,12 +211,12 @@ class ModelRegistry:
         """
         slot = self.slot(asked)
         found = self.slots.use(slot)
-        if isinstance(found, ModelUse):
-            return found
-        with self.slots.wait():
-            while not isinstance(found, ModelUse):
-                await _unless_gone(found, request)
-                found = self.slots.use(slot)
+        if not isinstance(found, ModelUse):
+            with self.slots.wait():
+                while not isinstance(found, ModelUse):
+                    await _unless_gone(found, request)
+                    found = self.slots.use(slot)
+        found.model = self._named(asked, found.model)
         return found
 
     async def run(self, asked: str | None, request: Request, prepare: Callable[[ServedModel], T]) -> T:
@@ -219,6 +235,14 @@ class ModelRegistry:
         done = self.slots.unload(self.slot(asked))
         if done is not None:
             await _unless_gone(done, request)
+
+
+def _adapters_of(slot: ModelSlot) -> list[str]:
+    """Returns the names of a model's LoRA adapters: of an unloaded one, those that are loaded with it."""
+    model = slot.loaded
+    if model is not None:
+        return [adapter.name for adapter in model.engine.adapters.all]
+    return [] if slot.config is None else [adapter.name for adapter in slot.config.model.adapters]
 
 
 async def _unless_gone(done: Future[None], request: Request) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rootstock.cache.hints import CacheHints
+from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -220,6 +221,7 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    adapter: str = ""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -249,6 +251,7 @@ class PreparedChat:
             constraint=self.constraint,
             diagnose=diagnose,
             hints=hints,
+            adapter=self.adapter,
         )
 
 
@@ -298,6 +301,17 @@ class ServedModel:
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
+    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+    parent: str | None = None  # of an adapter: the name of its base model
+
+    def of_adapter(self, adapter: NamedAdapter) -> ServedModel:
+        """Returns the same model with an adapter: it shares the engine and the tokenizer."""
+        return replace(
+            self,
+            name=adapter.name,
+            adapter=adapter.fingerprint,
+            parent=self.parent or self.name,
+        )
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
@@ -332,7 +346,14 @@ class ServedModel:
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
         prepared = PreparedChat(
-            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+            self.name,
+            template,
+            prompt,
+            salt,
+            TextOnly,
+            constraint=constraint,
+            dropped=dropped,
+            adapter=self.adapter,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared

@@ -96,6 +96,7 @@ def completion_call(
             prompt_logprobs=body.logprobs if body.echo else None,
             constraint=model.compiled(body.constraint(), salt),
             hints=hints.cache,
+            adapter=model.adapter,
         ),
         hints,
     )
@@ -114,7 +115,7 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompts[0].tokens, salt)
+    return ExplainedPrompt(prompts[0].tokens, salt, adapter=model.adapter)
 
 
 def _call(
