@@ -185,6 +185,7 @@ class KVCache:
         tier_hit: TierHit | None = None,
         *,
         counted: bool = True,
+        is_idle: bool = False,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
         the layout of a prompt's blocks.
@@ -194,7 +195,8 @@ class KVCache:
         of a block that the prompt diverges in, and restores the state.
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
-        `counted=False` keeps an internal admission out of the hit statistics.
+        `counted=False` keeps an internal admission out of the hit statistics. `is_idle` marks work that no request
+        waits for: call `make_idle_room` before it.
         """
         assert len(match.tokens) > 0
         if tier_hit is not None:
@@ -204,13 +206,24 @@ class KVCache:
             if match.version != self.tree.version:
                 match = self.match(match.tokens, match.namespace, match.limit)
             match = self._verified(match)
-        answer = self._admission.admit(match, watermark_blocks, boundaries, tier_hit)
+        answer = self._admission.admit(match, watermark_blocks, boundaries, tier_hit, is_idle)
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
         return answer
+
+    def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
+        """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
+
+        Returns False if that is not possible. The match and the tier hit may be out of date afterwards.
+        """
+        return self._admission.make_idle_room(match, tier_hit)
+
+    def unasked_tokens(self, namespace: Namespace) -> int:
+        """Returns how many tokens of idle work are cached that no request has used."""
+        return self.tree.unasked_tokens[namespace]
 
     def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
         counters = self.counters
@@ -257,7 +270,7 @@ class KVCache:
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
-        else:
+        elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
         plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])

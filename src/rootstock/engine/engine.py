@@ -27,9 +27,20 @@ from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
+from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
+from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    Sink,
+    StopParams,
+)
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
@@ -40,7 +51,7 @@ from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import ClearUnderWay, EngineStopped
+from rootstock.errors import ClearUnderWay, EngineStopped, IdleWorkOff
 from rootstock.runtime.base import ModelDescription, Runtime
 
 log = logging.getLogger(__name__)
@@ -67,7 +78,7 @@ class Engine:
 
     The engine owns the cache. Without a tokenizer, token events have no text, and stop strings are refused. A test
     may drive an engine that was not started by calling `step`. `scheduler`, `tier_connector`, `proposer`,
-    `hit_verifier` and `steps` belong to the engine's thread: other threads use them by `call`.
+    `hit_verifier`, `idle_work` and `steps` belong to the engine's thread: other threads use them by `call`.
     """
 
     def __init__(
@@ -126,6 +137,21 @@ class Engine:
             self.hit_verifier = HitVerifier(
                 runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
             )
+        # Caches prompts before requests send them. None: idle work is off, or nothing can be cached.
+        self.idle_prefills: IdlePrefills | None = None
+        if config.idle_work and cache.reuse:
+            self.idle_prefills = IdlePrefills(
+                runtime,
+                cache,
+                config.chunk_tokens,
+                executor.apply,
+                tier_connector,
+                clock,
+                self._commands.put,
+            )
+        tasks: tuple[IdleTask | None, ...] = (self.idle_prefills, self.hit_verifier)
+        self.idle_work = IdleWork([task for task in tasks if task is not None])
+        self._idle = threading.Event()  # set while no request is in the engine
         self.steps = StepRunner(
             runtime,
             cache,
@@ -133,6 +159,7 @@ class Engine:
             self._requests,
             executor,
             self.hit_verifier,
+            self.idle_work,
             tier_connector,
             self.proposer,
             self._masks,
@@ -161,6 +188,7 @@ class Engine:
         self._requests.close()
         if self._thread is None:
             self.steps.fail_all(EngineStopped())
+            self._close_idle_work()
             self._masks.close()
             self._close_tiers()
             return
@@ -197,6 +225,21 @@ class Engine:
         self._requests.check(request)  # before the work of making a sequence
         sequence = self._sequence(request, sink)
         self._requests.add(sequence, lambda: self._commands.put(lambda: self.steps.add(sequence)))
+
+    def prefill_in_idle_time(self, prefill: IdlePrefill) -> None:
+        """Queues a prompt to be cached while no request is in the engine. `prefill.ended` gets its end.
+
+        Raises EmptyPrompt, PromptTooLong, InvalidParameter, IdleWorkOff, IdleWorkFull or EngineStopped.
+        """
+        if self.idle_prefills is None:
+            raise IdleWorkOff()
+        request = Request(RequestId(""), prefill.tokens, stop=StopParams(max_tokens=0))
+        self._limits.refuse_impossible(request)
+        self.idle_prefills.submit(prefill)
+
+    def wait_until_idle(self, within_s: float) -> bool:
+        """Waits until no request is in the engine. Returns False if the time passes before."""
+        return self._idle.wait(within_s)
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
         ends = self._limits.end_tokens(request)
@@ -292,6 +335,7 @@ class Engine:
                 None if self.tier_connector is None else self.tier_connector.stats(space),
                 {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
+                None if self.idle_prefills is None else self.idle_prefills.stats(),
             )
         )
 
@@ -303,8 +347,9 @@ class Engine:
         namespace = None if salt is None else self.namespace(salt)
 
         def clear() -> Cleared:
-            if self.hit_verifier is not None:
-                self.hit_verifier.pause()  # its leases protect cached rows
+            self.idle_work.pause()  # its leases protect cached rows
+            if self.idle_prefills is not None:
+                self.idle_prefills.clear(namespace)
             before = self._cache.pools.owned_bytes
             blocks = self._cache.clear(namespace)
             if self.proposer is not None:
@@ -378,12 +423,13 @@ class Engine:
 
     def _run(self) -> None:
         is_sound = False  # stays False after an exception: memory may be half written
-        verifier = self.hit_verifier
         try:
             while not self._requests.closed:
+                if not self.scheduler.has_work:
+                    self._idle.set()
                 is_idle = not self.scheduler.has_work and self._commands.empty()
-                if verifier is not None and is_idle and verifier.has_work:
-                    self.verify_hits()
+                if is_idle and self.idle_work.has_work:
+                    self.do_idle_work()
                 else:
                     self.step(self.next_command())
             is_sound = True
@@ -393,6 +439,7 @@ class Engine:
             try:
                 self.steps.fail_all(EngineStopped())
                 self._drain_commands()
+                self._close_idle_work()
             finally:
                 self._masks.close()
                 self._close_tiers(flush=is_sound)
@@ -420,6 +467,7 @@ class Engine:
             self._drain_commands()
             if self._requests.closed or not self.scheduler.has_work:
                 return False
+            self._idle.clear()
             self.steps.run()
         except Exception as error:
             self.steps.restart(error)
@@ -428,11 +476,11 @@ class Engine:
             self._step_began = None
         return True
 
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. For the engine's thread, while there is nothing else to do."""
+    def do_idle_work(self) -> None:
+        """Does a piece of idle work. For the engine's thread, while there is nothing else to do."""
         self._step_began = self._clock()
         try:
-            self.steps.verify_hits()
+            self.steps.do_idle_work()
         except Exception as error:
             self.steps.restart(error)
         finally:
@@ -454,6 +502,12 @@ class Engine:
         self._cache.forget(tokens, namespace, first)
         if self.tier_connector is not None:
             self.tier_connector.follow()
+
+    def _close_idle_work(self) -> None:
+        self._idle.set()  # threads that wait for it find the engine stopped
+        self.idle_work.pause()
+        if self.idle_prefills is not None:
+            self.idle_prefills.close()
 
     def _close_tiers(self, flush: bool = True) -> None:
         """Writes rows that only memory has to the tiers, and ends their threads."""
