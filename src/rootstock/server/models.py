@@ -16,6 +16,7 @@ from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import Health
 from rootstock.errors import MissingParameter, ModelNotFound
+from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
 
@@ -25,11 +26,15 @@ T = TypeVar("T")
 def served_model(made: Assembly, config: ServerConfig, fingerprints: Fingerprints) -> ServedModel:
     """Makes the model of an engine. The caller starts and stops the engine."""
     engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
+    prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    next_turns = None
+    if engine.idle_prefills is not None:
+        next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
     output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
     return ServedModel(
         made.description.name,
         made.description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
+        prompts,
         made.defaults,
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
@@ -44,6 +49,7 @@ def served_model(made: Assembly, config: ServerConfig, fingerprints: Fingerprint
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
         fingerprints=fingerprints,
+        next_turns=next_turns,
     )
 
 

@@ -51,6 +51,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
+from rootstock.server.next_turns import NextTurns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -290,6 +291,7 @@ class ServedModel:
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
+    next_turns: NextTurns | None = None  # None: idle work is off
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -324,14 +326,27 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+
+        def told(parser: DeltaParser) -> DeltaParser:
+            return parser
+
+        if self.next_turns is not None:
+            chars = 4 * len(prompt.tokens)
+            told = self.next_turns.parser_of(conversation, salt, tenant, chars)
         prepared = PreparedChat(
-            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+            self.name,
+            template,
+            prompt,
+            salt,
+            lambda: told(TextOnly()),
+            constraint=constraint,
+            dropped=dropped,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared
 
         def new_parser() -> DeltaParser:
-            return CountingParser(RememberingParser(OutputParser(output, tools, end), prompt.place))
+            return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
 
         return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 

@@ -48,6 +48,10 @@ class IdleKind(StrEnum):
 MAX_AGE_S = {IdleKind.NEXT_TURN: 120.0, IdleKind.PREFETCH: 600.0, IdleKind.WARM: 24 * 3600.0}
 
 
+# Fewer new tokens are not worth a forward.
+LEAST_GAIN = {IdleKind.NEXT_TURN: 16, IdleKind.PREFETCH: 16, IdleKind.WARM: 1}
+
+
 class IdleEnd(StrEnum):
     """The end of a prefill."""
 
@@ -227,7 +231,7 @@ class IdlePrefills:
         # One more token, which is not computed: a match leaves the last token of a prompt.
         tokens = np.append(prefill.tokens, np.int32(0))
         match = self._cache.match(tokens, prefill.namespace)
-        if match.length >= len(prefill.tokens):
+        if len(prefill.tokens) - match.length < LEAST_GAIN[prefill.kind]:
             self._end(job, IdleEnd.CACHED)
             return
         tier_hit = self._tier_hit(job, match)
