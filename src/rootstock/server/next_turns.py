@@ -48,23 +48,14 @@ class NextTurns:
         self._is_running = False
         self.counts: Counter[str] = Counter()  # answers by outcome: "submitted", "dropped", "failed"
 
-    def parser_of(
-        self, conversation: Conversation, salt: str, tenant: str, prompt_chars: int
-    ) -> Callable[[DeltaParser], DeltaParser]:
-        """Returns a function that wraps the parser of a chat's answer, so that the answer is told when it ends."""
-        parsers = 0
+    def of(self, conversation: Conversation, salt: str, tenant: str, prompt_chars: int) -> NextTurn:
+        """Returns the next turn of a conversation, whose answer is not known yet."""
 
-        def ended(answer: WholeAnswer) -> None:
-            if parsers == 1:  # of several choices, the client goes on with one that is not known
-                chars = prompt_chars + len(answer.text) + len(answer.reasoning)
-                self._answered(_Answered(conversation, answer, salt, tenant, chars))
+        def answered(answer: WholeAnswer) -> None:
+            chars = prompt_chars + len(answer.text) + len(answer.reasoning)
+            self._answered(_Answered(conversation, answer, salt, tenant, chars))
 
-        def wrapped(parser: DeltaParser) -> DeltaParser:
-            nonlocal parsers
-            parsers += 1
-            return _ToldParser(parser, ended)
-
-        return wrapped
+        return NextTurn(answered)
 
     def _answered(self, answered: _Answered) -> None:
         with self._lock:
@@ -119,6 +110,26 @@ class NextTurns:
                     end=CheckpointKind.ANSWER,
                 )
             )
+
+
+class NextTurn:
+    """The next turn of one conversation. It waits for the end of the answer."""
+
+    def __init__(self, answered: Callable[[WholeAnswer], None]) -> None:
+        self._answered = answered
+        self._is_known = True
+
+    def give_up(self) -> None:
+        """Submits nothing: of several answers, the client goes on with one that is not known."""
+        self._is_known = False
+
+    def parser_around(self, parser: DeltaParser) -> DeltaParser:
+        """Wraps the parser of the answer."""
+        return _ToldParser(parser, self._end)
+
+    def _end(self, answer: WholeAnswer) -> None:
+        if self._is_known:
+            self._answered(answer)
 
 
 class _ToldParser:

@@ -51,7 +51,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.next_turns import NextTurns
+from rootstock.server.next_turns import NextTurn, NextTurns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -221,6 +221,7 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    next_turn: NextTurn | None = None  # None: idle work is off
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -230,6 +231,8 @@ class PreparedChat:
         self, id: str, choices: int, sampling: ResolvedSampling, stop: StopParams, *, diagnose: bool = False
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
+        if choices > 1 and self.next_turn is not None:
+            self.next_turn.give_up()
         return requests_for(
             id,
             [self.prompt.tokens],
@@ -326,13 +329,13 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        next_turn = None
+        if self.next_turns is not None:
+            next_turn = self.next_turns.of(conversation, salt, tenant, 4 * len(prompt.tokens))
 
         def told(parser: DeltaParser) -> DeltaParser:
-            return parser
+            return parser if next_turn is None else next_turn.parser_around(parser)
 
-        if self.next_turns is not None:
-            chars = 4 * len(prompt.tokens)
-            told = self.next_turns.parser_of(conversation, salt, tenant, chars)
         prepared = PreparedChat(
             self.name,
             template,
@@ -341,6 +344,7 @@ class ServedModel:
             lambda: told(TextOnly()),
             constraint=constraint,
             dropped=dropped,
+            next_turn=next_turn,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared
