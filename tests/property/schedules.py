@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from property.provenance import SALTS, Provenance, heads_of
 from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
@@ -47,6 +48,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
+SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
 class Injected(Exception):
@@ -101,6 +103,19 @@ class TierOutcome(Outcome):
 
 
 @dataclass
+class ScopedOutcome(Outcome):
+    """Further counts of a schedule with public heads."""
+
+    public_hits: int = 0
+    private_hits: int = 0
+
+
+@dataclass
+class ScopedTierOutcome(TierOutcome, ScopedOutcome):
+    """Counts of a schedule with public heads and a tier."""
+
+
+@dataclass
 class Client:
     request: Request
     events: list[Event] = field(default_factory=list)
@@ -134,11 +149,28 @@ def run_schedule(
     return outcome
 
 
+def run_scoped_schedule(seed: int, *, tiered: bool) -> Outcome:
+    """Plays a schedule of several tenants whose prompts begin with public heads. Asserts that no request hits, waits
+    for or drafts what another tenant has computed behind a head."""
+    provenance = Provenance(heads_of(SHARED, np.random.default_rng([seed, 3])))
+    outcome: ScopedTierOutcome | ScopedOutcome = ScopedTierOutcome() if tiered else ScopedOutcome()
+    if isinstance(outcome, ScopedTierOutcome):
+        run_tiered_schedule(seed, outcome=outcome, provenance=provenance)
+    else:
+        rng = np.random.default_rng(seed)
+        _live(rng, seed, _families(rng), _faults(rng), outcome, [], provenance=provenance)
+    outcome.public_hits += provenance.public_hits
+    outcome.private_hits += provenance.private_hits
+    return outcome
+
+
 def run_tiered_schedule(
     seed: int,
     check_every_step: bool = True,
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
+    outcome: TierOutcome | None = None,
+    provenance: Provenance | None = None,
 ) -> TierOutcome:
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
     after a restart continue earlier ones."""
@@ -153,13 +185,24 @@ def run_tiered_schedule(
         overdue=float(rng.choice([0.0, 0.02])),
     )
     tier = SimulatedTier(rng, failing)
-    outcome = TierOutcome()
+    outcome = outcome or TierOutcome()
     clients: list[Client] = []
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     for _ in range(int(rng.integers(1, 4))):
         outcome.lives += 1
         clients = _live(
-            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size, drafts
+            rng,
+            seed,
+            families,
+            fault,
+            outcome,
+            clients,
+            check_every_step,
+            tier,
+            failing,
+            block_size,
+            drafts,
+            provenance,
         )
     outcome.stored += failing.stored
     outcome.refused_stores += failing.refused
@@ -174,11 +217,12 @@ def _live(
     fault: Callable[[Batch], None],
     outcome: Outcome,
     before: list[Client],
-    check_every_step: bool,
+    check_every_step: bool = True,
     tier: SimulatedTier | None = None,
     failing: Failing | None = None,
     block_size: int | None = None,
     drafts: bool = False,
+    provenance: Provenance | None = None,
 ) -> list[Client]:
     """Runs one engine from its start to its end. Returns all clients up to now."""
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
@@ -186,7 +230,7 @@ def _live(
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
     ticks = iter(range(10**9))
-    cache = KVCache(
+    cache = (KVCache if provenance is None else provenance.cache())(
         families,
         blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
@@ -223,6 +267,8 @@ def _live(
         proposer=guesses if seed % 4 < 3 else None,
     )
     guesses.limit = engine.context_limit
+    if provenance is not None:
+        engine.public_heads = provenance.heads
     clients: list[Client] = []
     idle_rng = np.random.default_rng([seed, 2])
     to_come = int(rng.integers(3, 16))
@@ -230,7 +276,8 @@ def _live(
         action = rng.random()
         if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
-            client = Client(_request(rng, [*before, *clients], engine.context_limit))
+            salts = ("", "", "", "tenant") if provenance is None else SALTS
+            client = Client(_request(rng, [*before, *clients], engine.context_limit, salts))
             _warm(idle_rng, engine, [client])
             _work_while_idle(idle_rng, engine)
             try:
@@ -244,6 +291,8 @@ def _live(
             engine.clear_cache()
         elif action < 0.435:
             engine.clear_cache("tenant")
+        elif action < 0.44 and provenance is not None:
+            engine.clear_public_heads()
         engine.step()
         _warm(idle_rng, engine, [*before, *clients])
         _work_while_idle(idle_rng, engine)
@@ -256,6 +305,8 @@ def _live(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
         assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
+        if provenance is not None:
+            provenance.judge_waiting(engine)
         if check_every_step:
             cache.check()
             engine.scheduler.check()
@@ -311,7 +362,7 @@ def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> 
     kind = list(IdleKind)[int(rng.integers(len(IdleKind)))]
     owner = None if rng.random() < 0.5 else "owner"
     with contextlib.suppress(RootstockError):
-        engine.prefill_in_idle_time(IdlePrefill(kind, tokens, engine.namespace(of.salt), owner, boundaries))
+        engine.prefill_in_idle_time(IdlePrefill(kind, tokens, of.salt, owner, boundaries))
 
 
 def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
@@ -394,8 +445,10 @@ def _families(rng: np.random.Generator) -> tuple[Family, ...]:
     return tuple(dict.fromkeys(families))
 
 
-def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Request:
-    shared = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
+def _request(
+    rng: np.random.Generator, clients: list[Client], limit: int, salts: Listed[str] = ("",)
+) -> Request:
+    shared = SHARED
     kind = rng.random()
     if kind < 0.45 or not clients:
         head = shared[: rng.integers(0, min(60, limit))]
@@ -422,7 +475,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
             stop_tokens=(3,) if rng.random() < 0.2 else (),
             ignore_eos=bool(rng.random() < 0.7),
         ),
-        salt=str(rng.choice(["", "", "", "tenant"])),
+        salt=str(rng.choice(salts)),
         boundaries=tuple(
             Boundary(int(at), CheckpointKind(str(rng.choice(["system", "user", "tool"]))))
             for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))

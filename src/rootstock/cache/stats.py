@@ -29,6 +29,13 @@ class Counters:
     idle_tokens: int = 0  # cached by idle work
     idle_hit_tokens: int = 0  # of these, those that a request has used
     idle_evicted_tokens: int = 0  # of these, those that were evicted before any request used them
+    accepted_hints: int = 0  # hints of admitted requests, by the decision about them
+    clipped_hints: int = 0
+    refused_hints: int = 0
+    expired_grants: int = 0  # entries whose retention has ended
+    displaced_grants: int = 0  # entries that lost it to others of their tenant, or to another tenant's share
+    evicted_retained_tokens: int = 0  # evicted within their time to live
+    dropped_pins: int = 0  # pins that were given up for a request that could not run otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,10 @@ class CacheStats:
     cached_tokens: int  # findable
     leases: int
     volatile_spans: int  # kept for reports
+    retained_bytes: int  # of entries that are kept within their time to live, or by a priority above 0
+    pinned_bytes: int
+    pins: int
+    sessions: int  # whose pauses are known
     admissions: int
     asked_tokens: int
     hit_tokens: int
@@ -81,6 +92,13 @@ class CacheStats:
     idle_tokens: int
     idle_hit_tokens: int
     idle_evicted_tokens: int
+    accepted_hints: int
+    clipped_hints: int
+    refused_hints: int
+    expired_grants: int
+    displaced_grants: int
+    evicted_retained_tokens: int
+    dropped_pins: int
 
     @property
     def resident_bytes(self) -> int:

@@ -105,7 +105,7 @@ class NextTurns:
                 IdlePrefill(
                     IdleKind.NEXT_TURN,
                     tokens,
-                    self._engine.namespace(salt),
+                    salt,
                     tenant or salt,
                     end=CheckpointKind.ANSWER,
                 )

@@ -45,7 +45,7 @@ class Idle(Bench):
         more.setdefault("owner", "someone")
         self.engine.prefill_in_idle_time(
             IdlePrefill(
-                kind, np.array(tokens, np.int32), self.engine.namespace(salt), ended=self.ends.append, **more
+                kind, np.array(tokens, np.int32), salt, ended=self.ends.append, **more
             )
         )
         self.engine.step()  # runs the command
@@ -262,7 +262,7 @@ def test_prompts_that_no_request_could_have_are_refused() -> None:
         bench.warm([1, 2, 97])
     with pytest.raises(IdleWorkOff):
         Bench().engine.prefill_in_idle_time(
-            IdlePrefill(IdleKind.WARM, np.array([1], np.int32), bench.engine.namespace(), None)
+            IdlePrefill(IdleKind.WARM, np.array([1], np.int32), "", None)
         )
 
 
@@ -285,7 +285,7 @@ def test_the_engines_thread_does_idle_work_by_itself() -> None:
                 IdlePrefill(
                     IdleKind.WARM,
                     np.array(numbers(i, 50), np.int32),
-                    bench.engine.namespace(),
+                    "",
                     None,
                     ended=bench.ends.append,
                 )
@@ -312,7 +312,7 @@ def test_a_prefetch_loads_what_a_tier_holds_and_computes_nothing(tmp_path: Path,
             IdlePrefill(
                 IdleKind.PREFETCH,
                 np.array(PROMPT, np.int32),
-                bench.engine.namespace(),
+                "",
                 None,
                 ended=ends.append,
             )
@@ -340,7 +340,7 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         bench.restart()
         ends: list[IdleEnd] = []
         prefetch = IdlePrefill(
-            IdleKind.PREFETCH, np.array(PROMPT, np.int32), bench.engine.namespace(), None, ended=ends.append
+            IdleKind.PREFETCH, np.array(PROMPT, np.int32), "", None, ended=ends.append
         )
         bench.engine.prefill_in_idle_time(prefetch)
         bench.engine.step()

@@ -16,7 +16,8 @@ from enum import StrEnum
 import numpy as np
 
 from rootstock.cache import KVCache
-from rootstock.cache.keys import Namespace
+from rootstock.cache.hints import CacheHints
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Admitted, Deferred, Lease, Match, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, CheckpointKind
@@ -71,10 +72,11 @@ class IdlePrefill:
 
     kind: IdleKind
     tokens: Tokens  # [prompt] int32, all to be cached
-    namespace: Namespace
+    salt: str
     owner: str | None  # the tenant or salt whose bounds it counts against; None: the operator, who has none
     boundaries: tuple[Boundary, ...] = ()
     end: CheckpointKind = CheckpointKind.PROMPT  # of the checkpoint at its end
+    hints: CacheHints | None = None  # a session that it belongs to, and retentions that it asks for
     ended: Callable[[IdleEnd], None] = lambda end: None  # called once: must not block and must not raise
 
 
@@ -94,8 +96,14 @@ class IdleStats:
 @dataclass(slots=True, eq=False)
 class _Job:
     prefill: IdlePrefill
+    scope: Scope
     submitted_at: float
     may_load: bool = True
+
+    def is_of(self, namespace: Namespace | None) -> bool:
+        """Returns whether it caches tokens in a namespace. None: in any."""
+        scope = self.scope
+        return namespace in (None, scope.namespace) or (scope.public_tokens > 0 and namespace == scope.public)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,13 +125,16 @@ class IdlePrefills:
         tier_connector: TierConnector | None,
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
+        scope_of: Callable[[Tokens, str], Scope],
     ) -> None:
+        """`scope_of` returns the scope of tokens under a salt."""
         self._runtime = runtime
         self._cache = cache
         self._apply = apply
         self._tier_connector = tier_connector
         self._clock = clock
         self._run_soon = run_soon
+        self._scope_of = scope_of
         self._pace = ChunkPace(IDLE_STEP_S, chunk_tokens)
         self._queues: dict[IdleKind, deque[_Job]] = {kind: deque() for kind in IdleKind}
         self._computing: _Computing | None = None
@@ -144,7 +155,7 @@ class IdlePrefills:
 
     def submit(self, prefill: IdlePrefill) -> None:
         """Queues a prefill. Raises IdleWorkFull and EngineStopped."""
-        job = _Job(prefill, self._clock())
+        job = _Job(prefill, self._scope_of(prefill.tokens, prefill.salt), self._clock())
         with self._lock:
             if self._closed:
                 raise EngineStopped()
@@ -205,10 +216,10 @@ class IdlePrefills:
     def clear(self, namespace: Namespace | None) -> None:
         """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
         for queue in self._queues.values():
-            for job in [each for each in queue if namespace in (None, each.prefill.namespace)]:
+            for job in [each for each in queue if each.is_of(namespace)]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
-        if self._loading is not None and namespace in (None, self._loading[0].prefill.namespace):
+        if self._loading is not None and self._loading[0].is_of(namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
     def stats(self) -> IdleStats:
@@ -230,7 +241,7 @@ class IdlePrefills:
             return
         # One more token, which is not computed: a match leaves the last token of a prompt.
         tokens = np.append(prefill.tokens, np.int32(0))
-        match = self._cache.match(tokens, prefill.namespace)
+        match = self._match(job, tokens)
         if len(prefill.tokens) - match.length < LEAST_GAIN[prefill.kind]:
             self._end(job, IdleEnd.CACHED)
             return
@@ -238,7 +249,7 @@ class IdlePrefills:
         if tier_hit is None and prefill.kind is IdleKind.PREFETCH:
             self._end(job, IdleEnd.NOT_STORED)
             return
-        if not self._owner_has_room(prefill, len(prefill.tokens) - match.length):
+        if not self._owner_has_room(job, len(prefill.tokens) - match.length):
             self._end(job, IdleEnd.TOO_MUCH)
             return
         has_room = self._cache.make_idle_room(match, tier_hit)
@@ -246,11 +257,13 @@ class IdlePrefills:
         if not has_room:
             self._end(job, IdleEnd.NO_MEMORY)
             return
-        match = self._cache.match(tokens, prefill.namespace)  # the evictions made the first one void
+        match = self._match(job, tokens)  # the evictions made the first one void
         if tier_hit is not None:
             tier_hit = self._cache.tier_hit(match)
         boundaries = (*prefill.boundaries, Boundary(len(prefill.tokens), prefill.end))
-        admitted = self._cache.admit(match, 0, boundaries, tier_hit, counted=False, is_idle=True)
+        admitted = self._cache.admit(
+            match, 0, boundaries, tier_hit, counted=False, is_idle=True, hints=prefill.hints
+        )
         if isinstance(admitted, Deferred):
             self._end(job, IdleEnd.NO_MEMORY)
             return
@@ -261,13 +274,17 @@ class IdlePrefills:
         else:
             self._load(job, admitted, tier_hit)
 
-    def _owner_has_room(self, prefill: IdlePrefill, new_tokens: int) -> bool:
-        if prefill.owner is None:
+    def _match(self, job: _Job, tokens: Tokens) -> Match:
+        return self._cache.match(tokens, job.scope.namespace, public_tokens=job.scope.public_tokens)
+
+    def _owner_has_room(self, job: _Job, new_tokens: int) -> bool:
+        asker = job.prefill.owner
+        if asker is None:
             return True
-        used = {each for each in self._namespaces.get(prefill.owner, ()) if self._cache.unasked_tokens(each)}
-        self._namespaces[prefill.owner] = {*used, prefill.namespace}
+        used = {each for each in self._namespaces.get(asker, ()) if self._cache.unasked_tokens(each)}
+        self._namespaces[asker] = {*used, job.scope.namespace}
         for owner in [owner for owner, held in self._namespaces.items() if not self._holds(held)]:
-            if owner != prefill.owner:
+            if owner != asker:
                 del self._namespaces[owner]
         held_tokens = sum(map(self._cache.unasked_tokens, used))
         return held_tokens + new_tokens <= OWNER_SHARE * self._cache.capacity_tokens
