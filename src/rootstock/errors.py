@@ -151,7 +151,7 @@ class IdleWorkOff(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "This server caches no prompts in idle time. Start it with --idle-work on, and without --no-cache."
+            "This server caches no prompts in idle time. Start it without --no-idle-work and --no-cache."
         )
 
 

@@ -15,8 +15,16 @@ from rootstock.testing.fake_runtime import FULL, STATE, window
 from server.conftest import GREEDY, Served, served_by_oracle, user
 from waiting import wait_until
 
-WORDS = "The reader asks, the tool answers, and then you say what it means to a helpful assistant of a library. " * 2
-SCHEMA = {"type": "object", "properties": {"a": {"const": WORDS}}, "required": ["a"], "additionalProperties": False}
+WORDS = (
+    "The reader asks, the tool answers, and then you say what it means to a helpful assistant of a library. "
+    * 2
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"const": WORDS}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 FIRST: dict[str, Any] = {"max_tokens": 400, **GREEDY, "reasoning_budget": 30}
 FAMILIES = [(FULL,), (FULL, STATE), (FULL, window(24))]
 
@@ -64,7 +72,9 @@ def conversation(served: Served, stream: bool = False) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_the_answer_without_its_reasoning_is_cached_before_the_next_turn(served: Served, stream: bool) -> None:
+def test_the_answer_without_its_reasoning_is_cached_before_the_next_turn(
+    served: Served, stream: bool
+) -> None:
     following = conversation(served, stream)
     assert until_idle(served)["next_turn"] == {"cached": 1}
     answer = served.client.post("/v1/chat/completions", json={"messages": following, **FIRST}).json()
@@ -116,7 +126,11 @@ def test_responses_have_it_too(served: Served) -> None:
     response = served.client.post("/v1/responses", json=first | {"input": "Which word?"})
     assert response.status_code == 200, response.text
     until_idle(served)
-    following = first | {"input": "And why?", "previous_response_id": response.json()["id"], "max_output_tokens": 16}
+    following = first | {
+        "input": "And why?",
+        "previous_response_id": response.json()["id"],
+        "max_output_tokens": 16,
+    }
     usage = served.client.post("/v1/responses", json=following).json()["usage"]
     assert usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"] < 16
 

@@ -154,6 +154,7 @@ class Admission:
             return self._tree.make_room_below(rows, self._tree.unasked_rank())
         finally:
             self._tree.unprotect(protection)
+
     def pin(self, match: Match) -> Lease:
         """Makes a lease that only references the hit of a match, so that none of its rows is evicted. Takes no row."""
         hit = self._hit(match)

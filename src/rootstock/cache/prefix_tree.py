@@ -200,6 +200,7 @@ class PrefixTree:
         self.unasked_tokens[namespace] += tokens
         if not self.unasked_tokens[namespace]:
             del self.unasked_tokens[namespace]
+
     def hold(self, lease: Lease, node: Node) -> None:
         """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
         self.version += 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +39,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
+from rootstock.server.declared_prompts import read_warm_file
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -63,7 +66,7 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
-    cache_app, name="cache", help="Inspect, verify, export and import a disk tier that no server uses."
+    cache_app, name="cache", help="Look into a disk tier that no server uses; warm the cache of a server."
 )
 
 
@@ -131,6 +134,8 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    idle_work: options.IdleWork = True,
+    warm: options.Warm = None,
     answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
@@ -185,7 +190,10 @@ def serve(
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
+        idle_work=idle_work,
     )
+    if warm is not None and not (idle_work and cache):
+        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -216,7 +224,14 @@ def serve(
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
     run_server(
-        model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
+        model_config,
+        cache_config,
+        engine_config,
+        tier_config,
+        server_config,
+        template,
+        sampling_defaults,
+        warm,
     )
 
 
@@ -228,11 +243,15 @@ def run_server(
     server: ServerConfig,
     chat_template: str | None,
     sampling_source: SamplingSource,
+    warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
     from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
 
+    if warm is not None:
+        for _ in read_warm_file("--warm", warm):  # a wrong line stops the start
+            pass
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
@@ -249,13 +268,19 @@ def run_server(
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
+
+    def on_ready() -> None:
+        print(ready_line(made, url_of(listener), cache.block_size), flush=True)
+        if warm is not None:
+            task = partial(web.state.warmer.warm_all, read_warm_file("--warm", warm))
+            threading.Thread(target=task, name="rootstock-warm", daemon=True).start()
+
     with made.engine:
-        ready = ready_line(made, url_of(listener), cache.block_size)
         serve(
             web,
             made.engine,
             listener,
-            on_ready=lambda: print(ready, flush=True),
+            on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )

@@ -246,6 +246,14 @@ class Engine:
         self._limits.refuse_impossible(request)
         self.idle_prefills.submit(prefill)
 
+    def cached_tokens(self, tokens: Tokens, salt: str = "") -> int:
+        """Returns how many of the tokens a prompt that begins with all of them would find in memory now."""
+        scope = self.scope(tokens, salt)
+        longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
+        return self.call(
+            lambda: self._cache.match(longer, scope.namespace, public_tokens=scope.public_tokens).length
+        )
+
     def wait_until_idle(self, within_s: float) -> bool:
         """Waits until no request is in the engine. Returns False if the time passes before."""
         return self._idle.wait(within_s)

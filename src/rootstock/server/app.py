@@ -32,6 +32,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
@@ -63,6 +64,8 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(cache_routes(models, config, explainer))
+    app.state.warmer = Warmer(models, responses)
+    app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     install_docs(app)
     return app

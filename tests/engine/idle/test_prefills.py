@@ -41,12 +41,12 @@ class Idle(Bench):
         assert self.engine.idle_prefills is not None
         return self.engine.idle_prefills
 
-    def warm(self, tokens: Sequence[int], kind: IdleKind = IdleKind.WARM, salt: str = "", **more: Any) -> None:
+    def warm(
+        self, tokens: Sequence[int], kind: IdleKind = IdleKind.WARM, salt: str = "", **more: Any
+    ) -> None:
         more.setdefault("owner", "someone")
         self.engine.prefill_in_idle_time(
-            IdlePrefill(
-                kind, np.array(tokens, np.int32), salt, ended=self.ends.append, **more
-            )
+            IdlePrefill(kind, np.array(tokens, np.int32), salt, ended=self.ends.append, **more)
         )
         self.engine.step()  # runs the command
 
@@ -261,9 +261,7 @@ def test_prompts_that_no_request_could_have_are_refused() -> None:
     with pytest.raises(InvalidParameter):
         bench.warm([1, 2, 97])
     with pytest.raises(IdleWorkOff):
-        Bench().engine.prefill_in_idle_time(
-            IdlePrefill(IdleKind.WARM, np.array([1], np.int32), "", None)
-        )
+        Bench().engine.prefill_in_idle_time(IdlePrefill(IdleKind.WARM, np.array([1], np.int32), "", None))
 
 
 def test_a_stop_ends_every_prefill_once() -> None:
@@ -339,9 +337,7 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         bench.connector.flush()
         bench.restart()
         ends: list[IdleEnd] = []
-        prefetch = IdlePrefill(
-            IdleKind.PREFETCH, np.array(PROMPT, np.int32), "", None, ended=ends.append
-        )
+        prefetch = IdlePrefill(IdleKind.PREFETCH, np.array(PROMPT, np.int32), "", None, ended=ends.append)
         bench.engine.prefill_in_idle_time(prefetch)
         bench.engine.step()
         bench.loads.close()

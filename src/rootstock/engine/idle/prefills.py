@@ -165,9 +165,7 @@ class IdlePrefills:
                 len(open_ones) >= MOST_WAITING
                 or _tokens(open_ones) + len(prefill.tokens) > MOST_WAITING_TOKENS
                 or (prefill.owner is not None and len(own) >= MOST_OF_OWNER)
-                or (
-                    prefill.owner is not None and _tokens(own) + len(prefill.tokens) > MOST_TOKENS_OF_OWNER
-                )
+                or (prefill.owner is not None and _tokens(own) + len(prefill.tokens) > MOST_TOKENS_OF_OWNER)
             ):
                 raise IdleWorkFull(len(own), MOST_OF_OWNER)
             self._open[job] = None

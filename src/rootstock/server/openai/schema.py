@@ -253,6 +253,12 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class WarmRequest(ExplainRequest):
+    """Either one prompt, as in ExplainRequest, or several as `prompts`."""
+
+    prompts: Annotated[list[ExplainRequest], Field(fail_fast=True)] | None = None
+
+
 class ClearRequest(Wire):
     """The salt and the model whose prefixes are removed."""
 
