@@ -184,6 +184,7 @@ class EngineConfig:
     draft_tokens: int | None = 0  # draft tokens per request and step; None: as many as are expected to pay
     # Memory of the ids that chats' answers were sampled with: later prompts that repeat an answer get them back.
     answer_memory_bytes: int = 64 * MIB
+    idle_work: bool = False  # cache prompts that requests are expected to send, while no request runs
 
     def __post_init__(self) -> None:
         if self.itl_target_s is not None and self.itl_target_s <= 0.0:

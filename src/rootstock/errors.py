@@ -22,6 +22,7 @@
     │   ├── AdapterNotLoaded            404  a LoRA adapter that was unloaded meanwhile
     │   ├── AdapterExists               409  another adapter, or a model, has this name
     │   ├── AdapterLimit                400  no further adapter may be loaded
+    │   ├── IdleWorkOff                 404  the server caches no prompts in idle time
     │   ├── ResponseNotFound            404  no stored response of the tenant has this id
     │   ├── PreviousResponseNotFound    400
     │   ├── HistoryTooLong              400  the responses before one are too many, or too large
@@ -43,6 +44,7 @@
     │   ├── QueueFull                   429
     │   ├── ClearUnderWay               429
     │   ├── ModelUnavailable            503  a model could not be loaded
+    │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -149,6 +151,16 @@ class Unsupported(RequestError):
 
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(f"'{name}' is not supported here. {remedy}", param=name)
+
+
+class IdleWorkOff(RequestError):
+    code = "idle_work_off"
+    http_status = 404
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This server caches no prompts in idle time. Start it without --no-idle-work and --no-cache."
+        )
 
 
 class ConstraintRefused(RequestError):
@@ -547,6 +559,16 @@ class ClearUnderWay(Overloaded):
 
     def __init__(self) -> None:
         super().__init__("Records are being removed for an earlier request. Try again in a moment.")
+
+
+class IdleWorkFull(Overloaded):
+    code = "idle_work_full"
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__(
+            f"Too many prompts wait to be cached in idle time: {waiting:,} of yours, of at most {limit:,}. Try again "
+            "when some of them are cached."
+        )
 
 
 class TooManyConnections(Overloaded):

@@ -243,6 +243,7 @@ class KVCache:
         tier_hit: TierHit | None = None,
         *,
         counted: bool = True,
+        is_idle: bool = False,
         hints: CacheHints | None = None,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
@@ -254,7 +255,7 @@ class KVCache:
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
-        `hints` (`Lease.hint_outcomes`).
+        `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
         """
         assert len(match.tokens) > 0
         if tier_hit is not None:
@@ -268,16 +269,27 @@ class KVCache:
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
         answer = self._admission.admit(
-            match, watermark_blocks, boundaries, tier_hit, 0 if session is None else session.id
+            match, watermark_blocks, boundaries, tier_hit, is_idle, 0 if session is None else session.id
         )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
-            if counted:
+            if counted or (hints is not None and hints.retentions):
                 self._retainer.begin(hints, answer.lease)
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
         return answer
+
+    def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
+        """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
+
+        Returns False if that is not possible. The match and the tier hit may be out of date afterwards.
+        """
+        return self._admission.make_idle_room(match, tier_hit)
+
+    def unasked_tokens(self, namespace: Namespace) -> int:
+        """Returns how many tokens of idle work a namespace has that no request has used."""
+        return self.tree.unasked_tokens[namespace]
 
     def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
         counters = self.counters
@@ -325,7 +337,7 @@ class KVCache:
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
             self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
-        else:
+        elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
         plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])

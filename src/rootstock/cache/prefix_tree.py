@@ -6,7 +6,9 @@ running lease is attached to one node (`Lease.node`), at whose end its published
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
+    CHANCE_WHEN_UNASKED,
     Checkpoint,
     CheckpointKind,
     HitProtection,
@@ -36,6 +39,17 @@ from rootstock.cache.write_back import WriteBackQueue
 
 # Empty namespaces that are kept because `explain` tells about their evicted prefixes.
 MAX_EMPTY_ROOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _UnaskedEntry:
+    """A prefix that idle work is about to add, for eviction policies."""
+
+    last_used: float
+    hits: int = 0
+    start: int = 0
+    end: int = 0
+    worth: float = CHANCE_WHEN_UNASKED
 
 
 class PrefixTree:
@@ -63,6 +77,8 @@ class PrefixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
+        # Tokens of the nodes that idle work has added and no request has used. Never an entry of 0.
+        self.unasked_tokens: Counter[Namespace] = Counter()
         self.ledger = RetentionLedger()
         self.token_bytes = pools.full.row_bytes // pools.block_size
         self._policy = policy
@@ -153,28 +169,43 @@ class PrefixTree:
         """References every node on the path for the lease, which uses all of their blocks already."""
         self.version += 1
         now = self._clock()
-        if lease.hit_tokens and not node.ref_count:
+        if lease.hit_tokens and not node.ref_count and not lease.is_idle:
             self._observe_reuse(now - node.last_used)
         lease.node = node
         self._join(node, lease)
         for step in node.path():
             step.ref_count += 1
-            step.hits += 1
+            step.hits += not lease.is_idle
             step.last_used = now
             step.passed_by = False
-            self._used_by(step, lease)
+            if not lease.is_idle:
+                if step.unasked:
+                    self.counters.idle_hit_tokens += step.end - step.start
+                    self._asked(step)
+                self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
         turn = node.checkpoints.get(node.end)
         if turn is not None and turn.kind is CheckpointKind.USER:
             self._pass_by(node)
-        if lease.resumed_from is not None:
+        if lease.resumed_from is not None and not lease.is_idle:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
             self._undemote(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
+
+    def _asked(self, node: Node) -> None:
+        """Makes a node that idle work has added one like any other."""
+        node.unasked = False
+        self._count_unasked(node, node.start - node.end)
+
+    def _count_unasked(self, node: Node, tokens: int) -> None:
+        namespace = _namespace_of(node)
+        self.unasked_tokens[namespace] += tokens
+        if not self.unasked_tokens[namespace]:
+            del self.unasked_tokens[namespace]
 
     def hold(self, lease: Lease, node: Node) -> None:
         """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
@@ -404,6 +435,9 @@ class PrefixTree:
                 self.pool.hold(fresh)
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
+            if node.unasked:
+                self.counters.idle_tokens += end - position
+                self._count_unasked(node, end - position)
             self.evicted.forget_below(node)
             self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
@@ -416,6 +450,10 @@ class PrefixTree:
         )
         lease.own_leaf = leaf
         leaf.ref_count = 1
+        if lease.is_idle:
+            leaf.unasked = True
+            self.counters.idle_tokens += end - position
+            self._count_unasked(leaf, end - position)
         leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
@@ -628,6 +666,10 @@ class PrefixTree:
                 return False
         return True
 
+    def unasked_rank(self) -> Rank:
+        """Returns the rank that idle work gives to the prefix that it adds now."""
+        return False, False, 0, 0, self._policy.rank(_UnaskedEntry(self._clock()))
+
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks
         lower."""
@@ -757,6 +799,9 @@ class PrefixTree:
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
+            if leaf.unasked:
+                self.counters.idle_evicted_tokens += leaf.end - end
+                self._count_unasked(leaf, end - leaf.end)
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
             self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
@@ -768,6 +813,7 @@ class PrefixTree:
         self._write_back(leaf, leaf.start)
         self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.idle_evicted_tokens += leaf.unasked * (leaf.end - leaf.start)
         self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
@@ -788,6 +834,8 @@ class PrefixTree:
         assert leaf.is_leaf
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
+        if leaf.unasked:
+            self._asked(leaf)
         self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
         self.ledger.clear(leaf, self.size_bytes(leaf))
@@ -856,8 +904,12 @@ class PrefixTree:
 
     def check(self) -> None:
         """Asserts the invariants of every node and every root."""
+        unasked: Counter[Namespace] = Counter()
         for node in self.nodes():
             self._check_node(node)
+            if node.unasked:
+                unasked[_namespace_of(node)] += node.end - node.start
+        assert unasked == self.unasked_tokens
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
         private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
         assert len(private) == sum(map(len, self._private_roots.values()))
@@ -895,6 +947,10 @@ class PrefixTree:
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
+
+
+def _namespace_of(node: Node) -> Namespace:
+    return next(step for step in node.path() if isinstance(step, Root)).namespace
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

@@ -39,6 +39,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -65,7 +66,7 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
-    cache_app, name="cache", help="Inspect, verify, export and import a disk tier that no server uses."
+    cache_app, name="cache", help="Look into a disk tier that no server uses; warm the cache of a server."
 )
 
 
@@ -135,6 +136,8 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    idle_work: options.IdleWork = True,
+    warm: options.Warm = None,
     answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
@@ -195,7 +198,10 @@ def serve(
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
+        idle_work=idle_work,
     )
+    if warm is not None and not (idle_work and cache):
+        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -230,7 +236,14 @@ def serve(
         if alias is None:
             server_config = replace(server_config, aliases=(ANY_NAME,))
         run_server(
-            model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
+            model_config,
+            cache_config,
+            engine_config,
+            tier_config,
+            server_config,
+            template,
+            sampling_defaults,
+            warm,
         )
         return
     from rootstock.cli.models_file import read_models
@@ -240,7 +253,7 @@ def serve(
     first = ServedModelConfig(name, model_config, chat_template=template, tool_parser=tool_parser)
     of_file = () if models_file is None else read_models(models_file, model_config)
     models = models_of(first, more_models or (), of_file)
-    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults)
+    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults, warm)
 
 
 def run_server(
@@ -251,11 +264,14 @@ def run_server(
     server: ServerConfig,
     chat_template: str | None,
     sampling_source: SamplingSource,
+    warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
     from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
 
+    if warm is not None:
+        check_warm_file("--warm", warm)
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
@@ -272,13 +288,18 @@ def run_server(
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
+
+    def on_ready() -> None:
+        print(ready_line(made, url_of(listener), cache.block_size), flush=True)
+        if warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", warm))
+
     with made.engine:
-        ready = ready_line(made, url_of(listener), cache.block_size)
         serve(
             web,
             made.engine,
             listener,
-            on_ready=lambda: print(ready, flush=True),
+            on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )

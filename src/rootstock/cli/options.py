@@ -290,6 +290,24 @@ HostBudget = Annotated[
         "Host RAM between an accelerator and the disk, such as 16GiB. Not for a CPU.",
     ),
 ]
+IdleWork = Annotated[
+    bool,
+    option(
+        SCHEDULING,
+        "--idle-work/--no-idle-work",
+        "While no request runs, cache prompts that are expected: the known beginning of each conversation's next turn, "
+        "and those of --warm and /v1/cache/warm.",
+    ),
+]
+Warm = Annotated[
+    Path | None,
+    option(
+        CACHE,
+        "--warm",
+        "File of prompts to cache after the start, while no request runs: JSON lines, each the body of a request.",
+        metavar="FILE",
+    ),
+]
 AnswerMemory = Annotated[
     str,
     option(

@@ -19,6 +19,7 @@ from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
 from rootstock.runtime.model_files import locate, weight_files
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
 
 Report = Callable[[str, float], None]
@@ -124,9 +125,13 @@ def run_several(
     tier: TierConfig,
     server: ServerConfig,
     sampling_source: SamplingSource,
+    warm: Path | None = None,
 ) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
     from rootstock.server.listen import listen, serve, url_of
+
+    if warm is not None:
+        check_warm_file("--warm", warm)
 
     listener = listen(server.host, server.port)  # before models are loaded, which may take minutes
     with LoadProgress() as progress:
@@ -150,11 +155,17 @@ def run_several(
     gc.freeze()
     listed = ", ".join(f"{slot.name} ({slot.status})" for slot in registry.slots.all)
     ready = f"Rootstock serves {listed} at {url_of(listener)}/v1 · {in_units(budget.budget_bytes)} for the KV of all"
+
+    def on_ready() -> None:
+        print(ready, flush=True)
+        if warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", warm))
+
     with registry:
         serve(
             web,
             registry,
             listener,
-            on_ready=lambda: print(ready, flush=True),
+            on_ready=on_ready,
             max_connections=server.max_connections,
         )

@@ -33,10 +33,21 @@ from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.device_thread import DeviceThread
+from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
+from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.prompts.salt import is_chosen_by_client
-from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
+from rootstock.engine.request import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    Sink,
+    StopParams,
+)
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.scheduler import Scheduler
@@ -47,7 +58,7 @@ from rootstock.engine.step import PlanExecutor, StepRunner
 from rootstock.engine.tiers.connector import UNMEASURED, TierConnector
 from rootstock.engine.tiers.hit_verifier import HitVerifier
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import AdapterNotLoaded, ClearUnderWay, EngineStopped
+from rootstock.errors import AdapterNotLoaded, ClearUnderWay, EngineStopped, IdleWorkOff
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import ModelDescription, Runtime
 
@@ -75,7 +86,7 @@ class Engine:
 
     The engine owns the cache. Without a tokenizer, token events have no text, and stop strings are refused. A test
     may drive an engine that was not started by calling `step`. `scheduler`, `tier_connector`, `proposer`,
-    `hit_verifier` and `steps` belong to the engine's thread: other threads use them by `call`.
+    `hit_verifier`, `idle_work` and `steps` belong to the engine's thread: other threads use them by `call`.
     """
 
     def __init__(
@@ -143,6 +154,23 @@ class Engine:
             self.hit_verifier = HitVerifier(
                 runtime, cache, verify_hits, config.chunk_tokens, executor.apply, self._distrust, config.seed
             )
+        # Caches prompts before requests send them. None: idle work is off, or nothing can be cached.
+        self.idle_prefills: IdlePrefills | None = None
+        if config.idle_work and cache.reuse:
+            self.idle_prefills = IdlePrefills(
+                runtime,
+                cache,
+                config.chunk_tokens,
+                executor.apply,
+                tier_connector,
+                clock,
+                self._run_soon,
+                self.scope,
+            )
+        tasks: tuple[IdleTask | None, ...] = (self.idle_prefills, self.hit_verifier)
+        self.idle_work = IdleWork([task for task in tasks if task is not None])
+        self._idle = threading.Event()  # set while no request is in the engine
+        self._idle.set()
         self.steps = StepRunner(
             runtime,
             cache,
@@ -150,6 +178,7 @@ class Engine:
             self._requests,
             executor,
             self.hit_verifier,
+            self.idle_work,
             tier_connector,
             self.proposer,
             self._masks,
@@ -259,6 +288,8 @@ class Engine:
         for fingerprint in nameless - in_use:
             if self.hit_verifier is not None:
                 self.hit_verifier.drop(fingerprint)
+            if self.idle_prefills is not None:
+                self.idle_prefills.drop_adapter(fingerprint)
             self.adapters.drop(fingerprint)
             self._runtime.unload_adapter(fingerprint)
         self._has_nameless_adapters = bool(nameless & in_use)
@@ -293,6 +324,32 @@ class Engine:
                 self._requests.fail(sequence, error)
             return
         self.steps.add(sequence)
+
+    def prefill_in_idle_time(self, prefill: IdlePrefill) -> None:
+        """Queues a prompt to be cached while no request is in the engine. `prefill.ended` gets its end.
+
+        Raises EmptyPrompt, PromptTooLong, InvalidParameter, AdapterNotLoaded, IdleWorkOff, IdleWorkFull or
+        EngineStopped.
+        """
+        if self.idle_prefills is None:
+            raise IdleWorkOff()
+        stop = StopParams(max_tokens=0)
+        request = Request(RequestId(""), prefill.tokens, stop=stop, adapter=prefill.adapter)
+        self._limits.refuse_impossible(request)
+        self._refuse_unloaded(request)
+        self.idle_prefills.submit(prefill)
+
+    def cached_tokens(self, tokens: Tokens, salt: str = "", adapter: str = "") -> int:
+        """Returns how many of the tokens a prompt that begins with all of them would find in memory now."""
+        scope = self.scope(tokens, salt, adapter)
+        longer = np.append(tokens, np.int32(0))  # a match leaves the last token of a prompt
+        return self.call(
+            lambda: self._cache.match(longer, scope.namespace, public_tokens=scope.public_tokens).length
+        )
+
+    def wait_until_idle(self, within_s: float) -> bool:
+        """Waits until no request is in the engine. Returns False if the time passes before."""
+        return self._idle.wait(within_s)
 
     def _sequence(self, request: Request, sink: Sink) -> Sequence:
         ends = self._limits.end_tokens(request)
@@ -391,6 +448,7 @@ class Engine:
                 None if self.tier_connector is None else self.tier_connector.stats(space),
                 {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
+                None if self.idle_prefills is None else self.idle_prefills.stats(),
             )
         )
 
@@ -424,11 +482,12 @@ class Engine:
         """Clears these namespaces, or all without any."""
 
         def clear() -> Cleared:
-            if self.hit_verifier is not None:
-                self.hit_verifier.pause()  # its leases protect cached rows
+            self.idle_work.pause()  # its leases protect cached rows
             before = self._cache.pools.owned_bytes
             blocks, later = 0, False
             for namespace in namespaces or (None,):
+                if self.idle_prefills is not None:
+                    self.idle_prefills.clear(namespace)
                 blocks += self._cache.clear(namespace)
                 if self.proposer is not None:
                     self.proposer.forget(namespace)
@@ -503,8 +562,7 @@ class Engine:
         is_sound = False  # stays False after an exception: memory may be half written
         try:
             while not self._requests.closed:
-                is_idle = not self.scheduler.has_work and self._commands.empty()
-                if not (is_idle and self.work_idly()):
+                if self.scheduler.has_work or not self._commands.empty() or not self.work_idly():
                     self.step(self.next_command())
             is_sound = True
         finally:
@@ -521,15 +579,22 @@ class Engine:
             try:
                 self.steps.fail_all(EngineStopped())
                 self._drain_commands()
+                self._close_idle_work()
             finally:
                 self._masks.close()
                 self._close_tiers(flush=is_sound)
 
     def work_idly(self) -> bool:
         """Does a piece of work that can wait. Returns False if there is none. For the engine's thread."""
-        if self.hit_verifier is None or not self.hit_verifier.has_work:
+        if self.scheduler.has_work or not self.idle_work.has_work:
             return False
-        self.verify_hits()
+        self._step_began = self._clock()
+        try:
+            self.steps.do_idle_work()
+        except Exception as error:
+            self.steps.restart(error)
+        finally:
+            self._step_began = None
         return True
 
     # ---------------------------------------------------------------------- turns on a device's thread
@@ -594,25 +659,18 @@ class Engine:
             self._drain_commands()
             if self._requests.closed or not self.scheduler.has_work:
                 return False
+            self._idle.clear()
             self.steps.run()
         except Exception as error:
             self.steps.restart(error)
         finally:
             self._notify()
             self._step_began = None
+            if not self.scheduler.has_work:
+                self._idle.set()
             if self._has_nameless_adapters:
                 self._drop_nameless_adapters()
         return True
-
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. For the engine's thread, while there is nothing else to do."""
-        self._step_began = self._clock()
-        try:
-            self.steps.verify_hits()
-        except Exception as error:
-            self.steps.restart(error)
-        finally:
-            self._step_began = None
 
     def _drain_commands(self) -> None:
         """Runs the commands queued up to now. Later ones wait: a flood of commands must not stop the steps."""
@@ -630,6 +688,12 @@ class Engine:
         self._cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
         if self.tier_connector is not None:
             self.tier_connector.follow()
+
+    def _close_idle_work(self) -> None:
+        self._idle.set()  # threads that wait for it find the engine stopped
+        self.idle_work.pause()
+        if self.idle_prefills is not None:
+            self.idle_prefills.close()
 
     def _close_tiers(self, flush: bool = True) -> None:
         """Writes rows that only memory has to the tiers, and ends their threads."""

@@ -10,6 +10,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.constraints.masks import MaskWorker
+from rootstock.engine.idle.work import IdleWork
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
 from rootstock.engine.request_table import RequestTable
@@ -59,6 +60,7 @@ class StepRunner:
         requests: RequestTable,
         executor: PlanExecutor,
         hit_verifier: HitVerifier | None,
+        idle_work: IdleWork,
         tier_connector: TierConnector | None,
         proposer: Proposer | None,
         masks: MaskWorker,
@@ -74,6 +76,7 @@ class StepRunner:
         self._requests = requests
         self._apply = executor.apply
         self._hit_verifier = hit_verifier
+        self._idle_work = idle_work
         self._tier_connector = tier_connector
         self._loads: PrefixLoads | None = None
         if tier_connector is not None:
@@ -124,8 +127,7 @@ class StepRunner:
     def run(self) -> None:
         """Runs one step. The scheduler has work."""
         began = self._clock()
-        if self._hit_verifier is not None:
-            self._hit_verifier.pause()
+        self._idle_work.pause()
         if self._tier_connector is not None and self._loads is not None:
             self._tier_connector.follow()
             self._loads.requeue_overdue()
@@ -319,10 +321,11 @@ class StepRunner:
 
     # ----------------------------------------------------------------------------------- between steps
 
-    def verify_hits(self) -> None:
-        """Verifies a piece of a sampled hit. Call it when there is nothing else to do."""
-        assert self._hit_verifier is not None
-        self._hit_verifier.step()
+    def do_idle_work(self) -> None:
+        """Does a piece of idle work. Call it when there is nothing else to do."""
+        if self._tier_connector is not None:
+            self._tier_connector.follow()
+        self._idle_work.step()
         self._apply(self._cache.take_pending_plan())
 
     def restart(self, error: Exception) -> None:
@@ -331,7 +334,6 @@ class StepRunner:
         self._scheduler.drain()
         if self._tier_connector is not None:
             self._tier_connector.settle()  # no load writes to rows that are reused
-        if self._hit_verifier is not None:
-            self._hit_verifier.forget()
+        self._idle_work.forget()
         self._cache.reset()
         self.fail_all(EngineFault(error))

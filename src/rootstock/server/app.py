@@ -35,6 +35,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
@@ -68,6 +69,8 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.include_router(adapter_routes(models, config))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
+    app.state.warmer = Warmer(models, responses)
+    app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     install_docs(app)
     return app

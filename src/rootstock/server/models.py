@@ -22,6 +22,7 @@ from rootstock.engine.stats import Health
 from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
 from rootstock.server.errors import ClientGone
 from rootstock.server.model_slots import Loaded, ModelSlot, ModelSlots, ModelUse, Unloaded
+from rootstock.server.next_turns import NextTurns
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
 
@@ -36,12 +37,16 @@ def served_model(
 ) -> ServedModel:
     """Makes the model of an engine. The caller starts and stops the engine."""
     engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
+    prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    next_turns = None
+    if engine.idle_prefills is not None:
+        next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
     tool_parser = config.tool_parser if own is None else own.tool_parser
     output = detect(tokenizer) if tool_parser == "auto" else named(tool_parser, tokenizer)
     return ServedModel(
         made.description.name if own is None else own.name,
         made.description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
+        prompts,
         made.defaults,
         engine.context_limit,
         engine.config.max_batch + engine.config.max_queue,
@@ -56,6 +61,7 @@ def served_model(
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
         fingerprints=fingerprints,
+        next_turns=next_turns,
     )
 
 

@@ -52,6 +52,7 @@ from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
 from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
 from rootstock.runtime.base import ModelDescription
+from rootstock.server.next_turns import NextTurn, NextTurns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -222,6 +223,7 @@ class PreparedChat:
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
     adapter: str = ""
+    next_turn: NextTurn | None = None  # None: idle work is off
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -238,6 +240,8 @@ class PreparedChat:
         hints: CacheHints | None = None,
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
+        if choices > 1 and self.next_turn is not None:
+            self.next_turn.give_up()
         return requests_for(
             id,
             [self.prompt.tokens],
@@ -301,6 +305,7 @@ class ServedModel:
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
+    next_turns: NextTurns | None = None  # None: idle work is off
     adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
     parent: str | None = None  # of an adapter: the name of its base model
 
@@ -345,21 +350,31 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        next_turn = None
+        if self.next_turns is not None:
+            next_turn = self.next_turns.of(
+                conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter
+            )
+
+        def told(parser: DeltaParser) -> DeltaParser:
+            return parser if next_turn is None else next_turn.parser_around(parser)
+
         prepared = PreparedChat(
             self.name,
             template,
             prompt,
             salt,
-            TextOnly,
+            lambda: told(TextOnly()),
             constraint=constraint,
             dropped=dropped,
+            next_turn=next_turn,
             adapter=self.adapter,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared
 
         def new_parser() -> DeltaParser:
-            return CountingParser(RememberingParser(OutputParser(output, tools, end), prompt.place))
+            return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
 
         return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 

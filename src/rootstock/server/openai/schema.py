@@ -258,6 +258,12 @@ class ReleaseRequest(Wire):
     id: Label
 
 
+class WarmRequest(ExplainRequest):
+    """Either one prompt, as in ExplainRequest, or several as `prompts`."""
+
+    prompts: Annotated[list[ExplainRequest], Field(fail_fast=True)] | None = None
+
+
 class ClearRequest(Wire):
     """The salt and the model whose prefixes are removed."""
 
