@@ -300,7 +300,7 @@ def _live(
             connector.run()
             verifier = engine.hit_verifier
             while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
-                engine.do_idle_work()
+                engine.work_idly()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
@@ -371,7 +371,7 @@ def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
         return
     engine.step()  # the commands that queue it
     while engine.idle_prefills.has_work and rng.random() < 0.9:
-        engine.do_idle_work()
+        engine.work_idly()
 
 
 class Guesses:

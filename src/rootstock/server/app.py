@@ -126,7 +126,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             "object": "model",
             "created": slot.created,
             "owned_by": "rootstock",
-            "root": slot.name,  # the model that an alias stands for
+            "root": name if models.is_adapter(name) else slot.name,  # the model that an alias stands for
             "status": {"value": slot.status},
             "parent": slot.name if models.is_adapter(name) else None,  # of a LoRA adapter: its base
             **anthropic_model_fields(name, slot.created, None),

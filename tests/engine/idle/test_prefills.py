@@ -54,7 +54,7 @@ class Idle(Bench):
         """Does so many pieces of idle work, or all."""
         done = 0
         while self.engine.idle_work.has_work and (pieces is None or done < pieces):
-            self.engine.do_idle_work()
+            self.engine.work_idly()
             self.cache.check()
             done += 1
 
@@ -317,7 +317,7 @@ def test_a_prefetch_loads_what_a_tier_holds_and_computes_nothing(tmp_path: Path,
         )
         while not ends:
             while bench.engine.idle_work.has_work:
-                bench.engine.do_idle_work()
+                bench.engine.work_idly()
             if not ends:
                 bench.engine.step(bench.engine._commands.get(timeout=60))
             bench.cache.check()
@@ -341,7 +341,7 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         bench.engine.prefill_in_idle_time(prefetch)
         bench.engine.step()
         bench.loads.close()
-        bench.engine.do_idle_work()
+        bench.engine.work_idly()
         bench.loads.wait_until_reached()
         client = bench.ask([*PROMPT, 1], 3)
         bench.engine.step()
@@ -352,5 +352,5 @@ def test_a_request_cancels_a_prefetch_and_loads_its_prefix_itself(tmp_path: Path
         assert client.cached_tokens >= 56
         assert not ends, "the prefetch waits for idle time again"
         while bench.engine.idle_work.has_work:
-            bench.engine.do_idle_work()
+            bench.engine.work_idly()
         assert ends == [IdleEnd.CACHED]
