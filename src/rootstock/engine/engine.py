@@ -29,6 +29,7 @@ from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
+from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
@@ -153,7 +154,11 @@ class Engine:
                 self._commands.put,
                 self.scope,
             )
-        tasks: tuple[IdleTask | None, ...] = (self.idle_prefills, self.hit_verifier)
+        self.returns: AwaitedReturns | None = None
+        if self.idle_prefills is not None and tier_connector is not None:
+            self.returns = AwaitedReturns(cache, self.idle_prefills, clock, self.scope)
+            self.idle_prefills.expect = self.returns.expect
+        tasks: tuple[IdleTask | None, ...] = (self.returns, self.idle_prefills, self.hit_verifier)
         self.idle_work = IdleWork([task for task in tasks if task is not None])
         self._idle = threading.Event()  # set while no request is in the engine
         self.steps = StepRunner(
@@ -164,6 +169,7 @@ class Engine:
             executor,
             self.hit_verifier,
             self.idle_work,
+            self.returns,
             tier_connector,
             self.proposer,
             self._masks,
@@ -378,6 +384,8 @@ class Engine:
             self.idle_work.pause()  # its leases protect cached rows
             if self.idle_prefills is not None:
                 self.idle_prefills.clear(namespace)
+            if self.returns is not None:
+                self.returns.clear(namespace)
             before = self._cache.pools.owned_bytes
             blocks = self._cache.clear(namespace)
             if self.proposer is not None:
@@ -475,7 +483,11 @@ class Engine:
     def next_command(self) -> Callable[[], None] | None:
         """Waits for a command if nothing can run before one arrives or a load is overdue."""
         if not self.scheduler.has_work:
-            return self._commands.get()
+            due_s = None if self.returns is None else self.returns.next_poll_s
+            try:
+                return self._commands.get(timeout=due_s)
+            except queue.Empty:
+                return None
         if not self.steps.is_stalled or self.tier_connector is None:
             return None
         try:

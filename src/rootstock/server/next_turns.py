@@ -108,6 +108,7 @@ class NextTurns:
                     salt,
                     tenant or salt,
                     end=CheckpointKind.ANSWER,
+                    comes_back=bool(answered.answer.calls),
                 )
             )
 
