@@ -139,14 +139,21 @@ class Admission:
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
 
+    def has_free_rows(self, match: Match, tier_hit: TierHit | None) -> bool:
+        """Returns whether the rows of a prompt are free without an eviction."""
+        return self._pools.has_free(self._idle_rows(match, self._hit(match), tier_hit))
+
+    def _idle_rows(self, match: Match, hit: _Hit, tier_hit: TierHit | None) -> Rows:
+        loaded = self._none_loaded if tier_hit is None else self._loaded_windows(tier_hit)
+        return self._rows_needed(self._new_blocks(match, hit), hit, loaded, 0)
+
     def make_idle_room(self, match: Match, tier_hit: TierHit | None) -> bool:
         """Evicts entries that rank below idle work until the rows of a prompt are free. Keeps the prompt's hit.
 
         Returns False if that frees too little.
         """
         hit = self._hit(match)
-        loaded = self._none_loaded if tier_hit is None else self._loaded_windows(tier_hit)
-        rows = self._rows_needed(self._new_blocks(match, hit), hit, loaded, 0)
+        rows = self._idle_rows(match, hit, tier_hit)
         if not self._pools.can_allocate(rows, self._cached_rows(hit)):
             return False
         protection = self._tree.protect(match)

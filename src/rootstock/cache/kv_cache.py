@@ -287,6 +287,10 @@ class KVCache:
         """
         return self._admission.make_idle_room(match, tier_hit)
 
+    def has_free_rows(self, match: Match, tier_hit: TierHit | None = None) -> bool:
+        """Returns whether the rows of a prompt are free without an eviction."""
+        return self._admission.has_free_rows(match, tier_hit)
+
     def unasked_tokens(self, namespace: Namespace) -> int:
         """Returns how many tokens of idle work a namespace has that no request has used."""
         return self.tree.unasked_tokens[namespace]

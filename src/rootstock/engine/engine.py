@@ -34,6 +34,7 @@ from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.device_thread import DeviceThread
 from rootstock.engine.idle.prefills import IdlePrefill, IdlePrefills
+from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleTask, IdleWork
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
@@ -167,7 +168,11 @@ class Engine:
                 self._run_soon,
                 self.scope,
             )
-        tasks: tuple[IdleTask | None, ...] = (self.idle_prefills, self.hit_verifier)
+        self.returns: AwaitedReturns | None = None
+        if self.idle_prefills is not None and tier_connector is not None:
+            self.returns = AwaitedReturns(cache, self.idle_prefills, clock, self.scope)
+            self.idle_prefills.expect = self.returns.expect
+        tasks: tuple[IdleTask | None, ...] = (self.returns, self.idle_prefills, self.hit_verifier)
         self.idle_work = IdleWork([task for task in tasks if task is not None])
         self._idle = threading.Event()  # set while no request is in the engine
         self._idle.set()
@@ -179,6 +184,7 @@ class Engine:
             executor,
             self.hit_verifier,
             self.idle_work,
+            self.returns,
             tier_connector,
             self.proposer,
             self._masks,
@@ -488,6 +494,8 @@ class Engine:
             for namespace in namespaces or (None,):
                 if self.idle_prefills is not None:
                     self.idle_prefills.clear(namespace)
+                if self.returns is not None:
+                    self.returns.clear(namespace)
                 blocks += self._cache.clear(namespace)
                 if self.proposer is not None:
                     self.proposer.forget(namespace)
@@ -617,8 +625,10 @@ class Engine:
 
     @property
     def next_overdue_s(self) -> float | None:
-        """Seconds until a load is overdue, while nothing can run before it has ended."""
-        if not (self.scheduler.has_work and self.steps.is_stalled) or self.tier_connector is None:
+        """Seconds until a load is overdue, while nothing can run before it has ended, or until idle work is due."""
+        if not self.scheduler.has_work:
+            return None if self.returns is None else self.returns.next_poll_s
+        if not self.steps.is_stalled or self.tier_connector is None:
             return None
         return self.tier_connector.next_overdue_s
 
@@ -638,12 +648,10 @@ class Engine:
 
     def next_command(self) -> Callable[[], None] | None:
         """Waits for a command if nothing can run before one arrives or a load is overdue."""
-        if not self.scheduler.has_work:
-            return self._commands.get()
-        if not self.steps.is_stalled or self.tier_connector is None:
+        if self.scheduler.has_work and (not self.steps.is_stalled or self.tier_connector is None):
             return None
         try:
-            return self._commands.get(timeout=self.tier_connector.next_overdue_s)
+            return self._commands.get(timeout=self.next_overdue_s)
         except queue.Empty:
             return None
 

@@ -10,6 +10,7 @@ from rootstock.cache import KVCache
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Plan, together
 from rootstock.engine.constraints.masks import MaskWorker
+from rootstock.engine.idle.returns import AwaitedReturns
 from rootstock.engine.idle.work import IdleWork
 from rootstock.engine.pacing import Pacing
 from rootstock.engine.request import Aborted, Finished, Logprobs, PromptScored, RequestId, TokenEvent
@@ -61,6 +62,7 @@ class StepRunner:
         executor: PlanExecutor,
         hit_verifier: HitVerifier | None,
         idle_work: IdleWork,
+        returns: AwaitedReturns | None,
         tier_connector: TierConnector | None,
         proposer: Proposer | None,
         masks: MaskWorker,
@@ -77,6 +79,7 @@ class StepRunner:
         self._apply = executor.apply
         self._hit_verifier = hit_verifier
         self._idle_work = idle_work
+        self._returns = returns
         self._tier_connector = tier_connector
         self._loads: PrefixLoads | None = None
         if tier_connector is not None:
@@ -270,6 +273,8 @@ class StepRunner:
             sequence.first_token_at = self._clock()
             if self._tier_connector is not None:
                 self._tier_connector.count(sequence.load_choice)
+            if self._returns is not None:
+                self._returns.returned(sequence.request.tokens, sequence.scope)
             if self._hit_verifier is not None:
                 self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.scope)
         if sampled.token in sequence.stop_tokens:

@@ -112,6 +112,7 @@ class NextTurns:
                     tenant or salt,
                     end=CheckpointKind.ANSWER,
                     adapter=answered.adapter,
+                    comes_back=bool(answered.answer.calls),
                 )
             )
 

@@ -134,9 +134,9 @@ def test_idle_work_evicts_only_what_is_colder_than_itself(families: Families) ->
         assert bench.answer([*prompt, 1], 1).cached_tokens > 0
 
 
-def test_idle_work_takes_the_place_of_old_entries(families: Families = (FULL,)) -> None:
+def test_idle_work_takes_the_place_of_old_entries() -> None:
     ticks = Clock()
-    bench = Idle(families=families, blocks=40, chunk_tokens=16)
+    bench = Idle(blocks=40, chunk_tokens=16)
     bench.cache._clock = bench.cache.tree._clock = lambda: ticks.now_s
     bench.answer(numbers(10, 100), 1)
     ticks.now_s += 1000.0

@@ -77,6 +77,7 @@ class IdlePrefill:
     boundaries: tuple[Boundary, ...] = ()
     end: CheckpointKind = CheckpointKind.PROMPT  # of the checkpoint at its end
     adapter: str = ""  # fingerprint of a loaded LoRA adapter; empty: the base model
+    comes_back: bool = False  # its client is expected soon, with a tool's result
     hints: CacheHints | None = None  # a session that it belongs to, and retentions that it asks for
     ended: Callable[[IdleEnd], None] = lambda end: None  # called once: must not block and must not raise
 
@@ -100,11 +101,6 @@ class _Job:
     scope: Scope
     submitted_at: float
     may_load: bool = True
-
-    def is_of(self, namespace: Namespace | None) -> bool:
-        """Returns whether it caches tokens in a namespace. None: in any."""
-        scope = self.scope
-        return namespace in (None, scope.namespace) or (scope.public_tokens > 0 and namespace == scope.public)
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +137,7 @@ class IdlePrefills:
         self._computing: _Computing | None = None
         self._loading: tuple[_Job, Lease] | None = None
         self._namespaces: dict[str, set[Namespace]] = {}  # of owners' unused idle work
+        self.expect: Callable[[IdlePrefill], None] = lambda prefill: None  # called when `comes_back` has ended
         self._lock = threading.Lock()  # of the fields below
         self._open: dict[_Job, None] = {}
         self._closed = False
@@ -216,10 +213,10 @@ class IdlePrefills:
     def clear(self, namespace: Namespace | None) -> None:
         """Drops the prefills of a namespace, or all: they would bring back what is cleared. Call `pause` before."""
         for queue in self._queues.values():
-            for job in [each for each in queue if each.is_of(namespace)]:
+            for job in [each for each in queue if is_in(each.scope, namespace)]:
                 queue.remove(job)
                 self._end(job, IdleEnd.CLEARED)
-        if self._loading is not None and self._loading[0].is_of(namespace):
+        if self._loading is not None and is_in(self._loading[0].scope, namespace):
             self._end(self._loading[0], IdleEnd.CLEARED)  # `_load_ended` drops the rows
 
     def drop_adapter(self, adapter: str) -> None:
@@ -351,6 +348,8 @@ class IdlePrefills:
                 return
             del self._open[job]
         self._ended[job.prefill.kind, end] += 1
+        if job.prefill.comes_back and end not in (IdleEnd.CLEARED, IdleEnd.FAILED, IdleEnd.STOPPED):
+            self.expect(job.prefill)
         try:
             job.prefill.ended(end)
         except Exception:
@@ -395,6 +394,11 @@ class IdlePrefills:
         self._apply(self._cache.take_pending_plan())
         if job in self._open:
             self._put_back(job)
+
+
+def is_in(scope: Scope, namespace: Namespace | None) -> bool:
+    """Returns whether a prompt has positions in a namespace. None: in any."""
+    return namespace in (None, scope.namespace) or (scope.public_tokens > 0 and namespace == scope.public)
 
 
 def _tokens(prefills: list[IdlePrefill]) -> int:
