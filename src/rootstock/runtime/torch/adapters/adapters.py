@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -177,7 +177,8 @@ class Adapters:
         variant = Variant(source.fingerprint, functools.partial(self._merged, given))
         alone = self.served.description.execution_mode == "one sequence per forward"
         reasons = []
-        for batching in ("apart",) if alone else ("mixed", "apart"):
+        batchings: tuple[Literal["mixed", "apart"], ...] = ("apart",) if alone else ("mixed", "apart")
+        for batching in batchings:
             loaded = replace(self._loaded[source.fingerprint], batching=batching)
             self._loaded[source.fingerprint] = loaded
             try:
