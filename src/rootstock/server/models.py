@@ -15,7 +15,7 @@ from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.stats import Health
-from rootstock.errors import MissingParameter, ModelNotFound
+from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
 from rootstock.server.request_bodies import PreparationQueue
 from rootstock.server.wire import ServedModel
 
@@ -72,6 +72,11 @@ class ModelRegistry:
             self._of_any_name = only if ANY_NAME in config.aliases else None
         else:
             self._of_any_name = None
+        for adapter in (adapter for model in self.loaded for adapter in model.engine.adapters.all):
+            if adapter.name in self._by_name:
+                raise InvalidOption(
+                    "--adapter", adapter.name, "another name than those of models and aliases"
+                )
 
     @property
     def names(self) -> list[str]:

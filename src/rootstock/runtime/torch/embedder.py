@@ -74,7 +74,10 @@ class TorchEmbedder:
         return np.array(ids, np.int32)
 
     def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
-        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens. Raises EngineStopped."""
+        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens each.
+
+        Raises EngineStopped.
+        """
         embedded = np.empty((len(inputs), self.dimensions), np.float32)
         for rows in _batches([len(tokens) for tokens in inputs]):
             with self._lock, torch.inference_mode():
