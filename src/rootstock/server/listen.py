@@ -23,17 +23,14 @@ from rootstock.server.connection import Connection, HttpLimits
 
 log = logging.getLogger(__name__)
 
-
-class Stoppable(Protocol):
-    """An engine, or another model that computes answers."""
-
-    def stop(self) -> None:
-        """Ends the computing. Open answers fail."""
-        ...
-
-
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
+
+
+class Stops(Protocol):
+    """An engine, or the models of a server."""
+
+    def stop(self) -> None: ...
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -59,7 +56,7 @@ def url_of(taken: socket.socket) -> str:
 
 def serve(
     app: FastAPI,
-    engine: Stoppable,
+    engine: Stops,
     taken: socket.socket,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
@@ -81,7 +78,7 @@ def serve(
 @contextlib.contextmanager
 def running(
     app: FastAPI,
-    engine: Stoppable,
+    engine: Stops,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: HttpLimits | None = None,
@@ -132,7 +129,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: Stoppable,
+        engine: Stops,
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,
