@@ -11,6 +11,7 @@
     │   ├── EmptyPrompt                 400
     │   ├── PromptTooLong               400
     │   ├── PromptTextTooLong           400  refused by its characters, before it is tokenized
+    │   ├── InputTooLong                400  of an embedding
     │   ├── SpecialTokenInText          400
     │   ├── CompletionTooLong           400
     │   ├── TooManyLogprobs             400
@@ -202,6 +203,18 @@ class PromptTextTooLong(RequestError):
             param="prompt",
         )
         self.chars = chars
+        self.limit_tokens = limit_tokens
+
+
+class InputTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, length: int, unit: str, limit_tokens: int, *, param: str = "input") -> None:
+        super().__init__(
+            f"The input has {length:,} {unit}, but the model takes at most {limit_tokens:,} tokens. Divide the text, and "
+            "send each part as an input of its own.",
+            param=param,
+        )
         self.limit_tokens = limit_tokens
 
 

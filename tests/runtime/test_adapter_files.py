@@ -193,3 +193,11 @@ def test_a_directory_is_allowed_by_its_real_path(tmp_path: Path) -> None:
     assert allowed_directory(str(allowed / ".." / "other"), roots) is None
     assert allowed_directory("a\0b", roots) is None
     assert allowed_directory(str(allowed / "one"), ()) is None
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    source = source_of(made(tmp_path))
+    source.refuse_changed()
+    edit_config(tmp_path, lora_alpha=9, lora_dropout=0.25)
+    with pytest.raises(AdapterUnusable, match="changed while"):
+        source.refuse_changed()

@@ -12,7 +12,12 @@ import pytest
 
 from checkpoints import tiny_model
 from lora import linears_of, save_adapter
-from rootstock.config import ServerConfig
+from rootstock.config import CacheConfig, ServerConfig
+from rootstock.engine.build import assemble
+from rootstock.errors import InvalidOption
+from rootstock.server.app import create_app
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FakeRuntime
 from server.conftest import GREEDY, Served, assert_error
 
 MODEL = tiny_model("llama")
@@ -133,3 +138,11 @@ def test_clients_load_no_adapters(start: Callable[..., Served], directory: Path)
     assert load(served, "a", directory / "a", **admin).status_code == 200
     assert_error(unload(served, "a", **client), 403, "admin_only")
     assert unload(served, "a", **admin).status_code == 200
+
+
+def test_an_adapter_named_as_its_model_stops_the_start(directory: Path) -> None:
+    tokenizer = ByteTokenizer()
+    made = assemble(FakeRuntime(tokenizer.vocab_size, 4096), tokenizer, CacheConfig(budget_bytes=1 << 20))
+    made.engine.load_adapter("fake", directory / "a")
+    with pytest.raises(InvalidOption, match="another name"):
+        create_app(made, ServerConfig())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
+from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
 from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
@@ -275,6 +277,10 @@ def run_server(
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
+    if is_embedding_model(directory):
+        _serve_embeddings(model, engine, server, directory, listener)
+        return
+    with LoadProgress() as progress:
         defaults = SamplingDefaults()
         if sampling_source is SamplingSource.model:
             defaults = SamplingDefaults.of_model(model.model, directory)
@@ -303,6 +309,29 @@ def run_server(
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )
+
+
+def _serve_embeddings(
+    model: ModelConfig, engine: EngineConfig, server: ServerConfig, directory: Path, listener: socket.socket
+) -> None:
+    """Load an embedding model and serve it until a signal ends the process."""
+    from rootstock.runtime.torch.embedder import load_embedder
+    from rootstock.server.embedding_app import create_embedding_app
+    from rootstock.server.listen import serve, url_of
+
+    embedder = load_embedder(model, directory)
+    web = create_embedding_app(embedder, server, engine)
+    ready = (
+        f"rootstock: {embedder.name} at {url_of(listener)} · embeddings of {embedder.dimensions} dimensions, "
+        f"of at most {embedder.most_tokens:,} tokens"
+    )
+    serve(
+        web,
+        embedder,
+        listener,
+        on_ready=lambda: print(ready, flush=True),
+        max_connections=server.max_connections,
+    )
 
 
 def _announce_writing(made: Assembly) -> None:

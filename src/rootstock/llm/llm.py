@@ -211,8 +211,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates answers to one or many prompts, batched, and returns them in the prompts' order.
 
-        A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt` and the
-        same `adapter`, a LoRA adapter by its name; without one the base model answers.
+        A prompt is text or token ids. Prompts share cached prefixes only with prompts of the same `cache_salt` and
+        `adapter`. An adapter is a LoRA adapter by its name; without one the base model answers.
         Raises RequestError, EngineError and LLMClosed.
         """
         asked = self._prompts(_listed(prompts))
@@ -363,8 +363,10 @@ class LLM:
     # ------------------------------------------------------------------------------------ the adapters
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Loads a LoRA adapter in PEFT's format: calls choose it by `adapter=name`. Raises AdapterUnusable, AdapterExists
-        and AdapterLimit."""
+        """Loads a LoRA adapter in PEFT's format. Calls choose it by `adapter=name`.
+
+        Raises AdapterUnusable, AdapterExists and AdapterLimit.
+        """
         with self._open() as engine:
             engine.load_adapter(name, path)
 

@@ -115,7 +115,9 @@ def configuration(model: str, options: Mapping[str, Any]) -> Configuration:
 
     try:
         if "adapters" in given:
-            given["adapters"] = tuple(AdapterConfig(name, Path(path)) for name, path in given["adapters"].items())
+            given["adapters"] = tuple(
+                AdapterConfig(name, Path(path)) for name, path in given["adapters"].items()
+            )
         return Configuration(
             ModelConfig(model, **of(ModelConfig)),
             CacheConfig(**of(CacheConfig)),

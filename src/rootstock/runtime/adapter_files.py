@@ -73,6 +73,12 @@ class AdapterSource:
     scalings: Scalings
     tensors: Mapping[str, AdaptedModule]  # by the name of the base model's module
     nbytes: int
+    stamp: tuple[int, ...]  # of both files, when they were hashed
+
+    def refuse_changed(self) -> None:
+        """Raises AdapterUnusable if a file was written since it was hashed. OSError if it is gone."""
+        if _stamp(self.directory / ADAPTER_CONFIG, self.weights) != self.stamp:
+            raise AdapterUnusable(self.name, "its files were changed while they were read. Load it again")
 
 
 Role = Literal["A", "B", "B.bias", "embedding_A", "embedding_B", "magnitude", "weight", "bias"]
@@ -120,6 +126,7 @@ def read_adapter(name: str, path: str | Path) -> AdapterSource:
             raise AdapterUnusable(name, _without_weights(directory))
         if weights.stat().st_size > _MAX_WEIGHT_BYTES:
             raise AdapterUnusable(name, f"{ADAPTER_WEIGHTS} is larger than {in_units(_MAX_WEIGHT_BYTES)}")
+        stamp = _stamp(config, weights)
         scalings, fields = _read_config(name, directory)
         tensors = _read_header(name, weights, fields)
         return AdapterSource(
@@ -130,6 +137,7 @@ def read_adapter(name: str, path: str | Path) -> AdapterSource:
             scalings,
             tensors,
             weights.stat().st_size,
+            stamp,
         )
     except OSError as error:
         raise AdapterUnusable(
@@ -147,6 +155,11 @@ def _without_weights(directory: Path) -> str:
         f"there is {others[0]} and no {ADAPTER_WEIGHTS}. A file of that kind is a pickle, which can run code when "
         "it is read. Load it with PEFT where you trust it, and save it with safe_serialization=True"
     )
+
+
+def _stamp(*files: Path) -> tuple[int, ...]:
+    found = [file.stat() for file in files]
+    return tuple(number for one in found for number in (one.st_ino, one.st_size, one.st_mtime_ns))
 
 
 def _fingerprint(*files: Path) -> str:
@@ -179,8 +192,8 @@ def _read_config(name: str, directory: Path) -> tuple[Scalings, dict[str, Any]]:
     if not any(init is plain or init == plain for plain in _PLAIN_INITS):
         raise AdapterUnusable(
             name,
-            f"init_lora_weights is {shown(init)}: its training changed the base's weights as well. Save it with PEFT's "
-            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+            f"init_lora_weights is {shown(init)}: its training changed the base's weights as well. Save it with "
+            "PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
         )
     if fields.get("bias", "none") not in ("none", "all", "lora_only"):
         raise AdapterUnusable(name, f"bias is {shown(fields['bias'])}, but must be none, all or lora_only")
@@ -225,8 +238,8 @@ def _patterns(name: str, field: str, fields: dict[str, Any]) -> list[tuple[str, 
         if not _is_bounded(pattern):
             raise AdapterUnusable(
                 name,
-                f"{field} has {shown(pattern)}, which is not a module's name or a short regular expression with at most "
-                f"{_MAX_REPEATS} repeats and no repeated group",
+                f"{field} has {shown(pattern)}, which is not a module's name or a short regular expression with at "
+                f"most {_MAX_REPEATS} repeats and no repeated group",
             )
     return list(given.items())
 
@@ -245,7 +258,7 @@ def _is_bounded(pattern: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Returns whether a pattern names a module, as PEFT matches its patterns: at the end of the name, from a dot on."""
+    """Returns whether a pattern names a module, as PEFT matches its patterns: the end of the name, from a dot on."""
     return re.match(rf"(?:.*\.)?(?:{pattern})$", module) is not None
 
 

@@ -142,3 +142,38 @@ class Runtime(Protocol):
     def forward(self, batch: Batch) -> Logits:
         """Runs one packed forward. Returns the rows of `logits_to_keep`, segment by segment, in order of position."""
         ...
+
+
+class Embedder(Protocol):
+    """An embedding model. Any thread may call it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def dimensions(self) -> int: ...
+
+    @property
+    def shorter_dimensions(self) -> tuple[int, ...] | None:
+        """Numbers of dimensions to which an embedding may be cut; None: any, (): none."""
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that an input may have."""
+        ...
+
+    def tokens_of(self, text: str) -> Tokens:
+        """Tokenizes a text, with the model's special tokens around it. Raises InputTooLong."""
+        ...
+
+    def embed(self, inputs: Sequence[Tokens]) -> NDArray[np.float32]:
+        """Computes the embeddings [inputs, dimensions] of inputs of 1 to `most_tokens` tokens."""
+        ...
+
+    def stop(self) -> None:
+        """Lets no further forward begin."""
+        ...

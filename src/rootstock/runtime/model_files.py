@@ -126,6 +126,21 @@ def _fetched(model: str, *, with_code: bool, progress: Progress) -> Path:
 
 def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ModelFileInvalid, with the position of a syntax error."""
+    content = _read_json(model, directory, name, max_bytes)
+    if not isinstance(content, dict):
+        raise ModelFileInvalid(model, name, f"it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def read_json_list(model: str, directory: Path, name: str) -> list[Any]:
+    """Returns the list in a JSON file. Raises ModelFileInvalid."""
+    content = _read_json(model, directory, name, _MAX_CONFIG_BYTES)
+    if not isinstance(content, list):
+        raise ModelFileInvalid(model, name, f"it holds a {type(content).__name__}, not a list")
+    return content
+
+
+def _read_json(model: str, directory: Path, name: str, max_bytes: int) -> Any:
     try:
         if not stat.S_ISREG(os.stat(directory / name).st_mode):  # opening a pipe would block
             raise ModelFileInvalid(model, name, "it is not a regular file")
@@ -147,8 +162,6 @@ def read_json(model: str, directory: Path, name: str, max_bytes: int = _MAX_CONF
         raise ModelFileInvalid(model, name, "its values are nested too deeply") from error
     except ValueError as error:  # a number of thousands of digits
         raise ModelFileInvalid(model, name, f"it is not JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ModelFileInvalid(model, name, f"it holds a {type(content).__name__}, not an object")
     return content
 
 

@@ -14,6 +14,7 @@ from rootstock._version import __version__
 from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
+from rootstock.runtime.base import Embedder
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
 from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
@@ -28,6 +29,7 @@ from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
+from rootstock.server.openai.embeddings import embedding_routes, not_embedded
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.request_bodies import BoundedJsonRoute
@@ -67,6 +69,11 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
     app.include_router(adapter_routes(models, config))
+
+    def embedder_of(asked: str | None) -> Embedder:
+        raise not_embedded(models.find(asked).name)
+
+    app.include_router(embedding_routes(embedder_of, models.queue))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(pin_routes(models, responses, config))
     app.state.warmer = Warmer(models, responses)

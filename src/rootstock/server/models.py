@@ -75,6 +75,12 @@ class ModelRegistry:
         self.slots = slots
         self.queue = PreparationQueue(engine.max_batch, engine.max_queue)
         self._by_name, self._of_any_name = _by_name(slots.all, config.aliases)
+        taken = set(self._by_name)
+        for name in (name for slot in slots.all for name in _adapters_of(slot)):
+            if name in taken:
+                allowed = "another name than those of models, aliases and other adapters"
+                raise InvalidOption("--adapter", name, allowed)
+            taken.add(name)
 
     @staticmethod
     def of_one(made: Assembly, config: ServerConfig) -> ModelRegistry:

@@ -48,7 +48,7 @@ class Returning(Tiered):
         self.engine.step()
         while self.engine.idle_work.has_work or self.engine.idle_prefills.waiting:
             if self.engine.idle_work.has_work:
-                self.engine.do_idle_work()
+                self.engine.work_idly()
             else:
                 self.engine.step(self.engine._commands.get(timeout=60))
             self.cache.check()

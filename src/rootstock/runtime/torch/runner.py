@@ -112,7 +112,7 @@ def load_model(
 
     def describe(layout: Layout) -> ModelDescription:
         return ModelDescription(
-            name=config.served_name or _public_name(name),
+            name=config.served_name or public_name(name),
             architecture=type(model).__name__,
             vocab_size=layout.vocab_size,
             context_limit=limit,
@@ -404,7 +404,7 @@ def resolve_dtype(asked: str, device: torch.device) -> torch.dtype:
             return torch.bfloat16 if native else torch.float32
 
 
-def _public_name(model: str) -> str:
+def public_name(model: str) -> str:
     """Returns the name for clients: a directory's own name without its path, or the Hub name."""
     directory = Path(model)
     return directory.resolve().name if directory.is_dir() else model

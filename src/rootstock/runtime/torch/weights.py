@@ -56,7 +56,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
     check_configs(model, directory)
     if (directory / GENERATION_CONFIG).exists():
         try:
-            with _quiet():
+            with quiet():
                 GenerationConfig.from_pretrained(directory)
         except Exception as error:  # transformers compares fields of any types with each other
             raise ModelFileInvalid(model, GENERATION_CONFIG, _in_one_line(error)) from error
@@ -75,7 +75,7 @@ def read_config(model: str, directory: Path, *, trust_remote_code: bool) -> Any:
 def empty_model(model: str, config: Any, *, trust_remote_code: bool) -> nn.Module:
     """Builds the architecture without weights, on the meta device. Raises ModelUnsupported."""
     try:
-        with torch.device("meta"), _quiet():
+        with torch.device("meta"), quiet():
             built = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # the architecture's own code may raise anything
         raise ModelUnsupported(model, first_line(error)) from error
@@ -91,7 +91,7 @@ def read_weights(
     transformers fills a parameter that the files do not hold with random numbers. Here that is an error.
     """
     try:
-        with _quiet():
+        with quiet():
             loaded, info = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
@@ -123,7 +123,7 @@ def read_weights(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences transformers' progress bars and warnings. The important ones become errors here."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()

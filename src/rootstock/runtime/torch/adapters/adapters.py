@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -115,6 +115,7 @@ class Adapters:
                         given[name] = self._of_module(source, name, files, opened)
                     except Refused as refusal:
                         raise AdapterUnusable(source.name, f"{name} {refusal}") from refusal
+            source.refuse_changed()
         except (SafetensorError, OSError) as error:
             raise AdapterUnusable(source.name, f"its weights cannot be read ({first_line(error)})") from error
         return given
@@ -173,11 +174,12 @@ class Adapters:
         given: Mapping[str, LoraTensors],
         make_runtime: Callable[[Tuning], Runtime],
     ) -> LoadedAdapter:
-        """Returns the adapter as it is served. Raises AdapterUnusable if its logits are not those of merged weights."""
+        """Returns the adapter as it is served. Raises AdapterUnusable if its logits differ from merged weights'."""
         variant = Variant(source.fingerprint, functools.partial(self._merged, given))
         alone = self.served.description.execution_mode == "one sequence per forward"
         reasons = []
-        for batching in ("apart",) if alone else ("mixed", "apart"):
+        batchings: tuple[Literal["mixed", "apart"], ...] = ("apart",) if alone else ("mixed", "apart")
+        for batching in batchings:
             loaded = replace(self._loaded[source.fingerprint], batching=batching)
             self._loaded[source.fingerprint] = loaded
             try:

@@ -181,7 +181,7 @@ def delta_of(
         )
     a, b = tensors.get("A"), tensors.get("B")
     delta = LinearDelta(stored(a))
-    base_bias = getattr(module, "bias", None)
+    base_bias: Tensor | None = getattr(module, "bias", None)
     bias = base_bias if tensors.get("bias") is None else tensors["bias"].to(device)
     replaced = tensors.get("weight")
     if replaced is not None:
@@ -201,10 +201,11 @@ def delta_of(
         gain = tensors["magnitude"].to(device).float() / norm
         delta.scale = stored(gain)
         scaled = gain[:, None] * scaled
-        if bias is not None:  # the gain is of the product alone
-            shift = shift + (bias.float() - gain * (base_bias if replaced is None else bias).float())
-            if bias is not base_bias and replaced is None:
-                shift = shift - (bias.float() - base_bias.float())
+        computed = (
+            base_bias if replaced is None else bias
+        )  # a part of y, and the gain is of the product alone
+        if computed is not None:
+            shift = shift + (1 - gain) * computed.float()
     delta.b = stored(scaled)
     delta.shift = stored(shift) if bool(shift.any()) else None
     return delta
@@ -227,18 +228,17 @@ class Merged:
             if "embedding_A" in tensors:
                 weight = weight + self._given.scaling * (tensors["embedding_B"] @ tensors["embedding_A"]).T
             return nn.functional.embedding(x, weight).to(module.weight.dtype)
-        weight = tensors.get("weight")
-        if weight is None:
+        if "weight" not in tensors:
             weight = self._weight().float()
-        elif isinstance(module, Conv1D):
-            weight = weight.T
+        else:
+            weight = tensors["weight"].T if isinstance(module, Conv1D) else tensors["weight"]
         product = LoraTensors(tensors, self._given.scaling, self._given.with_magnitude).product()
         if product is not None:
             weight = weight + product
         if self._given.with_magnitude and product is not None:
             weight = weight / weight.norm(dim=1, keepdim=True) * tensors["magnitude"][:, None]
-        base_bias = getattr(module, "bias", None)
-        bias = tensors.get("bias", None if base_bias is None else base_bias.float())
+        bias: Tensor | None = getattr(module, "bias", None)
+        bias = tensors.get("bias", None if bias is None else bias.float())
         if "B.bias" in tensors:
             more = self._given.scaling * tensors["B.bias"]
             bias = more if bias is None else bias + more
