@@ -16,7 +16,7 @@ from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
 from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress
+from rootstock.cli.output import LoadProgress, counted
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
@@ -146,6 +146,7 @@ def serve(
     responses_file: options.ResponsesStore = None,
     responses_budget_bytes: options.ResponsesBudget = "128MiB",
     sse_keep_alive: options.SSEKeepAlive = "10s",
+    drain_timeout: options.DrainTimeout = "30s",
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
@@ -208,6 +209,7 @@ def serve(
         parse_special_tokens=parse_special_tokens,
         aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
+        drain_timeout_s=parse_seconds(drain_timeout, "--drain-timeout"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
     )
@@ -243,9 +245,17 @@ def run_server(
         )
 
     from rootstock.server.app import create_app
+    from rootstock.server.drain import Drain
 
+    drain = Drain()
     web = create_app(
-        made.engine, made.tokenizer, made.description, server, defaults, block_size=cache.block_size
+        made.engine,
+        made.tokenizer,
+        made.description,
+        server,
+        defaults,
+        block_size=cache.block_size,
+        drain=drain,
     )
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
@@ -259,7 +269,15 @@ def run_server(
             on_ready=lambda: print(ready, flush=True),
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
+            drain=drain,
+            drain_timeout_s=server.drain_timeout_s,
+            on_drain=_announce_drain,
         )
+
+
+def _announce_drain(running: int) -> None:
+    words = f"waiting for {counted(running, 'request')} to finish (--drain-timeout; a second signal: stop at once)"
+    print(f"rootstock: {words}", file=sys.stderr, flush=True)
 
 
 def _announce_writing(made: Assembly) -> None:

@@ -25,6 +25,7 @@ from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
+from rootstock.server.drain import Drain
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
@@ -34,6 +35,7 @@ from rootstock.server.model_card import anthropic_model_fields, numbers_of
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.pin_routes import pin_routes
+from rootstock.server.probes import probe_routes
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
@@ -49,8 +51,10 @@ def create_app(
     config: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
     block_size: int = CacheConfig().block_size,
+    drain: Drain | None = None,
 ) -> FastAPI:
     """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's."""
+    drain = drain or Drain()
     config = config or ServerConfig()
     output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
     model = ServedModel(
@@ -73,7 +77,7 @@ def create_app(
     metrics = Metrics(engine, model.tokenizer.answers, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms)
+    app.add_middleware(Guard, config=config, forms=forms, drain=drain)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
@@ -100,6 +104,7 @@ def create_app(
             engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config
         )
     )
+    app.include_router(probe_routes(engine, drain))
     install_docs(app)
     return app
 
