@@ -14,9 +14,11 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.doctor import doctor
 from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
 from rootstock.cli.output import LoadProgress, counted
+from rootstock.cli.pins import pin, pins, release
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
@@ -62,8 +64,13 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
-    cache_app, name="cache", help="Inspect, verify, export and import a disk tier that no server uses."
+    cache_app,
+    name="cache",
+    help="Inspect, verify, export and import a disk tier that no server uses. Pin prefixes of a server.",
 )
+for command in (pin, release, pins):
+    cache_app.command(cls=options.Command)(command)
+app.command(cls=options.Command)(doctor)
 
 
 def main() -> None:
