@@ -320,6 +320,7 @@ class ServerConfig:
     # Directories from which operators may load LoRA adapters while the server runs. Empty: none may be loaded.
     adapter_directories: tuple[Path, ...] = ()
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
+    drain_timeout_s: float = 30.0  # for running requests after SIGTERM
 
     def __post_init__(self) -> None:
         for option, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):

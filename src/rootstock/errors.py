@@ -605,6 +605,16 @@ class TooManyBodyBytes(Overloaded):
         )
 
 
+class Draining(Overloaded):
+    code = "draining"
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server finishes its requests and stops. Send this one to another server, or try again."
+        )
+
+
 class InternalError(RootstockError):
     def __init__(self, path: str, cause: Exception) -> None:
         detail = f"{type(cause).__name__}. The server's log says more. Please report it."

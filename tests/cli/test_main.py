@@ -91,7 +91,7 @@ def test_the_ready_line_describes_the_server(start: Start) -> None:
 def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     start: Start, sent: signal.Signals
 ) -> None:
-    one = start("--kv-budget", "1MiB")
+    one = start("--kv-budget", "1MiB", "--drain-timeout", "0s")
     events: list[str] = []
     started = threading.Event()
 

@@ -115,8 +115,24 @@ _MESSAGES = st.lists(TEXTS, min_size=1, max_size=3).map(
 # One choice each: how several of one request meet in the cache depends on when the engine sees each of them.
 _EARLIER = st.none() | st.just("unknown")  # the id of an answer that diagnostics compare with
 _CACHE_OPTIONS = st.none() | st.just({"comparison_response_id": "unknown"})
-_CHAT = _body(messages=_MESSAGES, logprobs=st.booleans(), prompt_cache_options=_CACHE_OPTIONS, **_SAMPLING)
-_COMPLETION = _body(prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), **_SAMPLING)
+# Both tenants name the same sessions.
+_HINTS = st.none() | st.sampled_from(
+    [
+        {"session_control": {"session_id": "s"}},
+        {"session_control": {"session_id": "s", "action": "close"}},
+        {"cache_control": {"type": "ephemeral"}, "agent_hints": {"priority": 5}},
+    ]
+)
+_CHAT = _body(
+    messages=_MESSAGES,
+    logprobs=st.booleans(),
+    prompt_cache_options=_CACHE_OPTIONS,
+    nvext=_HINTS,
+    **_SAMPLING,
+)
+_COMPLETION = _body(
+    prompt=TEXTS, echo=st.booleans(), logprobs=st.none() | st.just(2), nvext=_HINTS, **_SAMPLING
+)
 _MESSAGES_BODY = _body(
     messages=_MESSAGES,
     diagnostics=st.none() | _body(previous_message_id=_EARLIER),
@@ -187,7 +203,16 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("GET", "/v1/models"): _plain("/v1/models"),
     ("GET", "/v1/models/{name:path}"): _plain("/v1/models/{name:path}", "/v1/models/fake"),
     ("GET", "/"): _plain("/"),
+    ("POST", "/v1/cache/pin"): _posted("/v1/cache/pin", _EXPLAIN),
+    ("POST", "/v1/cache/pin/chat/completions"): _posted("/v1/cache/pin/chat/completions", _CHAT),
+    ("POST", "/v1/cache/pin/completions"): _posted("/v1/cache/pin/completions", _COMPLETION),
+    ("POST", "/v1/cache/pin/messages"): _posted("/v1/cache/pin/messages", _MESSAGES_BODY),
+    ("POST", "/v1/cache/pin/responses"): _posted("/v1/cache/pin/responses", _RESPONSE),
+    ("POST", "/v1/cache/release"): _posted("/v1/cache/release", _body(id=st.just("pin-unknown"))),
+    ("GET", "/v1/cache/pins"): _plain("/v1/cache/pins"),
     ("GET", "/health"): _plain("/health"),
+    ("GET", "/livez"): _plain("/livez"),
+    ("GET", "/readyz"): _plain("/readyz"),
     ("GET", "/metrics"): _plain("/metrics"),
     ("GET", "/openapi.json"): _plain("/openapi.json"),
     ("GET", "/docs"): _plain("/docs"),

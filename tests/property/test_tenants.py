@@ -53,6 +53,12 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
         Ask("POST", "/v1/cache/explain/chat/completions", body={"messages": messages}),
         Ask("POST", "/v1/cache/explain/messages", body={"messages": messages}),
         Ask("POST", "/v1/cache/explain/responses", body={"input": prompt}),
+        Ask("POST", "/v1/cache/pin", body={"prompt": prompt}),
+        Ask("POST", "/v1/cache/pin/completions", body={"prompt": prompt}),
+        Ask("POST", "/v1/cache/pin/chat/completions", body={"messages": messages}),
+        Ask("POST", "/v1/cache/pin/messages", body={"messages": messages}),
+        Ask("POST", "/v1/cache/pin/responses", body={"input": prompt}),
+        Ask("POST", "/v1/cache/release", body={"id": "pin-unknown"}),
         *(
             Ask(method, route, route.replace("{name:path}", "fake").replace("{id}", "resp_0"), body)
             for method, route in sorted(ROUTES)

@@ -18,6 +18,7 @@ from cli.running import Process
 from rootstock.config import ServerConfig, parse_names
 from rootstock.errors import InvalidOption
 from rootstock.server.access import Guard
+from rootstock.server.drain import Drain
 from rootstock.server.errors import ErrorForms, install_error_handlers
 from server.conftest import assert_error
 from waiting import HANG_S
@@ -331,7 +332,9 @@ def test_the_bodies_of_all_requests_together_are_bounded_and_given_back() -> Non
             return count
 
         config = ServerConfig(max_body_bytes=6000)
-        inner.add_middleware(Guard, config=config, forms=ErrorForms(), max_held_body_bytes=10_000)
+        inner.add_middleware(
+            Guard, config=config, forms=ErrorForms(), drain=Drain(), max_held_body_bytes=10_000
+        )
         guard = inner.build_middleware_stack()
         first, second, third = (Asked(guard) for _ in range(3))  # type: ignore[arg-type]
         await first.part(4000)
@@ -378,7 +381,7 @@ def test_a_content_length_that_is_not_a_number_is_refused_on_any_server(length: 
 
     receive: Callable[[], Awaitable[Any]] = unreachable
     scope = {"type": "http", "method": "POST", "path": TEXT, "headers": [(b"content-length", length)]}
-    asyncio.run(Guard(unreachable, ServerConfig(), ErrorForms())(scope, receive, send))
+    asyncio.run(Guard(unreachable, ServerConfig(), ErrorForms(), Drain())(scope, receive, send))
     assert answered[0]["status"] == 400
     assert json.loads(answered[1]["body"])["error"]["code"] == "malformed_http"
 

@@ -16,9 +16,11 @@ from rootstock._version import __version__
 from rootstock.cli import options
 from rootstock.cli.cache import cache_app
 from rootstock.cli.config_file import read_bounded
+from rootstock.cli.doctor import doctor
 from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress
+from rootstock.cli.output import LoadProgress, announce_drain
+from rootstock.cli.pins import pin, pins, release
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
@@ -68,8 +70,13 @@ app = typer.Typer(
 models_app = typer.Typer(no_args_is_help=True)
 app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
-    cache_app, name="cache", help="Look into a disk tier that no server uses; warm the cache of a server."
+    cache_app,
+    name="cache",
+    help="Look into a disk tier that no server uses. Warm the cache of a server, and pin prefixes.",
 )
+for command in (pin, release, pins):
+    cache_app.command(cls=options.Command)(command)
+app.command(cls=options.Command)(doctor)
 
 
 def main() -> None:
@@ -158,6 +165,7 @@ def serve(
     responses_file: options.ResponsesStore = None,
     responses_budget_bytes: options.ResponsesBudget = "128MiB",
     sse_keep_alive: options.SSEKeepAlive = "10s",
+    drain_timeout: options.DrainTimeout = "30s",
     allowed_origins: options.AllowedOrigins = "",
     allowed_hosts: options.AllowedHosts = "",
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
@@ -228,6 +236,7 @@ def serve(
         aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
         adapter_directories=tuple(adapter_directory or ()),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
+        drain_timeout_s=parse_seconds(drain_timeout, "--drain-timeout"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
     )
@@ -289,8 +298,10 @@ def run_server(
         )
 
     from rootstock.server.app import create_app
+    from rootstock.server.drain import Drain
 
-    web = create_app(replace(made, defaults=defaults), server)
+    drain = Drain()
+    web = create_app(replace(made, defaults=defaults), server, drain)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
@@ -308,6 +319,9 @@ def run_server(
             on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
+            drain=drain,
+            drain_timeout_s=server.drain_timeout_s,
+            on_drain=announce_drain,
         )
 
 
@@ -316,11 +330,13 @@ def _serve_embeddings(
 ) -> None:
     """Load an embedding model and serve it until a signal ends the process."""
     from rootstock.runtime.torch.embedder import load_embedder
+    from rootstock.server.drain import Drain
     from rootstock.server.embedding_app import create_embedding_app
     from rootstock.server.listen import serve, url_of
 
     embedder = load_embedder(model, directory)
-    web = create_embedding_app(embedder, server, engine)
+    drain = Drain()
+    web = create_embedding_app(embedder, server, engine, drain)
     ready = (
         f"rootstock: {embedder.name} at {url_of(listener)} · embeddings of {embedder.dimensions} dimensions, "
         f"of at most {embedder.most_tokens:,} tokens"
@@ -331,6 +347,9 @@ def _serve_embeddings(
         listener,
         on_ready=lambda: print(ready, flush=True),
         max_connections=server.max_connections,
+        drain=drain,
+        drain_timeout_s=server.drain_timeout_s,
+        on_drain=announce_drain,
     )
 
 

@@ -452,6 +452,15 @@ SSEKeepAlive = Annotated[
         "and proxies from giving up, such as 10s. 0s: never.",
     ),
 ]
+DrainTimeout = Annotated[
+    str,
+    option(
+        SERVER,
+        "--drain-timeout",
+        "Time that running requests have to finish after SIGTERM, such as 30s. New ones are refused meanwhile. A "
+        "second signal ends it. 0s: none.",
+    ),
+]
 AllowedOrigins = Annotated[
     str,
     option(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress
+from rootstock.cli.output import LoadProgress, announce_drain
 from rootstock.config import CacheConfig, EngineConfig, ServedModelConfig, ServerConfig, TierConfig
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
@@ -144,11 +144,13 @@ def run_several(
         budget = shared_budget(models, cache, report)
 
         from rootstock.server.app import create_app
+        from rootstock.server.drain import Drain
         from rootstock.server.models import ModelRegistry
 
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
         registry = ModelRegistry.of_several(models, load, server, engine, budget)
-        web = create_app(registry, server)
+        drain = Drain()
+        web = create_app(registry, server, drain)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
     gc.collect()
@@ -168,4 +170,7 @@ def run_several(
             listener,
             on_ready=on_ready,
             max_connections=server.max_connections,
+            drain=drain,
+            drain_timeout_s=server.drain_timeout_s,
+            on_drain=announce_drain,
         )

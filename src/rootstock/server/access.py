@@ -20,6 +20,7 @@ from rootstock.errors import (
     AdminOnly,
     BodyTooLarge,
     ContentTypeNotJson,
+    Draining,
     HostNotAllowed,
     InvalidParameter,
     KeysDiffer,
@@ -29,13 +30,14 @@ from rootstock.errors import (
     TooManyBodyBytes,
     Unauthorized,
 )
+from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.units import MIB
 
 Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
-OPEN_PATHS = frozenset({"/", "/health"})  # need no API key
+OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz"})  # need no API key
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
 _STATE = "rootstock_caller"  # the guard's entry in a request's state
@@ -158,10 +160,12 @@ class Guard:
         app: ASGIApp,
         config: ServerConfig,
         forms: ErrorForms,
+        drain: Drain,
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
     ) -> None:
         self._app = app
         self._forms = forms
+        self._drain = drain
         self._keys = Keys(config)
         self._max_body_bytes = config.max_body_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
@@ -198,7 +202,11 @@ class Guard:
             return message
 
         try:
-            await self._app(scope, receive_counted, send)
+            if scope["method"] in _SAFE_METHODS:
+                await self._app(scope, receive_counted, send)
+            else:
+                with self._drain.request():
+                    await self._app(scope, receive_counted, send)
         finally:
             self._held_bytes -= held_bytes
 
@@ -217,6 +225,8 @@ class Guard:
         if int(length) > self._max_body_bytes:
             return BodyTooLarge(self._max_body_bytes)
         if method not in _SAFE_METHODS:
+            if self._drain.is_draining:
+                return Draining()
             return _refusal_of_content_type(headers, int(length) > 0 or b"transfer-encoding" in headers)
         return None
 

@@ -21,6 +21,7 @@ from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
+from rootstock.server.drain import Drain
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
@@ -32,6 +33,7 @@ from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.embeddings import embedding_routes, not_embedded
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.pin_routes import pin_routes
+from rootstock.server.probes import probe_routes
 from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
@@ -41,15 +43,18 @@ from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
-def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    served: ModelRegistry | Assembly, config: ServerConfig | None = None, drain: Drain | None = None
+) -> FastAPI:
     """Makes the application of several models, or of one. The caller starts and stops them."""
+    drain = drain or Drain()
     config = config or ServerConfig()
     models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms)
+    app.add_middleware(Guard, config=config, forms=forms, drain=drain)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
@@ -79,6 +84,7 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.state.warmer = Warmer(models, responses)
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
+    app.include_router(probe_routes(models.health, drain))
     install_docs(app)
     return app
 

@@ -11,20 +11,26 @@ from starlette.middleware.cors import CORSMiddleware
 from rootstock._version import __version__
 from rootstock.config import ANY_NAME, EngineConfig, ServerConfig
 from rootstock.engine.limits import refuse_surrogates
+from rootstock.engine.stats import Health
 from rootstock.errors import ModelNotFound, Unsupported
 from rootstock.runtime.base import Embedder
 from rootstock.server.access import Guard
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.docs_page import install_docs
+from rootstock.server.drain import Drain
 from rootstock.server.errors import ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.openai.embeddings import embedding_routes
+from rootstock.server.probes import probe_routes
 from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
-def create_embedding_app(embedder: Embedder, config: ServerConfig, engine: EngineConfig) -> FastAPI:
+def create_embedding_app(
+    embedder: Embedder, config: ServerConfig, engine: EngineConfig, drain: Drain | None = None
+) -> FastAPI:
     """Makes the application of one embedding model. `engine` bounds the requests that wait."""
+    drain = drain or Drain()
     names = list(dict.fromkeys([embedder.name, *(alias for alias in config.aliases if alias != ANY_NAME)]))
 
     def find(asked: str | None) -> Embedder:
@@ -36,7 +42,7 @@ def create_embedding_app(embedder: Embedder, config: ServerConfig, engine: Engin
 
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms)
+    app.add_middleware(Guard, config=config, forms=forms, drain=drain)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -49,6 +55,7 @@ def create_embedding_app(embedder: Embedder, config: ServerConfig, engine: Engin
     app.include_router(embedding_routes(find, PreparationQueue(engine.max_batch, engine.max_queue)))
     app.include_router(_state_routes(embedder, names, int(time.time())))
     app.include_router(_refusals(embedder))
+    app.include_router(probe_routes(lambda: Health(True, "ok", 0, 0, 0), drain))
     install_docs(app)
     return app
 

@@ -1,4 +1,4 @@
-"""A listening server: uvicorn, with a shutdown that ends every open answer with an error."""
+"""A listening server: uvicorn, with a drain, and a shutdown that ends every open answer with an error."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from rootstock.errors import AddressUnavailable
 from rootstock.server.connection import Connection, HttpLimits
+from rootstock.server.drain import Drain
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +62,23 @@ def serve(
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
     max_connections: int = HttpLimits().connections,
+    drain: Drain | None = None,
+    drain_timeout_s: float = 0.0,
+    on_drain: Callable[[int], None] = lambda running: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event.
 
-    `on_stop` is called before that. On the main thread both signals stay ignored afterwards, because the process is
-    about to end. A second SIGINT ends it at once.
+    After SIGTERM, running requests may finish before that, for `drain_timeout_s` or until a second signal. `on_drain`
+    is called with their number, and `on_stop` before the engine stops. On the main thread both signals stay ignored
+    afterwards, because the process is about to end. A SIGINT after the first signal, or after the drain, ends it at
+    once.
     """
     host, port = taken.getsockname()[:2]
     limits = HttpLimits(connections=_allow_files(max_connections))
     try:
-        _Server(app, engine, on_ready, limits, on_stop).run([taken])
+        _Server(app, engine, on_ready, limits, on_stop, drain or Drain(), drain_timeout_s, on_drain).run(
+            [taken]
+        )
     except OSError as error:  # another process listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
@@ -133,6 +141,9 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,
+        drain: Drain | None = None,
+        drain_timeout_s: float = 0.0,
+        on_drain: Callable[[int], None] = lambda running: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -152,18 +163,34 @@ class _Server(uvicorn.Server):
         self._engine = engine
         self._on_ready = on_ready
         self._on_stop = on_stop
+        self._drain = drain or Drain()
+        self._drain_timeout_s = drain_timeout_s
+        self._on_drain = on_drain
+        self._drains = False  # the first signal asks for it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drains:
+            # Connections are accepted meanwhile: probes and clients are told.
+            self._drain.begin()
+            if self._drain.running:
+                self._on_drain(self._drain.running)
+            await self._drain.wait(self._drain_timeout_s)
+            self._drains = False
         self._on_stop()
         await run_in_threadpool(self._engine.stop)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig == signal.SIGINT:  # the first one's shutdown may take long
+        if self._drains:
+            self._drain.end()
+            return
+        if not self.should_exit:
+            self._drains = sig == signal.SIGTERM and self._drain_timeout_s > 0
+        elif sig == signal.SIGINT:  # the first one's shutdown may take long
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)

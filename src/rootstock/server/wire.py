@@ -352,9 +352,7 @@ class ServedModel:
         output = self.output
         next_turn = None
         if self.next_turns is not None:
-            next_turn = self.next_turns.of(
-                conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter
-            )
+            next_turn = self.next_turns.of(conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter)
 
         def told(parser: DeltaParser) -> DeltaParser:
             return parser if next_turn is None else next_turn.parser_around(parser)

@@ -186,7 +186,7 @@ def pin_path(api: str) -> str:
 
 @each_api
 def test_the_prompt_of_each_api_can_be_pinned_listed_and_released(serve: Any, api: str) -> None:
-    with serve() as served:
+    with serve(blocks=200) as served:
         _, fields = APIS[api]
         body = {name: value for name, value in fields.items() if not name.startswith("max")}
         refused = served.client.post(pin_path(api), json=body)
@@ -198,7 +198,8 @@ def test_the_prompt_of_each_api_can_be_pinned_listed_and_released(serve: Any, ap
         assert pinned["bytes"] > 0
         assert served.client.get("/v1/cache/pins").json() == {"pins": [pinned]}
         assert served.client.post(pin_path(api), json=body).json() == pinned  # once
-        served.client.post("/v1/cache/clear")
+        for text in "vwxyz":
+            served.complete(text * 300, max_tokens=1)
         cached = served.client.post(pin_path(api).replace("/pin/", "/explain/"), json=body).json()
         assert cached["matched_tokens"] >= pinned["tokens"] - 1
         released = served.client.post("/v1/cache/release", json={"id": pinned["id"]}).json()
@@ -207,6 +208,14 @@ def test_the_prompt_of_each_api_can_be_pinned_listed_and_released(serve: Any, ap
         assert_error(again, 404, "pin_not_found", pinned["id"], param="id")
         assert served.client.get("/v1/cache/pins").json() == {"pins": []}
         served.settled()
+
+
+def test_clearing_the_cache_ends_its_pins(serve: Any) -> None:
+    with serve() as served:
+        served.complete(LONG, max_tokens=1)
+        assert served.client.post("/v1/cache/pin", json={"prompt": LONG}).status_code == 200
+        served.client.post("/v1/cache/clear")
+        assert served.client.get("/v1/cache/pins").json() == {"pins": []}
 
 
 def test_a_tenant_sees_and_releases_its_own_pins_only(shared: Any) -> None:

@@ -123,9 +123,7 @@ class AwaitedReturns:
     def _poll(self, awaited: _Awaited, now: float) -> None:
         prefill = awaited.prefill
         tokens = np.append(prefill.tokens, np.int32(0))
-        match = self._cache.match(
-            tokens, awaited.scope.namespace, public_tokens=awaited.scope.public_tokens
-        )
+        match = self._cache.match(tokens, awaited.scope.namespace, public_tokens=awaited.scope.public_tokens)
         if len(prefill.tokens) - match.length < LEAST_GAIN[IdleKind.PREFETCH]:
             return
         hit = self._cache.tier_hit(match)

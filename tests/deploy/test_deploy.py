@@ -1,0 +1,205 @@
+"""The files below deploy/: they parse, and name options, routes, paths and times that exist."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from deploy.dockerfiles import stage_of
+from rootstock.cli.main import app
+from rootstock.config import ServerConfig, parse_seconds
+from rootstock.server.access import OPEN_PATHS
+from rootstock.server.listen import GRACE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def serve() -> Any:
+    group: Any = typer.main.get_command(app)
+    return group.commands["serve"]
+
+
+@pytest.fixture(scope="module")
+def variables(serve: Any) -> set[str]:
+    """Returns the environment variables of `rootstock serve`."""
+    return {str(parameter.envvar) for parameter in serve.params if parameter.envvar}
+
+
+@pytest.fixture(scope="module")
+def image() -> dict[str, list[str]]:
+    """Returns the arguments of each kind of instruction in the server's stage."""
+    found: dict[str, list[str]] = {}
+    for instruction in stage_of(DEPLOY / "Dockerfile", "server"):
+        found.setdefault(instruction.name, []).append(instruction.rest)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compose() -> Json:
+    found: Json = yaml.safe_load((DEPLOY / "compose.yml").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def stateful() -> Json:
+    service, found = yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())
+    assert (service["kind"], found["kind"]) == ("Service", "StatefulSet")
+    assert service["spec"]["selector"] == found["spec"]["template"]["metadata"]["labels"]
+    assert found["spec"]["serviceName"] == service["metadata"]["name"] != "rootstock"
+    spec: Json = found["spec"]
+    return spec
+
+
+def seconds(text: str) -> float:
+    return parse_seconds(text, "--drain-timeout")
+
+
+# ---- image
+
+
+def test_the_image_copies_files_that_exist_and_are_sent_to_the_builder(image: dict[str, list[str]]) -> None:
+    sent = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = {source for rest in image["COPY"] for source in rest.split()[:-1]}
+    assert copied == sent
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_the_image_runs_a_command_of_rootstock_as_a_plain_user(
+    image: dict[str, list[str]], serve: Any
+) -> None:
+    [entry], [command], [user] = image["ENTRYPOINT"], image["CMD"], image["USER"]
+    assert entry == '["/opt/rootstock/venv/bin/rootstock"]'
+    assert command == f'["{serve.name}"]'
+    assert user.split(":")[0] not in ("0", "root")
+    assert image["STOPSIGNAL"] == ["SIGTERM"]
+
+
+def test_the_images_variables_are_options_and_its_directories_are_made(
+    image: dict[str, list[str]], variables: set[str]
+) -> None:
+    environment = dict(rest.split("=", 1) for rest in image["ENV"])
+    assert {name for name in environment if name.startswith("ROOTSTOCK_")} <= variables
+    assert image["EXPOSE"] == [environment["ROOTSTOCK_PORT"]]
+    [made] = [rest for rest in image["RUN"] if rest.startswith("mkdir")]
+    [volume] = image["VOLUME"]
+    for value in environment.values():
+        if value.startswith("/"):
+            assert value in made.split()
+            assert value.startswith(f"{volume}/")
+    [check] = image["HEALTHCHECK"]
+    assert re.search(r"/readyz\b", check)
+    assert "/readyz" in OPEN_PATHS
+
+
+# ---- compose
+
+
+def test_the_compose_file_builds_the_servers_stage_with_options_that_exist(
+    compose: Json, variables: set[str]
+) -> None:
+    server = compose["services"]["rootstock"]
+    build = server["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT
+    assert stage_of(ROOT / build["dockerfile"], build["target"])
+    assert set(server["environment"]) <= variables
+    stop = seconds(server["stop_grace_period"])
+    assert stop >= seconds(server["environment"]["ROOTSTOCK_DRAIN_TIMEOUT"]) + GRACE_S
+
+
+def test_the_compose_files_paths_exist_and_its_ports_are_of_this_machine(compose: Json) -> None:
+    for name, service in compose["services"].items():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        for volume in service["volumes"]:
+            source = volume.split(":")[0] if not volume.startswith("${") else None
+            if source is not None and source.startswith("./"):
+                assert (DEPLOY / source).exists(), source
+            elif source is not None:
+                assert source in compose["volumes"], source
+        assert set(service.get("depends_on", ())) <= set(compose["services"])
+
+
+def test_prometheus_and_grafana_reach_each_other_and_the_server(compose: Json) -> None:
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    targets = [
+        target
+        for job in scraped["scrape_configs"]
+        for config in job["static_configs"]
+        for target in config["targets"]
+    ]
+    for target in targets:
+        host, _, port = target.partition(":")
+        assert f":{port}" in compose["services"][host]["ports"][0]
+    for source in (DEPLOY / "grafana" / "provisioning" / "datasources").glob("*.yml"):
+        for one in yaml.safe_load(source.read_text())["datasources"]:
+            assert one["url"].split("//")[1].split(":")[0] in compose["services"]
+    for file in scraped["rule_files"]:
+        assert (DEPLOY / "prometheus" / file).exists()
+
+
+# ---- systemd
+
+
+def test_the_unit_starts_a_command_with_options_that_exist(serve: Any) -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "rootstock.service")
+    assert set(unit.sections()) == {"Unit", "Service", "Install"}
+    service = unit["Service"]
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    assert (program, command) == ("/opt/rootstock/venv/bin/rootstock", serve.name)
+    known = {name for parameter in serve.params for name in parameter.opts}
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert set(given) <= known
+    assert given["--disk-dir"].startswith(f"/var/cache/{service['CacheDirectory']}/")
+    assert service["KillSignal"] == "SIGTERM"
+    assert float(service["TimeoutStopSec"]) >= seconds(given["--drain-timeout"]) + GRACE_S
+
+
+# ---- Kubernetes
+
+
+def test_the_manifests_probes_are_open_routes_and_its_times_fit(stateful: Json) -> None:
+    pod = stateful["template"]["spec"]
+    [server] = pod["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert server[probe]["httpGet"]["path"] in OPEN_PATHS
+        assert server[probe]["httpGet"]["port"] in [port["name"] for port in server["ports"]]
+    assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert server["livenessProbe"]["httpGet"]["path"] == "/livez"  # a server that drains is not restarted
+    environment = {each["name"]: each.get("value") for each in server["env"]}
+    drain = seconds(environment["ROOTSTOCK_DRAIN_TIMEOUT"])
+    assert pod["terminationGracePeriodSeconds"] >= drain + GRACE_S
+    assert pod["enableServiceLinks"] is False  # it would set ROOTSTOCK_PORT
+
+
+def test_the_manifest_uses_the_images_command_user_and_volume(
+    stateful: Json, image: dict[str, list[str]], variables: set[str]
+) -> None:
+    pod = stateful["template"]["spec"]
+    [server] = pod["containers"]
+    assert server["args"] == ["serve"]
+    assert {each["name"] for each in server["env"]} <= variables
+    assert [port["containerPort"] for port in server["ports"]] == [int(image["EXPOSE"][0])]
+    security = pod["securityContext"]
+    assert image["USER"] == [f"{security['runAsUser']}:{security['runAsGroup']}"]
+    [mount], [claim] = server["volumeMounts"], stateful["volumeClaimTemplates"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert image["VOLUME"] == [mount["mountPath"]]
+
+
+def test_the_default_drain_is_shorter_than_what_orchestrators_wait() -> None:
+    assert ServerConfig().drain_timeout_s <= 30
