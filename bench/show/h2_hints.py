@@ -6,7 +6,7 @@ of them begin with one system prompt. The engine and the cache are the real ones
 its default policy in each run. The clock is the simulation's: a step takes as long as its tokens.
 
 A prompt token is *recomputed* if an earlier request had computed it and it is computed again. The budget is a quarter
-of the tokens of all running sessions at their peak. With hints each request names its session and asks for a time to
+of the tokens of all running sessions, on average over time. With hints each request names its session and asks for a time to
 live of twice its agent's median, and the last one ends the session. Without hints the same requests are sent.
 
 Then a greedy tenant: it sends new prompts without a pause, each with the longest time to live, the highest priority
@@ -61,9 +61,6 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_for(self, batch: Batch) -> None:
-        self.now += STEP_S + batch.new_tokens / TOKENS_PER_S
-
 
 @dataclass
 class Turn:
@@ -104,13 +101,13 @@ class World:
 
     def __init__(self, budget_tokens: int, clients: list[Client]) -> None:
         self.clock = Clock()
-        runtime = FakeRuntime(VOCAB, families=(FULL,), eos_token_ids=(), fault=self.clock.pass_for)
+        runtime = FakeRuntime(VOCAB, families=(FULL,), eos_token_ids=(), fault=self._compute)
         blocks = budget_tokens // BLOCK
         self.cache = KVCache((FULL,), blocks * row_bytes(FULL, BLOCK), BLOCK, clock=self.clock)
         runtime.allocate(self.cache.rows, BLOCK)
         self.engine = Engine(runtime, self.cache, EngineConfig(seed=1), clock=self.clock)
         self.clients = clients
-        self.peak_tokens = 0
+        self._token_seconds = 0.0
         self._ids = itertools.count()
 
     def run(self, until_s: float) -> World:
@@ -118,12 +115,24 @@ class World:
             due = [each for each in self.clients if not each.is_waiting and each.ready_at <= self.clock.now]
             for client in due:
                 self._ask(client)
-            if not self.engine.scheduler.has_work:
-                self.clock.now = min(each.ready_at for each in self.clients)
+            if not due and not self.engine.scheduler.has_work:
+                self._pass_until(min(each.ready_at for each in self.clients))
                 continue
             self.engine.step()
-            self.peak_tokens = max(self.peak_tokens, sum(len(each.history) for each in self.clients))
         return self
+
+    @property
+    def session_tokens(self) -> int:
+        """Tokens of all running sessions, on average over time."""
+        return int(self._token_seconds / self.clock.now)
+
+    def _compute(self, batch: Batch) -> None:
+        self._pass_until(self.clock.now + STEP_S + batch.new_tokens / TOKENS_PER_S)
+
+    def _pass_until(self, then: float) -> None:
+        held = sum(len(each.history) for each in self.clients)
+        self._token_seconds += held * (then - self.clock.now)
+        self.clock.now = then
 
     def _ask(self, client: Client) -> None:
         turn = next(client.turns)
@@ -172,7 +181,7 @@ def agent_turns(rng: np.random.Generator, median_s: float, least_s: float, most_
             head = system if number == 0 else []
             new = rng.integers(0, VOCAB, int(rng.integers(40, 160))).tolist()
             pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), least_s, most_s))
-            yield Turn([*head, *new], int(rng.integers(8, 40)), pause_s, number == turns - 1)
+            yield Turn([*head, *new], int(rng.integers(4, 12)), pause_s, number == turns - 1)
 
 
 def no_hints(client: Client, turn: Turn) -> None:
@@ -242,8 +251,8 @@ def main() -> None:
     until_s = given.hours * 3600.0
 
     ample = World(10**6, agents(given.agents, given.seed, no_hints)).run(until_s)
-    budget = ample.peak_tokens // 4
-    figures |= {"budget_tokens": budget, "peak_tokens_of_sessions": ample.peak_tokens}
+    budget = ample.session_tokens // 4
+    figures |= {"budget_tokens": budget, "tokens_of_sessions": ample.session_tokens}
     recomputed = {}
     for name, hints in (
         ("none", no_hints),
@@ -267,7 +276,7 @@ def main() -> None:
 
     until_s = min(until_s, 2 * 3600.0)
     alone = World(10**6, others(no_hints)).run(until_s)
-    budget = alone.peak_tokens * 5 // 2
+    budget = alone.session_tokens * 5 // 2
     flood, modest = greedy(given.seed, greedy_hints), greedy(given.seed, no_hints)
     rates = {
         "alone_with_hints": World(budget, others(ttl_and_session)),
