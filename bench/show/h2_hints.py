@@ -1,7 +1,8 @@
 """H2: hints. Agents whose tool calls take 1 to 30 minutes share a cache with room for a quarter of them.
 
-Each agent has a kind of work: the median of its tool calls is log-uniform between 1 and 30 minutes, and each call
-varies around it (log-normal, clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All
+Of five agents, one runs unit tests (1 to 3 minutes), one builds (5 to 12), and three wait for CI or other long jobs
+(12 to 30). The median of each agent's calls is log-uniform within its kind, and each call varies around it
+(log-normal, clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All
 of them begin with one system prompt. The engine and the cache are the real ones on the oracle runtime, the cache with
 its default policy in each run. The clock is the simulation's: a step takes as long as its tokens.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ SYSTEM_TOKENS = 120
 TOKENS_PER_S = 5_000.0
 STEP_S = 0.02
 MINUTE_S = 60.0
+# Kinds of agents, by the median time of their tool calls: unit tests, builds, and three of five wait for CI.
+KINDS = ((60.0, 180.0), (300.0, 720.0), *[(720.0, 1800.0)] * 3)
 MOST_RATIO = 0.5
 MOST_LOST_POINTS = 5.0
 
@@ -172,7 +175,7 @@ class World:
             client.history, client.known_tokens = [], SYSTEM_TOKENS
 
 
-def agent_turns(rng: np.random.Generator, median_s: float, least_s: float, most_s: float) -> Iterator[Turn]:
+def agent_turns(rng: np.random.Generator, median_s: float) -> Iterator[Turn]:
     """Yields the turns of one session after the other."""
     system = np.random.default_rng(0).integers(0, VOCAB, SYSTEM_TOKENS).tolist()
     while True:
@@ -180,7 +183,7 @@ def agent_turns(rng: np.random.Generator, median_s: float, least_s: float, most_
         for number in range(turns):
             head = system if number == 0 else []
             new = rng.integers(0, VOCAB, int(rng.integers(40, 160))).tolist()
-            pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), least_s, most_s))
+            pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), MINUTE_S, 30 * MINUTE_S))
             yield Turn([*head, *new], int(rng.integers(4, 12)), pause_s, number == turns - 1)
 
 
@@ -205,14 +208,14 @@ def agents(
     count: int,
     seed: int,
     hints: Callable[[Client, Turn], CacheHints | None],
-    least_s: float = MINUTE_S,
-    most_s: float = 30 * MINUTE_S,
+    kinds: Sequence[tuple[float, float]] = KINDS,
 ) -> list[Client]:
     found = []
     for number in range(count):
         rng = np.random.default_rng([seed, number])
+        least_s, most_s = kinds[number % len(kinds)]
         median_s = least_s * math.exp(rng.random() * math.log(most_s / least_s))
-        turns = agent_turns(rng, median_s, least_s, most_s)
+        turns = agent_turns(rng, median_s)
         found.append(
             Client(f"agent-{number}", "agents", turns, hints, median_s, float(rng.random() * median_s))
         )
@@ -243,8 +246,8 @@ def hit_rate(world: World, tenant: str) -> float:
 
 def main() -> None:
     options = argument_parser(__doc__)
-    options.add_argument("--agents", type=int, default=48)
-    options.add_argument("--hours", type=float, default=8.0, help="of simulated time")
+    options.add_argument("--agents", type=int, default=60)
+    options.add_argument("--hours", type=float, default=2.0, help="of simulated time")
     options.add_argument("--seed", type=int, default=3)
     given = options.parse_args()
     figures: dict[str, Any] = {"agents": given.agents, "simulated_hours": given.hours}
@@ -272,7 +275,7 @@ def main() -> None:
         figures[f"{name}_over_none"] = round(recomputed[name] / recomputed["none"], 3)
 
     def others(hints: Callable[[Client, Turn], CacheHints | None]) -> list[Client]:
-        return agents(given.agents // 3, given.seed + 1, hints, MINUTE_S, 5 * MINUTE_S)
+        return agents(given.agents // 3, given.seed + 1, hints, [(MINUTE_S, 5 * MINUTE_S)])
 
     until_s = min(until_s, 2 * 3600.0)
     alone = World(10**6, others(no_hints)).run(until_s)

@@ -77,7 +77,7 @@ def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
     run(cache, prompt(3, 16))  # older than the end of the session, and not used again
     clock.now += 1
     run(cache, np.concatenate((system, prompt(1, 12))), hints=of_session(ends=True))
-    run(cache, prompt(4, 48))
+    run(cache, prompt(4, 64))
     assert hit(cache, prompt(3, 16)) == 15
     assert hit(cache, np.concatenate((system, prompt(2, 9)))) == 16
     assert hit(cache, np.concatenate((system, prompt(1, 12)))) == 8
