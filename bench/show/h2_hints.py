@@ -1,12 +1,13 @@
 """H2: hints. Agents whose tool calls take 1 to 30 minutes share a cache with room for a quarter of them.
 
-Each agent has a kind of work: the median of its tool calls is log-uniform between 1 and 30 minutes, and each call
-varies around it (log-normal, clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All
+Of five agents, one runs unit tests (1 to 3 minutes), one builds (5 to 12), and three wait for CI or other long jobs
+(12 to 30). The median of each agent's calls is log-uniform within its kind, and each call varies around it
+(log-normal, clipped to 1 and 30 minutes). A session has 4 to 16 turns, and a new one follows it. All
 of them begin with one system prompt. The engine and the cache are the real ones on the oracle runtime, the cache with
 its default policy in each run. The clock is the simulation's: a step takes as long as its tokens.
 
 A prompt token is *recomputed* if an earlier request had computed it and it is computed again. The budget is a quarter
-of the tokens of all running sessions at their peak. With hints each request names its session and asks for a time to
+of the tokens of all running sessions, on average over time. With hints each request names its session and asks for a time to
 live of twice its agent's median, and the last one ends the session. Without hints the same requests are sent.
 
 Then a greedy tenant: it sends new prompts without a pause, each with the longest time to live, the highest priority
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ SYSTEM_TOKENS = 120
 TOKENS_PER_S = 5_000.0
 STEP_S = 0.02
 MINUTE_S = 60.0
+# Kinds of agents, by the median time of their tool calls: unit tests, builds, and three of five wait for CI.
+KINDS = ((60.0, 180.0), (300.0, 720.0), *[(720.0, 1800.0)] * 3)
 MOST_RATIO = 0.5
 MOST_LOST_POINTS = 5.0
 
@@ -60,9 +63,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-    def pass_for(self, batch: Batch) -> None:
-        self.now += STEP_S + batch.new_tokens / TOKENS_PER_S
 
 
 @dataclass
@@ -104,13 +104,13 @@ class World:
 
     def __init__(self, budget_tokens: int, clients: list[Client]) -> None:
         self.clock = Clock()
-        runtime = FakeRuntime(VOCAB, families=(FULL,), eos_token_ids=(), fault=self.clock.pass_for)
+        runtime = FakeRuntime(VOCAB, families=(FULL,), eos_token_ids=(), fault=self._compute)
         blocks = budget_tokens // BLOCK
         self.cache = KVCache((FULL,), blocks * row_bytes(FULL, BLOCK), BLOCK, clock=self.clock)
         runtime.allocate(self.cache.rows, BLOCK)
         self.engine = Engine(runtime, self.cache, EngineConfig(seed=1), clock=self.clock)
         self.clients = clients
-        self.peak_tokens = 0
+        self._token_seconds = 0.0
         self._ids = itertools.count()
 
     def run(self, until_s: float) -> World:
@@ -118,12 +118,24 @@ class World:
             due = [each for each in self.clients if not each.is_waiting and each.ready_at <= self.clock.now]
             for client in due:
                 self._ask(client)
-            if not self.engine.scheduler.has_work:
-                self.clock.now = min(each.ready_at for each in self.clients)
+            if not due and not self.engine.scheduler.has_work:
+                self._pass_until(min(each.ready_at for each in self.clients))
                 continue
             self.engine.step()
-            self.peak_tokens = max(self.peak_tokens, sum(len(each.history) for each in self.clients))
         return self
+
+    @property
+    def session_tokens(self) -> int:
+        """Tokens of all running sessions, on average over time."""
+        return int(self._token_seconds / self.clock.now)
+
+    def _compute(self, batch: Batch) -> None:
+        self._pass_until(self.clock.now + STEP_S + batch.new_tokens / TOKENS_PER_S)
+
+    def _pass_until(self, then: float) -> None:
+        held = sum(len(each.history) for each in self.clients)
+        self._token_seconds += held * (then - self.clock.now)
+        self.clock.now = then
 
     def _ask(self, client: Client) -> None:
         turn = next(client.turns)
@@ -163,7 +175,7 @@ class World:
             client.history, client.known_tokens = [], SYSTEM_TOKENS
 
 
-def agent_turns(rng: np.random.Generator, median_s: float, least_s: float, most_s: float) -> Iterator[Turn]:
+def agent_turns(rng: np.random.Generator, median_s: float) -> Iterator[Turn]:
     """Yields the turns of one session after the other."""
     system = np.random.default_rng(0).integers(0, VOCAB, SYSTEM_TOKENS).tolist()
     while True:
@@ -171,8 +183,8 @@ def agent_turns(rng: np.random.Generator, median_s: float, least_s: float, most_
         for number in range(turns):
             head = system if number == 0 else []
             new = rng.integers(0, VOCAB, int(rng.integers(40, 160))).tolist()
-            pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), least_s, most_s))
-            yield Turn([*head, *new], int(rng.integers(8, 40)), pause_s, number == turns - 1)
+            pause_s = float(np.clip(median_s * rng.lognormal(0.0, 0.4), MINUTE_S, 30 * MINUTE_S))
+            yield Turn([*head, *new], int(rng.integers(4, 12)), pause_s, number == turns - 1)
 
 
 def no_hints(client: Client, turn: Turn) -> None:
@@ -196,14 +208,14 @@ def agents(
     count: int,
     seed: int,
     hints: Callable[[Client, Turn], CacheHints | None],
-    least_s: float = MINUTE_S,
-    most_s: float = 30 * MINUTE_S,
+    kinds: Sequence[tuple[float, float]] = KINDS,
 ) -> list[Client]:
     found = []
     for number in range(count):
         rng = np.random.default_rng([seed, number])
+        least_s, most_s = kinds[number % len(kinds)]
         median_s = least_s * math.exp(rng.random() * math.log(most_s / least_s))
-        turns = agent_turns(rng, median_s, least_s, most_s)
+        turns = agent_turns(rng, median_s)
         found.append(
             Client(f"agent-{number}", "agents", turns, hints, median_s, float(rng.random() * median_s))
         )
@@ -234,16 +246,16 @@ def hit_rate(world: World, tenant: str) -> float:
 
 def main() -> None:
     options = argument_parser(__doc__)
-    options.add_argument("--agents", type=int, default=48)
-    options.add_argument("--hours", type=float, default=8.0, help="of simulated time")
+    options.add_argument("--agents", type=int, default=60)
+    options.add_argument("--hours", type=float, default=2.0, help="of simulated time")
     options.add_argument("--seed", type=int, default=3)
     given = options.parse_args()
     figures: dict[str, Any] = {"agents": given.agents, "simulated_hours": given.hours}
     until_s = given.hours * 3600.0
 
     ample = World(10**6, agents(given.agents, given.seed, no_hints)).run(until_s)
-    budget = ample.peak_tokens // 4
-    figures |= {"budget_tokens": budget, "peak_tokens_of_sessions": ample.peak_tokens}
+    budget = ample.session_tokens // 4
+    figures |= {"budget_tokens": budget, "tokens_of_sessions": ample.session_tokens}
     recomputed = {}
     for name, hints in (
         ("none", no_hints),
@@ -263,11 +275,11 @@ def main() -> None:
         figures[f"{name}_over_none"] = round(recomputed[name] / recomputed["none"], 3)
 
     def others(hints: Callable[[Client, Turn], CacheHints | None]) -> list[Client]:
-        return agents(given.agents // 3, given.seed + 1, hints, MINUTE_S, 5 * MINUTE_S)
+        return agents(given.agents // 3, given.seed + 1, hints, [(MINUTE_S, 5 * MINUTE_S)])
 
     until_s = min(until_s, 2 * 3600.0)
     alone = World(10**6, others(no_hints)).run(until_s)
-    budget = alone.peak_tokens * 5 // 2
+    budget = alone.session_tokens * 5 // 2
     flood, modest = greedy(given.seed, greedy_hints), greedy(given.seed, no_hints)
     rates = {
         "alone_with_hints": World(budget, others(ttl_and_session)),

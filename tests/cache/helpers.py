@@ -10,6 +10,7 @@ import numpy as np
 from rootstock.cache import FullAttention, KVCache, Namespace
 from rootstock.cache.eviction import EvictionPolicy
 from rootstock.cache.families import Family, row_bytes
+from rootstock.cache.hints import CacheHints
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, walk
@@ -41,10 +42,14 @@ def ints(*values: int | Sequence[int] | range) -> Tokens:
 
 
 def admit(
-    cache: KVCache, tokens: Tokens, namespace: Namespace = NAMESPACE, boundaries: Mapping[int, str] = {}
+    cache: KVCache,
+    tokens: Tokens,
+    namespace: Namespace = NAMESPACE,
+    boundaries: Mapping[int, str] = {},
+    hints: CacheHints | None = None,
 ) -> tuple[Lease, Plan]:
     at = [Boundary(position, CheckpointKind(kind)) for position, kind in boundaries.items()]
-    answer = cache.admit(cache.match(tokens, namespace), boundaries=at)
+    answer = cache.admit(cache.match(tokens, namespace), boundaries=at, hints=hints)
     assert isinstance(answer, Admitted), answer
     cache.check()
     return answer.lease, answer.plan
@@ -80,9 +85,10 @@ def run(
     answer: Tokens | None = None,
     namespace: Namespace = NAMESPACE,
     boundaries: Mapping[int, str] = {},
+    hints: CacheHints | None = None,
 ) -> Lease:
     """Admits, computes and finishes; returns the ended lease."""
-    lease, _ = admit(cache, tokens, namespace, boundaries)
+    lease, _ = admit(cache, tokens, namespace, boundaries, hints)
     prefill(cache, lease)
     if answer is not None:
         decode(cache, lease, answer)

@@ -20,8 +20,10 @@ from property.provenance import SALTS, Provenance, heads_of
 from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
+from rootstock.cache.hints import CacheHints, Retention
 from rootstock.cache.keys import Namespace
 from rootstock.cache.lease import Lease
+from rootstock.cache.pins import Pinned
 from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
@@ -80,6 +82,13 @@ class Outcome:
     idle_tokens: int = 0
     idle_hit_tokens: int = 0
     idle_evicted_tokens: int = 0
+    accepted_hints: int = 0
+    clipped_hints: int = 0
+    refused_hints: int = 0
+    expired_grants: int = 0
+    displaced_grants: int = 0
+    evicted_retained_tokens: int = 0
+    pinned_prefixes: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -229,15 +238,18 @@ def _live(
     if block_size is None:
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
-    ticks = iter(range(10**9))
+    cache_clock = Clock(-1.0)
+    shares = np.random.default_rng([seed, 6])
     cache = (KVCache if provenance is None else provenance.cache())(
         families,
         blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
-        clock=lambda: float(next(ticks)),
+        clock=cache_clock,
         reuse=tier is not None or bool(rng.random() < 0.95),
         stored=None if tier is None else StoredIndex(families, block_size),
         through=tier is not None and bool(rng.random() < 0.4),
+        retained_share=float(shares.choice([0.2, 0.9])),
+        pinned_share=float(shares.choice([0.25, 1.0])),
     )
     runtime.allocate(cache.rows, block_size)
     connector = None
@@ -269,6 +281,7 @@ def _live(
     guesses.limit = engine.context_limit
     if provenance is not None:
         engine.public_heads = provenance.heads
+    pinning = Pinning(seed, cache, engine)
     clients: list[Client] = []
     idle_rng = np.random.default_rng([seed, 2])
     to_come = int(rng.integers(3, 16))
@@ -293,6 +306,7 @@ def _live(
             engine.clear_cache("tenant")
         elif action < 0.44 and provenance is not None:
             engine.clear_public_heads()
+        pinning.act(clients, cache_clock)
         engine.step()
         _warm(idle_rng, engine, [*before, *clients])
         _work_while_idle(idle_rng, engine)
@@ -325,6 +339,8 @@ def _live(
     if engine.idle_prefills is not None:
         engine.idle_prefills.close()
         assert not engine.idle_prefills.waiting
+    pinning.end()
+    outcome.pinned_prefixes += pinning.pinned
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -461,8 +477,9 @@ def _request(
     tokens: Tokens = np.concatenate((head, tail)).astype(np.int32)
     tokens = tokens[: max(1, limit - 1)]
     room = limit - len(tokens)
+    number = int(rng.integers(10**9))
     return Request(
-        id=RequestId(f"r{len(clients)}-{rng.integers(10**9)}"),
+        id=RequestId(f"r{len(clients)}-{number}"),
         tokens=tokens,
         sampling=ResolvedSampling(
             temperature=float(rng.choice([0.0, 0.0, 1.0])),
@@ -481,7 +498,64 @@ def _request(
             for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))
         ),
         prompt_logprobs=1 if rng.random() < 0.08 else None,
+        hints=_hints(np.random.default_rng([number, 3]), len(tokens)),
     )
+
+
+def _hints(rng: np.random.Generator, prompt_tokens: int) -> CacheHints | None:
+    """Draws hints for half of the requests, senseless ones included."""
+    if rng.random() < 0.5:
+        return None
+    retentions = tuple(
+        Retention(
+            f"field{number}",
+            None if rng.random() < 0.5 else int(rng.integers(0, prompt_tokens + 3)),
+            None if rng.random() < 0.3 else float(rng.choice([-1.0, 20.0, 200.0, 1e9])),
+            int(rng.choice([-200, -3, 0, 0, 0, 2, 7])),
+        )
+        for number in range(int(rng.integers(0, 4)))
+    )
+    session = None if rng.random() < 0.5 else str(rng.integers(3))
+    tenant = str(rng.choice(["", "a", "b"]))
+    return CacheHints(tenant, session, "session", bool(rng.random() < 0.2), retentions)
+
+
+class Pinning:
+    """Pins and releases of a schedule, and the jumps of its clock."""
+
+    def __init__(self, seed: int, cache: KVCache, engine: Engine) -> None:
+        self._rng = np.random.default_rng([seed, 7])
+        self._cache = cache
+        self._engine = engine
+        self.pinned = 0
+
+    def act(self, clients: Listed[Client], clock: Clock) -> None:
+        kind = self._rng.random()
+        if kind < 0.05:
+            clock.now += float(self._rng.choice([50.0, 500.0]))
+        elif kind < 0.1 and clients:
+            tokens = clients[int(self._rng.integers(len(clients)))].request.tokens
+            tokens = tokens[: int(self._rng.integers(1, len(tokens) + 1))]
+            salt = str(self._rng.choice(["", "tenant"]))
+            pinned = self._engine.pin(tokens, salt, str(self._rng.choice(["", "a"])))
+            self.pinned += isinstance(pinned, Pinned)
+        elif kind < 0.12 and (pins := self._engine.pins()):
+            assert self._engine.release_pin(pins[int(self._rng.integers(len(pins)))].id)
+
+    def end(self) -> None:
+        for pin in self._cache.pins():
+            assert self._cache.release_pin(pin.id)
+
+
+@dataclass
+class Clock:
+    """A clock that passes by one at each reading."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[list[int], str]:
@@ -516,6 +590,12 @@ def _judge(client: Client, runtime: FakeRuntime, outcome: Outcome, limit: int) -
             assert finished.reason == reason
             assert finished.usage.prompt_tokens == len(request.tokens)
             assert 0 <= finished.usage.cached_tokens < len(request.tokens)
+            hints = request.hints
+            hinted = 0 if hints is None else len(hints.retentions) + (hints.session is not None)
+            assert len(finished.hints) == hinted
+            if client.tokens:
+                first = next(event for event in events if isinstance(event, TokenEvent))
+                assert first.hints == finished.hints
             scored = [event for event in events if isinstance(event, PromptScored)]
             assert len(scored) == (request.prompt_logprobs is not None)
             for event in scored:

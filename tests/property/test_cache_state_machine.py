@@ -23,7 +23,9 @@ from rootstock.cache.families import (
     row_bytes,
     token_families,
 )
+from rootstock.cache.hints import CacheHints, Retention
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
+from rootstock.cache.pins import PinId, Pinned
 from rootstock.cache.plan import Plan
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind, Node, block_table, walk
 
@@ -42,18 +44,41 @@ MODELS: list[tuple[Family, ...]] = [
 ]
 
 
+HINTS = st.none() | st.builds(
+    CacheHints,
+    tenant=st.sampled_from(["", "a", "b"]),
+    session=st.sampled_from([None, "x", "y"]),
+    ends_session=st.booleans(),
+    retentions=st.lists(
+        st.builds(
+            Retention,
+            field=st.just("field"),
+            end=st.none() | st.integers(0, 50),
+            ttl_s=st.none() | st.sampled_from([-1.0, 5.0, 50.0, 1e9]),
+            priority=st.sampled_from([-3, 0, 0, 5, 200]),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
 class TreeAndPool(RuleBasedStateMachine):
     leases = Bundle("leases")
 
     @initialize(
-        model=st.sampled_from(MODELS), block_size=st.sampled_from([1, 2, 3, 4, 8]), blocks=st.integers(3, 40)
+        model=st.sampled_from(MODELS),
+        block_size=st.sampled_from([1, 2, 3, 4, 8]),
+        blocks=st.integers(3, 40),
+        retained_share=st.sampled_from([0.1, 0.5, 1.0]),
     )
-    def start(self, model: tuple[Family, ...], block_size: int, blocks: int) -> None:
+    def start(
+        self, model: tuple[Family, ...], block_size: int, blocks: int, retained_share: float
+    ) -> None:
         self.time = 0.0
         self.size = block_size
         self.families = token_families(model)
         budget = blocks * sum(row_bytes(family, block_size) for family in model)
-        self.cache = KVCache(model, budget, block_size, clock=lambda: self.time)
+        self.cache = KVCache(model, budget, block_size, clock=lambda: self.time, retained_share=retained_share)
         # Content of each position of each block: the whole prefix that ends there, or None for garbage.
         self.memory: list[list[list[Prefix | None]]] = [
             [[None] * block_size for _ in range(rows)]
@@ -64,6 +89,7 @@ class TreeAndPool(RuleBasedStateMachine):
         self.states: list[Prefix | None] = [None] * slots
         self.written: dict[Namespace, set[Prefix]] = {}
         self.asked = self.hit = 0
+        self.pinned: dict[PinId, tuple[list[int], Namespace]] = {}
 
     def capacity(self) -> int:
         return min(self.cache.capacity_tokens, 400)
@@ -84,25 +110,39 @@ class TreeAndPool(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "", "other"]),
         watermark_blocks=st.integers(0, 2),
         boundaries=st.lists(st.integers(1, 40), max_size=3),
+        hints=HINTS,
     )
     def admit(  # type: ignore[no-untyped-def]
-        self, prompt: list[int], tenant: str, watermark_blocks: int, boundaries: list[int]
+        self,
+        prompt: list[int],
+        tenant: str,
+        watermark_blocks: int,
+        boundaries: list[int],
+        hints: CacheHints | None,
     ):
-        return self.ask(prompt, tenant, watermark_blocks, boundaries)
+        return self.ask(prompt, tenant, watermark_blocks, boundaries, hints)
 
     @rule(
         target=leases,
         lease=leases,
         more=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=9),
         back=st.integers(0, 5),
+        hints=HINTS,
     )
-    def go_on_from(self, lease: Lease, more: list[int], back: int):  # type: ignore[no-untyped-def]
+    def go_on_from(  # type: ignore[no-untyped-def]
+        self, lease: Lease, more: list[int], back: int, hints: CacheHints | None
+    ):
         """Asks for a next turn, or a sibling: a prompt that begins with another request's tokens, finished or not."""
         upto = max(0, lease.num_computed_tokens - back)
-        return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto])
+        return self.ask([*lease.tokens[:upto].tolist(), *more], lease.namespace.salt, 0, [upto], hints)
 
     def ask(  # type: ignore[no-untyped-def]
-        self, prompt: list[int], tenant: str, watermark_blocks: int, boundaries: list[int]
+        self,
+        prompt: list[int],
+        tenant: str,
+        watermark_blocks: int,
+        boundaries: list[int],
+        hints: CacheHints | None,
     ):
         self.tick()
         namespace = Namespace("weights", "float32", salt=tenant)
@@ -115,7 +155,7 @@ class TreeAndPool(RuleBasedStateMachine):
         known = self.written.get(namespace, set())
         assert all(tuple(tokens[: n + 1].tolist()) in known for n in range(match.length))
         at = [Boundary(p, CheckpointKind.USER) for p in boundaries if 0 < p <= len(tokens)]
-        answer = self.cache.admit(match, watermark_blocks, at)
+        answer = self.cache.admit(match, watermark_blocks, at, hints=hints)
         if isinstance(answer, Deferred):
             assert self.snapshot() == before, "a rejected admission changed something"
             return multiple()
@@ -153,6 +193,29 @@ class TreeAndPool(RuleBasedStateMachine):
         if self.states:
             self.states[lease.slot] = tuple(everything)
         self.execute(self.cache.commit(lease, new))
+
+    @rule(seconds=st.sampled_from([10.0, 100.0, 1000.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.time += seconds
+
+    @rule(lease=leases, upto=st.integers(1, 60), tenant=st.sampled_from(["", "a"]))
+    def pin(self, lease: Lease, upto: int, tenant: str) -> None:
+        """Pins a prefix of another request, and checks that it can be resumed where the pin ends."""
+        pinned = self.cache.pin(lease.tokens[:upto].copy(), lease.namespace, tenant)
+        if isinstance(pinned, Pinned):
+            self.pinned[pinned.id] = (lease.tokens[: pinned.tokens].tolist(), lease.namespace)
+
+    @rule(number=st.integers(0, 9))
+    def release_pin(self, number: int) -> None:
+        pins = self.cache.pins()
+        if pins:
+            assert self.cache.release_pin(pins[number % len(pins)].id)
+
+    @rule()
+    def drop_pin(self) -> None:
+        were_pinned = len(self.cache.pins())
+        assert self.cache.drop_pin() == bool(were_pinned)
+        assert len(self.cache.pins()) == max(0, were_pinned - 1)
 
     @rule(lease=leases, ahead=st.integers(1, 20))
     def wait_for(self, lease: Lease, ahead: int) -> None:
@@ -218,8 +281,16 @@ class TreeAndPool(RuleBasedStateMachine):
         assert pool.free_blocks + pool.cached_blocks + pool.live_blocks == pool.total_blocks
         assert stats.asked_tokens == self.asked == stats.hit_tokens + stats.missed_tokens
         assert stats.hit_tokens == self.hit
+        pins = {pin.lease: pin for pin in self.cache.pins()}
         for lease in self.cache._leases.values():
-            self.assert_readable(lease)
+            if lease not in pins:  # a pin's table ends at a whole block
+                self.assert_readable(lease)
+        for pin in pins.values():
+            tokens, namespace = self.pinned[pin.id]
+            resumed = self.cache.match(np.array([*tokens, ALPHABET], np.int32), namespace)
+            assert resumed.length == pin.tokens, "a pinned prefix was evicted"
+        for account in self.cache.tree.ledger.tenants:
+            assert self.cache.tree.ledger.bytes_of(account) <= self.cache.budget_bytes
         for root in self.cache.tree.roots.values():
             for node in walk(root):
                 self.assert_node_readable(node)

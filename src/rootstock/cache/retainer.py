@@ -6,7 +6,6 @@ cover its answer as well.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ ACTIVE_S = 3600.0  # a tenant without a request for so long takes part in no div
 MAX_TENANTS = 1024  # that are known as active
 MOST_SHARES = 8  # however many tenants there are, each may have this part of what can be retained
 NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
-EXPECTED_USE_S = 60.0  # expected pause of requests without a session
+EXPECTED_USE_S = 60.0  # retention without a session ranks as if the next use were expected after this time
 
 
 class Tenants:
@@ -119,12 +118,15 @@ class Retainer:
         self.tenants.note(hints.tenant, lease.namespace.salt, now)
         self._tree.expire_grants()
         lease.hints = hints
-        pause_s, session_ttl_s = EXPECTED_USE_S, 0.0
+        pause_s, session_ttl_s = None, 0.0
         if hints.session is not None:
             session = self.sessions.begin(hints.tenant, hints.session, now)
             lease.session = session.id
             pauses = self.sessions.pauses(hints.tenant, session)
             pause_s, session_ttl_s = pauses.mean_s, pauses.ttl_s
+            ttls_s = [wish.ttl_s for wish in hints.retentions if wish.ttl_s is not None and wish.ttl_s > 0]
+            if not session.pauses.count and ttls_s:
+                pause_s = max(ttls_s) / 2  # the client knows its session better
         decisions = _Decisions(self, lease, hints.tenant, pause_s, now)
         outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
         outcomes += [
@@ -301,7 +303,10 @@ class Retainer:
 class _Decisions:
     """Decisions about the hints of one request, in order."""
 
-    def __init__(self, retainer: Retainer, lease: Lease, tenant: str, pause_s: float, now: float) -> None:
+    def __init__(
+        self, retainer: Retainer, lease: Lease, tenant: str, pause_s: float | None, now: float
+    ) -> None:
+        """`pause_s` is the expected pause of the request's session; None: it has none."""
         self._retainer = retainer
         self._lease = lease
         self._tenant = tenant
@@ -339,7 +344,8 @@ class _Decisions:
             ttl_s or 0.0,
             ttl_s or MAX_TTL_S,
             priority,
-            min(self._pause_s, ttl_s or math.inf),
+            nearness(EXPECTED_USE_S if self._pause_s is None else self._pause_s),
+            (ttl_s or MAX_TTL_S) / 2 if self._pause_s is None else self._pause_s,
         )
         if claim.ttl_s or priority > 0:
             kept = self._kept_tokens(claim)
@@ -372,7 +378,7 @@ class _Decisions:
         return asked
 
     def _room(self, claim: Claim) -> int:
-        level = (claim.ttl_s > 0, claim.priority, nearness(claim.gap_s) if claim.ttl_s else 0)
+        level = (claim.ttl_s > 0, claim.priority, claim.nearness if claim.ttl_s else 0)
         room = self._retainer.room_bytes(self._tenant, level, self._now)
         return max(0, room - self.promised_bytes)
 

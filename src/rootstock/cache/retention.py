@@ -38,14 +38,14 @@ class Claim:
     ttl_s: float  # 0: no time to live, a priority alone
     lasts_s: float  # of the grant, after each use
     priority: int
-    gap_s: float  # expected time until the next use
+    nearness: int  # of the next use
+    gap_s: float  # expected time until then: an entry that is overdue yields to new ones of its level
 
     def covers(self, position: int) -> bool:
         """Returns True if the token before `position` belongs to it."""
         return self.end is None or position <= self.end
 
     def grant(self, now: float) -> Grant:
-        near = nearness(self.gap_s) if self.ttl_s else 0
         return Grant(
             self.tenant,
             self.session,
@@ -53,7 +53,7 @@ class Claim:
             self.lasts_s,
             now + self.lasts_s,
             self.priority,
-            near,
+            self.nearness if self.ttl_s else 0,
             self.gap_s,
         )
 

@@ -1,0 +1,196 @@
+"""Sessions: the pauses that the cache learns, the retention that follows them, and the end of a session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cache.helpers import NAMESPACE, admit, checkpoints, hit, ints, nodes, prefill, run
+from cache.test_hints import Clock, fill, make, prompt
+from rootstock.cache.hints import CacheHints, Retention, Verdict
+from rootstock.cache.lease import ReleaseReason
+from rootstock.cache.sessions import (
+    FIRST_PAUSE_S,
+    LEAST_SESSION_TTL_S,
+    MAX_SESSION_TTL_S,
+    MAX_SESSIONS,
+    MAX_TENANTS,
+    Pauses,
+    Sessions,
+)
+from rootstock.cache.types import Tokens
+from rootstock.testing.fake_runtime import FULL, STATE
+
+pytestmark = pytest.mark.behaviour(27)
+
+
+def of_session(name: str = "agent", *, ends: bool = False, tenant: str = "") -> CacheHints:
+    return CacheHints(tenant, name, "session", ends)
+
+
+def turn(number: int, upto: int) -> Tokens:
+    """Returns the first `upto` tokens of a conversation."""
+    return prompt(number, upto)
+
+
+def test_the_retention_of_a_session_follows_its_pauses() -> None:
+    """A session whose tool takes ten minutes is kept for more than ten minutes, without a time to live."""
+    clock = Clock()
+    cache = make(clock)
+    for upto in (8, 12, 16, 20):
+        run(cache, turn(1, upto), hints=of_session())
+        clock.now += 600
+    fill(cache, clock, prompts=5)
+    assert hit(cache, turn(1, 24)) == 20
+    clock.now += 3600
+    fill(cache, clock, 80)
+    assert hit(cache, turn(1, 24)) == 0
+
+
+def test_a_session_hint_has_an_outcome() -> None:
+    cache = make(Clock())
+    (only,) = run(cache, prompt(1), hints=of_session()).hint_outcomes
+    assert (only.field, only.verdict) == ("session", Verdict.ACCEPTED)
+
+
+def test_within_a_share_the_session_that_comes_back_soonest_is_kept() -> None:
+    clock = Clock()
+    cache = make(clock, 20, retained_share=0.4)  # room for one of them
+    for upto in (8, 16, 24, 28):
+        run(cache, turn(1, upto), hints=of_session("slow"))
+        clock.now += 600
+    for upto in (8, 16, 24, 28):
+        run(cache, turn(2, upto), hints=of_session("quick"))
+        clock.now += 10
+    run(cache, turn(1, 28), hints=of_session("slow"))
+    fill(cache, clock)
+    assert hit(cache, turn(2, 29)) == 28
+    assert hit(cache, turn(1, 29)) < 28
+
+
+def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
+    clock = Clock()
+    cache = make(clock, 24)
+    system = prompt(9, 8)
+    run(cache, np.concatenate((system, prompt(1, 8))), hints=of_session())
+    run(cache, np.concatenate((system, prompt(2, 8))), hints=of_session("other"))
+    run(cache, prompt(3, 16))  # older than the end of the session, and not used again
+    clock.now += 1
+    run(cache, np.concatenate((system, prompt(1, 12))), hints=of_session(ends=True))
+    run(cache, prompt(4, 64))
+    assert hit(cache, prompt(3, 16)) == 15
+    assert hit(cache, np.concatenate((system, prompt(2, 9)))) == 16
+    assert hit(cache, np.concatenate((system, prompt(1, 12)))) == 8
+    assert cache.stats().sessions == 1
+
+
+def test_a_retention_hint_of_the_last_request_outlives_its_session() -> None:
+    clock = Clock()
+    cache = make(clock)
+    ending = CacheHints("", "agent", "session", True, (Retention("field", 8, 300.0),))
+    run(cache, prompt(1), hints=ending)
+    fill(cache, clock)
+    assert hit(cache, prompt(1)) == 8
+
+
+def test_a_request_of_another_session_takes_a_demoted_prefix_up() -> None:
+    clock = Clock()
+    cache = make(clock)
+    run(cache, prompt(1), hints=of_session(ends=True))
+    run(cache, prompt(1))
+    assert all(node.grant is None for node in nodes(cache))
+
+
+def test_equal_session_names_of_two_tenants_are_two_sessions() -> None:
+    clock = Clock()
+    cache = make(clock)
+    run(cache, prompt(1, 8), hints=of_session(tenant="a"))
+    run(cache, prompt(1, 12), hints=of_session(tenant="b"))
+    assert cache.stats().sessions == 2
+    run(cache, prompt(1, 12), hints=of_session(tenant="b", ends=True))
+    assert {(node.start, node.end): node.session for node in nodes(cache)}[0, 8] == 0
+    fill(cache, clock)
+    assert hit(cache, prompt(1, 12)) == 8
+
+
+def test_a_running_request_of_the_session_keeps_its_prefix() -> None:
+    clock = Clock()
+    cache = make(clock)
+    run(cache, prompt(1, 8), hints=of_session())
+    lease, _ = admit(cache, prompt(1, 16), hints=of_session())
+    run(cache, np.concatenate((prompt(1, 8), prompt(2, 4))), hints=of_session(ends=True))
+    prefill(cache, lease)
+    cache.release(lease, ReleaseReason.FINISHED)
+    cache.check()
+
+
+def test_the_end_of_a_session_demotes_its_checkpoints() -> None:
+    clock = Clock()
+    cache = make(clock, 24, FULL, STATE)
+    run(cache, prompt(1), ints(range(700, 704)), hints=of_session(ends=True))
+    assert checkpoints(cache)
+    assert all(at.grant is not None and not at.grant.is_charged for at in checkpoints(cache).values())
+
+
+def test_a_preemption_is_no_pause() -> None:
+    clock = Clock()
+    cache = make(clock)
+    lease, _ = admit(cache, prompt(1), hints=of_session())
+    cache.release(lease, ReleaseReason.PREEMPTED)
+    clock.now += 5
+    run(cache, prompt(1), hints=of_session())
+    clock.now += 100
+    lease, _ = admit(cache, prompt(1), hints=of_session())
+    session = cache._sessions.find("", "agent")
+    assert session is not None
+    assert (session.pauses.count, session.pauses.mean_s) == (1, 100.0)
+    assert session.id == lease.session
+    cache.release(lease, ReleaseReason.ABORTED)
+
+
+def test_a_refused_admission_begins_no_session() -> None:
+    cache = make(Clock(), 4)
+    match = cache.match(prompt(1, 32), NAMESPACE)
+    assert cache.admit(match, hints=of_session()).__class__.__name__ == "Deferred"
+    assert cache.stats().sessions == 0
+
+
+def test_pauses_are_estimated_by_mean_and_deviation() -> None:
+    pauses = Pauses()
+    assert pauses.mean_s == FIRST_PAUSE_S
+    for pause_s in (100.0, 200.0, 100.0, 200.0):
+        pauses.learn(pause_s)
+    assert 100 < pauses.mean_s < 200
+    assert pauses.mean_s + 100 < pauses.ttl_s < pauses.mean_s + 300
+    for _ in range(50):
+        pauses.learn(1e9)
+    assert pauses.ttl_s == MAX_SESSION_TTL_S
+    for _ in range(500):
+        pauses.learn(0.0)
+    assert pauses.ttl_s == LEAST_SESSION_TTL_S
+
+
+def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
+    sessions = Sessions()
+    for now in (0.0, 300.0, 600.0):
+        known = sessions.begin("a", "known", now)
+        sessions.end(known.id, now, comes_back=False)
+    new = sessions.begin("a", "new", 700.0)
+    assert sessions.pauses("a", new).mean_s == 300.0
+    foreign = sessions.begin("b", "new", 700.0)
+    assert sessions.pauses("b", foreign).mean_s == FIRST_PAUSE_S
+
+
+def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
+    sessions = Sessions()
+    first = sessions.begin("a", "0", 0.0)
+    sessions.begin("b", "0", 0.0)
+    for number in range(1, MAX_SESSIONS + 1):
+        sessions.begin("a", str(number), 0.0)
+    assert sessions.find("a", "0") is None
+    assert sessions.find("b", "0") is not None
+    assert len(sessions) == MAX_SESSIONS + 1
+    sessions.end(first.id, 1.0, comes_back=False)  # dropped meanwhile
+    for number in range(2 * MAX_TENANTS):
+        sessions.begin(f"tenant {number}", "0", 0.0)
+    assert len(sessions) == MAX_TENANTS
