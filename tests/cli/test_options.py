@@ -116,7 +116,7 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     configured: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {parameter.opts[0].lstrip("-") for parameter in SERVE.params}
-    assert options - {"model", "config", "tier-compress"} == set(VALUES)
+    assert options - {"model", "more_models", "models", "config", "tier-compress"} == set(VALUES)
     expected = configured("a model", *flags(files))
     assert expected != configured("a model")
 

@@ -42,7 +42,7 @@ def read_models(path: Path, base: ModelConfig) -> tuple[ServedModelConfig, ...]:
 
 def _model(path: Path, key: Any, node: Any, base: ModelConfig) -> ServedModelConfig:
     line = key.start_mark.line + 1
-    if not isinstance(node.value, list) or node.id != "mapping":
+    if node.id != "mapping" or node.tag != "tag:yaml.org,2002:map":
         raise ConfigFileInvalid(
             path, line, f"{key.value!r} must be a mapping of options, such as 'model: DIR'."
         )

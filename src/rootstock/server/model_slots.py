@@ -35,6 +35,7 @@ from rootstock.server.wire import ServedModel
 log = logging.getLogger(__name__)
 
 RETRY_S = 30.0  # a model that could not be loaded is tried again by the first request after this time
+_MOST_BYTES_PER_PARAMETER = 8  # float32 weights, and copies of them in another layout
 
 Load = Callable[[ServedModelConfig], ServedModel]  # makes a model whose engine was not started
 
@@ -304,8 +305,13 @@ class ModelSlots:
         while True:
             try:
                 return self._load_model(slot.config)
-            except (ModelTooLarge, MemoryLacks, MemoryError):
-                if not any(self._unload_idle(other) for other in self._idle()):
+            except (ModelTooLarge, MemoryLacks, MemoryError) as error:
+                idle = self._idle()
+                if isinstance(error, ModelTooLarge) and error.weights_bytes - error.free_bytes > _most_bytes(
+                    idle
+                ):
+                    raise  # unloading them all would not help
+                if not any(self._unload_idle(other) for other in idle):
                     raise
 
     def _finish_loading(self, slot: ModelSlot, model: ServedModel) -> None:
@@ -366,6 +372,14 @@ class ModelSlots:
             if self._device is not None:
                 self._device.wake()  # requests of other models may wait for the memory
         unloading.done.set_result(None)
+
+
+def _most_bytes(slots: Sequence[ModelSlot]) -> int:
+    """Returns an upper bound of the memory that unloading models frees."""
+    models = [model for slot in slots if (model := slot.loaded) is not None]
+    shares = [model.engine.budget_share for model in models]
+    weights = sum(_MOST_BYTES_PER_PARAMETER * model.description.parameters for model in models)
+    return weights + sum(share.backed_bytes for share in shares if share is not None)
 
 
 class ModelWait:

@@ -1,0 +1,200 @@
+"""Several caches on one budget: never beyond it, and the least valuable entry of all goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.helpers import NAMESPACE, admit, clock, hit, ints, prefill, refused, run
+from rootstock.cache import FullAttention, KVCache
+from rootstock.cache.families import Family, RecurrentState, SlidingWindow
+from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
+from rootstock.cache.shared_budget import SharedBudget
+from rootstock.errors import BudgetTooSmall
+
+SIZE = 4
+MODELS: list[tuple[Family, ...]] = [
+    (FullAttention(1, 2),),
+    (FullAttention(1, 5),),
+    (FullAttention(1, 2), RecurrentState(1, 5)),
+    (FullAttention(1, 2), SlidingWindow(1, 1, 6)),
+    (RecurrentState(1, 7),),
+]
+
+
+def cache_of(
+    budget: SharedBudget, *families: Family, now: Callable[[], float], price: float = 1.0
+) -> KVCache:
+    share = budget.join()
+    share.price = price
+    return KVCache(families, budget.budget_bytes, SIZE, clock=now, share=share)
+
+
+def pair(blocks: int, prices: tuple[float, float] = (1.0, 1.0)) -> tuple[SharedBudget, KVCache, KVCache]:
+    """Two caches of equal models on one budget of so many blocks."""
+    budget, now = SharedBudget(blocks * SIZE), clock()
+    first, second = (cache_of(budget, FullAttention(1, 1), now=now, price=price) for price in prices)
+    return budget, first, second
+
+
+def prompt(first: int, blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return ints(range(first, first + blocks * SIZE))
+
+
+def test_memory_moves_to_the_model_that_is_used() -> None:
+    budget, one, other = pair(8)
+    run(one, prompt(0, 8))
+    run(other, prompt(0, 6))
+    assert hit(other, prompt(0, 7)) == 6 * SIZE
+    assert hit(one, prompt(0, 9)) == 2 * SIZE, "its older blocks were worth less"
+    assert budget.owned_bytes == budget.budget_bytes
+    assert budget.moved_bytes == 6 * SIZE
+    run(one, prompt(0, 8))
+    assert hit(other, prompt(0, 7)) == 0
+
+
+def test_what_saves_more_time_per_byte_stays_longer() -> None:
+    """The second model's tokens are a hundred times as expensive: its older blocks outlive the first one's newer."""
+    _, cheap, dear = pair(8, prices=(1.0, 100.0))
+    run(dear, prompt(0, 4))
+    run(cheap, prompt(0, 4))
+    run(cheap, prompt(100, 4))
+    assert hit(dear, prompt(0, 5)) == 4 * SIZE
+    assert hit(cheap, prompt(0, 5)) == 0
+
+
+def test_rows_of_running_requests_stay_and_a_refused_admission_changes_nothing() -> None:
+    _, one, other = pair(8)
+    lease, _ = admit(one, prompt(0, 6))
+    assert refused(other, prompt(0, 3)).available_bytes == 2 * SIZE
+    run(other, prompt(0, 2))
+    prefill(one, lease)
+    one.release(lease, ReleaseReason.FINISHED)
+    run(other, prompt(50, 3))
+    assert other.share is not None
+    assert other.others_live_bytes == 0
+
+
+def test_a_protected_prefix_of_another_model_goes_last() -> None:
+    _, one, other = pair(8)
+    run(one, prompt(0, 4))
+    protection = one.protect(one.match(prompt(0, 5), NAMESPACE))
+    run(other, prompt(0, 4))
+    run(other, prompt(100, 4))
+    assert hit(one, prompt(0, 5)) == 4 * SIZE
+    one.unprotect(protection)
+    run(other, prompt(200, 4))
+    assert hit(one, prompt(0, 5)) == 0
+
+
+def test_a_closed_share_still_counts_and_gives_nothing() -> None:
+    budget, one, other = pair(8)
+    run(one, prompt(0, 6))
+    assert one.share is not None
+    one.share.close()
+    assert refused(other, prompt(0, 3)).available_bytes == 2 * SIZE
+    budget.leave(one.share)
+    run(other, prompt(0, 8))
+    assert hit(other, prompt(0, 9)) == 8 * SIZE
+
+
+def test_free_rows_give_memory_back_when_another_cache_takes_it() -> None:
+    budget, one, other = pair(8)
+    settled: list[int] = []
+    assert one.share is not None
+    assert other.share is not None
+    one.share.settle = lambda: settled.append(
+        sum(len(part.rows) for part in one.take_pending_plan().returned)
+    )
+    run(one, prompt(0, 8))
+    run(other, prompt(0, 5))
+    assert budget.backed_bytes == 13 * SIZE
+    assert not other.take_pending_plan().returned, "it has no free rows itself"
+    other.share.settle_others()
+    assert settled == [5]
+    assert budget.backed_bytes == budget.budget_bytes
+
+
+def test_a_budget_below_one_request_is_refused() -> None:
+    budget = SharedBudget(7)
+    with pytest.raises(BudgetTooSmall):
+        cache_of(budget, FullAttention(1, 1), now=clock())
+
+
+def test_a_reset_cache_has_a_share_again() -> None:
+    budget, one, other = pair(8)
+    run(one, prompt(0, 8))
+    one.reset()
+    assert budget.owned_bytes == 0
+    run(one, prompt(0, 5))
+    run(other, prompt(0, 8))
+    assert hit(one, prompt(0, 6)) == 0
+    assert budget.owned_bytes == budget.budget_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    models=st.lists(st.sampled_from(MODELS), min_size=2, max_size=3),
+    blocks=st.integers(8, 40),
+    prices=st.lists(st.sampled_from([0.01, 0.5, 1.0, 30.0]), min_size=3, max_size=3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_budget_holds_and_the_least_valuable_entry_of_all_goes_first(
+    models: list[tuple[Family, ...]], blocks: int, prices: list[float], seed: int
+) -> None:
+    random, time = np.random.default_rng(seed), [0.0]
+    budget = SharedBudget(blocks * 30)
+    caches = [
+        cache_of(budget, *families, now=lambda: time[0], price=price)
+        for families, price in zip(models, prices, strict=False)
+    ]
+    evictions = [0]
+
+    def watch(cache: KVCache) -> None:
+        evict = cache.tree.evict_least
+
+        def watched(missing_bytes: int) -> None:
+            evictions[0] += 1
+            assert cache.share is not None
+            least = cache.share.least_value()
+            assert least is not None
+            others = [each.share.least_value() for each in caches if each.share is not None]
+            assert least == min(value for value in others if value is not None)
+            evict(missing_bytes)
+
+        cache.tree.evict_least = watched  # type: ignore[method-assign]
+
+    for cache in caches:
+        watch(cache)
+    running: list[tuple[KVCache, Lease]] = []
+    for _ in range(60):
+        time[0] += float(random.exponential(5.0))
+        cache = caches[random.integers(len(caches))]
+        if running and random.random() < 0.4:
+            held, lease = running.pop(random.integers(len(running)))
+            held.release(lease, ReleaseReason.FINISHED)
+        else:
+            start = int(random.integers(4)) * 100
+            tokens = ints(range(start, start + int(random.integers(1, 40))))
+            answer = cache.admit(cache.match(tokens, NAMESPACE))
+            if isinstance(answer, Admitted):
+                lease, done = answer.lease, True
+                while done and lease.num_computed_tokens < lease.num_tokens:
+                    end = min(lease.num_tokens, lease.next_checkpoint_position or lease.num_tokens)
+                    done = not isinstance(cache.extend(lease, end - lease.num_computed_tokens), Deferred)
+                    if done:
+                        cache.commit(lease, lease.tokens[lease.num_computed_tokens : end].copy())
+                running.append((cache, lease))
+        for each in caches:
+            each.check()
+        assert budget.owned_bytes <= budget.budget_bytes
+    for held, lease in running:
+        held.release(lease, ReleaseReason.FINISHED)
+    for each in caches:
+        each.check()
+        assert each.share is not None
+        assert each.share.others_live_bytes == 0
