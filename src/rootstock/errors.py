@@ -26,6 +26,8 @@
     │   ├── Unauthorized                401
     │   │   └── KeysDiffer              401  two headers with different API keys
     │   ├── AdminOnly                   403
+    │   ├── KeyNotAllowed               403  the role of a key does not allow the route
+    │   ├── ModelNotAllowed             403  the tenant's list of models does not have it
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -36,6 +38,7 @@
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
+    │   ├── RateLimited                 429  a limit of the tenant's own
     │   ├── ClearUnderWay               429
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
@@ -70,6 +73,7 @@ machine-readable, `http_status` is the status of the HTTP response, `param` name
 
 from __future__ import annotations
 
+import math
 import reprlib
 from pathlib import Path
 from typing import ClassVar
@@ -348,6 +352,25 @@ class AdminOnly(RequestError):
         super().__init__(f"This shows or changes data of all tenants. {remedy}.")
 
 
+class KeyNotAllowed(RequestError):
+    code = "key_not_allowed"
+    http_status = 403
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"A key of the role {role!r} may not do this. Send a key of another role.")
+
+
+class ModelNotAllowed(RequestError):
+    code = "model_not_allowed"
+    http_status = 403
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"This key's tenant may not use model {shown(asked)}. Ask for another, or have it added to --api-keys.",
+            param="model",
+        )
+
+
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
@@ -439,6 +462,19 @@ class QueueFull(Overloaded):
         )
         self.max_batch = max_batch
         self.max_queue = max_queue
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, name: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"The tenant has reached its limit: {name} is {limit:,} (--api-keys). Try again in "
+            f"{max(1, math.ceil(retry_after_s))} s."
+        )
+        self.name = name
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class ClearUnderWay(Overloaded):

@@ -171,7 +171,9 @@ class KVCache:
         node = lease.node
         if node is None:
             return NO_TOKENS
-        if lease.num_cached_tokens == lease.scope.public_tokens:  # its own tails follow, not a longer public head
+        if (
+            lease.num_cached_tokens == lease.scope.public_tokens
+        ):  # its own tails follow, not a longer public head
             node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
         if not node.children:
             return NO_TOKENS

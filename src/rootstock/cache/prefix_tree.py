@@ -241,7 +241,7 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: those of a public head for all tenants."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: to all in a public head."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
@@ -738,7 +738,6 @@ class PrefixTree:
         for root in [*self.roots.values(), *(root for _, root in private)]:
             is_remembered = bool(self.evicted.runs_below(root)) and root in self._emptied
             assert not root.is_empty or is_remembered, "a namespace outlives its cached prefixes"
-
 
     def _check_node(self, node: Node) -> None:
         size = self.block_size

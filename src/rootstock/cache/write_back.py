@@ -112,9 +112,7 @@ class WriteBackQueue:
             tokens = lease.tokens[: checkpoint.position]
             self._add_checkpoint(lease.scope, tokens, checkpoint, lease.slot)
 
-    def distrust(
-        self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False
-    ) -> None:
+    def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
             # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, those of
@@ -137,9 +135,7 @@ class WriteBackQueue:
     def _size(self) -> int:
         return self._pools.block_size
 
-    def _add_checkpoint(
-        self, scope: Scope, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId
-    ) -> None:
+    def _add_checkpoint(self, scope: Scope, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId) -> None:
         """Adds all rows that a resumption after `tokens` reads, with the state in `slot`."""
         if self._is_storable(checkpoint):
             for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
@@ -155,9 +151,7 @@ class WriteBackQueue:
                 return False
         return True
 
-    def _add_blocks(
-        self, scope: Scope, tokens: Tokens, first: int, ids: BlockIds, pool: FamilyPool
-    ) -> None:
+    def _add_blocks(self, scope: Scope, tokens: Tokens, first: int, ids: BlockIds, pool: FamilyPool) -> None:
         """Adds block indices `first` …, the last of which is filled as far as `tokens` go."""
         public = scope.public_tokens // self._size - first  # blocks that lie within a public head
         if public > 0:

@@ -313,7 +313,7 @@ class Engine:
         return self._clear(None if salt is None else self.namespace(salt))
 
     def clear_public_heads(self) -> Cleared:
-        """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
+        """Drops the public heads that no running request uses, and in memory the tails of all tenants behind them.
 
         Raises ClearUnderWay.
         """

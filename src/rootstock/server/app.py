@@ -16,11 +16,12 @@ from rootstock.config import CacheConfig, ServerConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RequestError
 from rootstock.runtime.base import ModelDescription
-from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.access import Guard, Keys, Tenant, is_operator, names_tenant, refuse_unless
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -47,8 +48,12 @@ def create_app(
     config: ServerConfig | None = None,
     defaults: SamplingDefaults | None = None,
     block_size: int = CacheConfig().block_size,
+    keys: Keys | None = None,
 ) -> FastAPI:
-    """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's."""
+    """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's.
+
+    Without `keys` reads those of the configuration. Raises InvalidOption.
+    """
     config = config or ServerConfig()
     output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
     model = ServedModel(
@@ -67,11 +72,19 @@ def create_app(
         reuses_prefixes=engine.reuses_prefixes,
         drop_volatile=config.drop_volatile,
     )
+    if config.public_prompts is not None:
+        engine.public_heads = public_heads(
+            read_public_prompts(config.public_prompts),
+            model.tokenizer,
+            parse=config.parse_special_tokens,
+            drop_volatile=config.drop_volatile,
+        )
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
     metrics = Metrics(engine, model.tokenizer.answers, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms)
+    app.state.default_model = model.name
+    app.add_middleware(Guard, config=config, forms=forms, keys=keys or Keys(config))
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(

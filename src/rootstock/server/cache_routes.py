@@ -16,7 +16,7 @@ from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import RequestError
+from rootstock.errors import InvalidParameter, RequestError
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import Explainer
@@ -81,7 +81,12 @@ def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, expla
 
     @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
-        """Removes cached prefixes: those of one salt, or all."""
+        """Removes cached prefixes: those of one salt, public heads, or all."""
+        if body is not None and body.public:
+            refuse_unless(is_operator(request), config)
+            if body.cache_salt is not None:
+                raise InvalidParameter("cache_salt", body.cache_salt, "left out with 'public'")
+            return asdict(engine.clear_public_heads())
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if not salt:
             refuse_unless(is_operator(request), config)

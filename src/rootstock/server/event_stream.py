@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
 from rootstock.errors import RootstockError, StepFailed
+from rootstock.server.access import meter_of
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, SendText, total_usage
@@ -52,11 +53,13 @@ class Answerer:
         Raises the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
         route = request.url.path
-        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics)
+        meter = meter_of(request)
+        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics, meter)
 
         def begin() -> Call:
             call = make_call()
             call.refuse_too_many_logprobs(self._engine.context_limit)
+            meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
             generation.submit(call.requests)
             self._metrics.dropped(call.dropped)
             self._metrics.tools_ignored(call.ignored_tools)

@@ -52,7 +52,7 @@ class Explainer:
 
         Raises AdminOnly, the errors of `make_prompt`, and ClientGone.
         """
-        refuse_unless(self._config.admin_key is None or caller_of(request).has_admin_key, self._config)
+        refuse_unless(caller_of(request).may_explain, self._config)
         return await self._queue.run(request, lambda: self._told(make_prompt()))
 
     def _told(self, prompt: ExplainedPrompt) -> Json:

@@ -254,9 +254,10 @@ class ExplainRequest(TemplateFields):
 
 
 class ClearRequest(Wire):
-    """The salt whose prefixes are removed."""
+    """The salt whose prefixes are removed, or the public heads."""
 
     cache_salt: str | None = None
+    public: bool = False  # the heads of --public-prompts
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:
