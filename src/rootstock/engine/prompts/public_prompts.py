@@ -88,10 +88,10 @@ def _conversation(entry: Mapping[str, Any], place: str) -> Conversation:
     tools, options = entry.get("tools"), entry.get("chat_template_kwargs")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise InvalidOption(OPTION, place, "an object whose 'messages' are a list of objects")
-    if not isinstance(tools, list | None) or not isinstance(options, dict | None):
-        raise InvalidOption(
-            OPTION, place, "an object whose 'tools' are a list, and 'chat_template_kwargs' an object"
-        )
+    if not isinstance(tools or [], list) or not all(isinstance(each, dict) for each in tools or ()):
+        raise InvalidOption(OPTION, place, "an object whose 'tools' are a list of objects")
+    if not isinstance(options, dict | None):
+        raise InvalidOption(OPTION, place, "an object whose 'chat_template_kwargs' are an object")
     conversation = conversation_of(messages, tools, None, options)
     if any(message.role not in ("system", "developer") for message in conversation.messages):
         raise InvalidOption(OPTION, place, "a conversation of system messages alone: others are private")
