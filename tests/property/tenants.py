@@ -348,8 +348,7 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     made = assemble(runtime, model_tokenizer, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        server = setting.server_with_files(folder)
-        app = create_app(made.engine, made.tokenizer, made.description, server, block_size=8)
+        app = create_app(made, setting.server_with_files(folder))
         opened.enter_context(made.engine)
         url = opened.enter_context(running(app, made.engine))
         limits = httpx.Limits(max_connections=None)

@@ -12,6 +12,7 @@ from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root
+from rootstock.cache.retention import Level
 
 
 def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None:
@@ -25,10 +26,26 @@ def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None
         assert root.ref_count == sum(list(node.path())[-1] is root for node in attached)
     for node in tree.nodes():
         count.node(node)
+    _check_retention(tree)
     for lease in leases:
         count.lease(lease)
         assert lease.node is None or lease in tree.leases_at(lease.node)
     count.compare()
+
+
+def _check_retention(tree: PrefixTree) -> None:
+    """Recounts the bytes of each tenant's retained entries."""
+    charged: dict[str, dict[Level, int]] = {}
+    for node in tree.nodes():
+        entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]
+        for entry in entries:
+            grant, size = entry.grant, tree.size_bytes(entry)
+            assert (grant is not None) == bool(entry.grant_ticket)
+            if grant is None or not grant.is_charged or not size:
+                continue
+            levels = charged.setdefault(grant.tenant, {})
+            levels[grant.level] = levels.get(grant.level, 0) + size
+    tree.ledger.check(charged)
 
 
 class _Count:

@@ -9,9 +9,11 @@ from typing import NamedTuple, NewType
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
+from rootstock.cache.hints import CacheHints, HintOutcome
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.plan import Load, Plan
 from rootstock.cache.radix_node import Checkpoint, CheckpointKind, Node, WindowBlocks
+from rootstock.cache.retention import Claim
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, BlockIds, SlotId, Tokens
 
 LeaseId = NewType("LeaseId", int)
@@ -115,6 +117,10 @@ class Lease:
     checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
     resumed_from: Checkpoint | None = None  # referenced until something is computed
     is_loaded: bool = False  # a part of its hit was loaded, after its first plan
+    hints: CacheHints | None = None
+    session: int = 0  # of its request; 0: none
+    claims: tuple[Claim, ...] = ()  # granted hints
+    hint_outcomes: tuple[HintOutcome, ...] = ()
     ended: bool = False
 
     def __post_init__(self, prompt: Tokens) -> None:

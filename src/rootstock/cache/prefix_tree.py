@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank
+from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank, rank_of
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
@@ -28,6 +28,7 @@ from rootstock.cache.radix_node import (
     split,
     walk,
 )
+from rootstock.cache.retention import Grant, RetentionLedger
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
@@ -61,6 +62,8 @@ class PrefixTree:
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
+        self.ledger = RetentionLedger()
+        self.token_bytes = pools.full.row_bytes // pools.block_size
         self._policy = policy
         self._clock = clock
 
@@ -153,6 +156,7 @@ class PrefixTree:
             step.hits += 1
             step.last_used = now
             step.passed_by = False
+            self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
         turn = node.checkpoints.get(node.end)
@@ -161,9 +165,30 @@ class PrefixTree:
         if lease.resumed_from is not None:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
+            self._undemote(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
+
+    def hold(self, lease: Lease, node: Node) -> None:
+        """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
+        self.version += 1
+        lease.node = node
+        self._join(node, lease)
+        for step in node.path():
+            step.ref_count += 1
+            if step.queue_ticket:
+                self.queue.drop(step)
+
+    def _used_by(self, node: Node, lease: Lease) -> None:
+        """Notes a use of a node: it is no private part of another session, and it is not demoted any more."""
+        if node.session != lease.session:
+            node.session = 0
+        self._undemote(node)
+
+    def _undemote(self, entry: Node | Checkpoint) -> None:
+        if entry.grant is not None and not entry.grant.is_charged:
+            self.ungrant(entry)
 
     def _drop_answered_prompt(self, answer: Checkpoint) -> None:
         """Drops the checkpoint at the end of a prompt after its conversation has resumed from the answer as given.
@@ -236,7 +261,10 @@ class PrefixTree:
     def split(self, node: Node, position: int) -> Node:
         """Splits an edge; returns the upper half."""
         self.version += 1
-        return split(node, position, self.pool, self.block_size)
+        upper = split(node, position, self.pool, self.block_size)
+        if upper.grant is not None:
+            self.ledger.divided(upper)
+        return upper
 
     # -------------------------------------------------------------------------------------- publishing
 
@@ -330,6 +358,7 @@ class PrefixTree:
             gone = window.pool.resolve(of_node) < 0  # released by all others: ours serve as well
             of_node[gone] = of_lease[gone]
         node.ref_count += 1
+        self._used_by(node, lease)
         self.queue.drop(node)
 
     def _weak_references(self, lease: Lease, start: int, end: int) -> list[WeakReferences]:
@@ -370,6 +399,7 @@ class PrefixTree:
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
             self.evicted.forget_below(node)
+            self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
             node.last_used = now
             return node
@@ -380,6 +410,7 @@ class PrefixTree:
         )
         lease.own_leaf = leaf
         leaf.ref_count = 1
+        leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
         if position % size and not isinstance(node, Root) and node.ref_count == 1:
@@ -490,9 +521,14 @@ class PrefixTree:
         if self.pools.states is not None:
             self.pools.states.pool.hold(self.pools.slot_rows(checkpoint.slot))
         node.checkpoints[checkpoint.position] = checkpoint
+        grant, checkpoint.grant = checkpoint.grant, None
+        if grant is not None:
+            self.ledger.set(checkpoint, grant, checkpoint.size_bytes)
         self.checkpoints.put(checkpoint)
         self.counters.checkpoints_taken += 1
         for other in _neighbours(checkpoint):
+            if other.grant is not None and other.is_spent:
+                self.ledger.clear(other, other.size_bytes)
             if other.queue_ticket:
                 self.checkpoints.put(other)  # passed by this one, or saving only the prefill between them
         if node.queue_ticket:
@@ -504,6 +540,7 @@ class PrefixTree:
         node = checkpoint.node
         assert node is not None
         self.checkpoints.drop(checkpoint)
+        self.ledger.clear(checkpoint, checkpoint.size_bytes)
         del node.checkpoints[checkpoint.position]
         for protection in checkpoint.protections:
             protection.checkpoint = None
@@ -527,20 +564,59 @@ class PrefixTree:
         if checkpoint.node is not None and not checkpoint.ref_count:
             self.checkpoints.put(checkpoint)
 
-    def rank(self, checkpoint: Checkpoint) -> float:
-        """Returns the policy's rank of a checkpoint, on its node already or not."""
-        return self._policy.rank(checkpoint)
+    def rank(self, checkpoint: Checkpoint) -> Rank:
+        """Returns the rank of a checkpoint, on its node already or not."""
+        return rank_of(checkpoint, self._policy)
+
+    # --------------------------------------------------------------------------------------- retention
+
+    def size_bytes(self, entry: Node | Checkpoint) -> int:
+        """Returns the bytes of an entry that its tenant's share pays for. Halves of a split node together pay as much
+        as before, also where both hold the block between them."""
+        if isinstance(entry, Checkpoint):
+            return entry.size_bytes
+        return (entry.end - entry.start) * self.token_bytes
+
+    def grant(self, entry: Node | Checkpoint, grant: Grant) -> None:
+        """Gives an entry a grant, in place of the one that it has."""
+        self.ledger.set(entry, grant, self.size_bytes(entry))
+        self._queue_again(entry)
+
+    def ungrant(self, entry: Node | Checkpoint) -> None:
+        """Takes an entry's grant away."""
+        self.ledger.clear(entry, self.size_bytes(entry))
+        self._queue_again(entry)
+
+    def _queue_again(self, entry: Node | Checkpoint) -> None:
+        if not entry.queue_ticket:
+            return
+        if isinstance(entry, Checkpoint):
+            self.checkpoints.put(entry)
+        else:
+            self.queue.put(entry)
+
+    def expire_grants(self) -> None:
+        """Takes away the grants that have expired: these entries have their ordinary rank again."""
+        for entry in self.ledger.expired(self._clock()):
+            assert isinstance(entry, Node | Checkpoint)
+            if entry.grant is not None and entry.grant.is_charged:
+                self.counters.expired_grants += 1
+            self.ungrant(entry)
 
     # ---------------------------------------------------------------------------------------- eviction
 
     def make_room(self, rows: Rows) -> None:
         """Evicts until so many rows of each pool are free. The caller has checked that they are available."""
+        if not self.pools.has_free(rows):
+            self.expire_grants()
         while not self.pools.has_free(rows):
             evicted = self._evict(rows, None)
             assert evicted, "rows counted as cached could not be evicted"
 
     def make_room_below(self, rows: Rows, rank: Rank) -> bool:
         """Like `make_room`, but evicts only entries ranked below `rank`. Returns False if that frees too little."""
+        if not self.pools.has_free(rows):
+            self.expire_grants()
         while not self.pools.has_free(rows):
             if not self._evict(rows, rank):
                 return False
@@ -609,7 +685,7 @@ class PrefixTree:
         The tail goes rather than the leaf: the rest is still a prefix that a later request may ask for. Blocks behind
         the last checkpoint go before that checkpoint, and a checkpoint goes with the K/V before it.
         """
-        size, kept = self.block_size, len(leaf.blocks) - blocks
+        size, kept, was_retained = self.block_size, len(leaf.blocks) - blocks, leaf.is_retained
         end = (leaf.start // size + kept) * size
         last = leaf.deepest_checkpoint
         if last is not None and end <= -(-last.position // size) * size and last.position < leaf.end:
@@ -618,13 +694,15 @@ class PrefixTree:
         if kept > 0:
             self._write_back(leaf, end)
             gone = leaf.blocks[kept:]
-            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
+            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :], was_retained)
             self._drop_checkpoints(leaf, end)
             self._drop_private_roots(leaf)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
+            self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
+            self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
             self.pool.unhold(gone)
             self.counters.evicted_blocks += len(gone)
@@ -632,8 +710,9 @@ class PrefixTree:
             return
         assert leaf.parent is not None
         self._write_back(leaf, leaf.start)
-        self._remember_evicted(leaf.parent, leaf, leaf.tokens)
+        self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
 
@@ -655,6 +734,7 @@ class PrefixTree:
         self.evicted.forget_below(leaf)
         self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
+        self.ledger.clear(leaf, self.size_bytes(leaf))
         del parent.children[int(leaf.tokens[0])]
         for protection in leaf.protections:
             protection.nodes.remove(leaf)
@@ -679,9 +759,10 @@ class PrefixTree:
         if node.ref_count == 0 and not isinstance(node, Root) and node.is_leaf:
             self.queue.put(node)
 
-    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
+    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens, was_retained: bool) -> None:
         """Adds `tokens`, the tail of `leaf`, to the history below `node`, with the runs that followed the leaf."""
-        for forgotten in self.evicted.remember(node, tokens, self.evicted.take_below(leaf)):
+        deeper = self.evicted.take_below(leaf)
+        for forgotten in self.evicted.remember(node, tokens, deeper, was_retained):
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:

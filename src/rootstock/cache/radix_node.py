@@ -21,6 +21,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
 from rootstock.cache.keys import Namespace
+from rootstock.cache.retention import Grant
 from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
@@ -99,6 +100,9 @@ class Node:
     passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
     hits: int = 0
     queue_ticket: int = 0
+    grant: Grant | None = None  # its retention
+    grant_ticket: int = 0
+    session: int = 0  # the only one whose requests have used it; 0: there were others
 
     def __post_init__(self) -> None:
         self.end = self.start + len(self.tokens)
@@ -107,6 +111,22 @@ class Node:
     @property
     def is_protected(self) -> bool:
         return bool(self.protections)
+
+    @property
+    def is_referenced(self) -> bool:
+        return self.ref_count > 0
+
+    @property
+    def used_at(self) -> float:
+        return self.last_used
+
+    @property
+    def is_retained(self) -> bool:
+        """True if it is evicted after all entries without a time to live. Blocks behind the last checkpoint, from
+        which no request resumes, are not."""
+        if self.grant is None or not self.grant.ttl_s:
+            return False
+        return self.resume_anywhere or self.end in self.checkpoints
 
     @property
     def is_root(self) -> bool:
@@ -192,6 +212,7 @@ class Checkpoint:
     windows: tuple[WindowBlocks, ...]  # one for each window family
     slot: SlotId  # NO_SLOT if the model has no recurrent states
     cost_tokens: float  # its bytes, in tokens of full attention
+    size_bytes: int
     last_used: float
     hits: int = 0
     ref_count: int = 0  # leases that resume from it and have not computed anything yet
@@ -199,6 +220,8 @@ class Checkpoint:
         default_factory=dict
     )  # of queued requests that would resume here
     queue_ticket: int = 0
+    grant: Grant | None = None  # its retention
+    grant_ticket: int = 0
 
     @property
     def previous(self) -> Checkpoint | None:
@@ -224,6 +247,24 @@ class Checkpoint:
     @property
     def is_protected(self) -> bool:
         return bool(self.protections)
+
+    @property
+    def is_referenced(self) -> bool:
+        return self.ref_count > 0 or (self.node is not None and self.node.ref_count > 0)
+
+    @property
+    def used_at(self) -> float:
+        """The last use of the prefix that it ends: requests that resume from a deeper one use it as well."""
+        return self.last_used if self.node is None else max(self.last_used, self.node.last_used)
+
+    @property
+    def is_retained(self) -> bool:
+        return self.grant is not None and self.grant.ttl_s > 0
+
+    @property
+    def is_spent(self) -> bool:
+        """True if the conversation that left it has gone on: hardly any request resumes there."""
+        return self.kind in RESUMED_ONCE and self.is_passed
 
     @property
     def is_passed(self) -> bool:
@@ -357,6 +398,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint.node = upper
     upper.hits = node.hits
     upper.passed_by = node.passed_by
+    upper.grant, upper.session = node.grant, node.session
     upper.ref_count = node.ref_count
     for protection in node.protections:
         protection.add(upper)

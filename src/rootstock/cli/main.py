@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -250,7 +251,7 @@ def run_server(
 
     from rootstock.server.app import create_app
 
-    web = create_app(made.engine, made.tokenizer, made.description, server, defaults, cache.block_size, keys)
+    web = create_app(replace(made, defaults=defaults), server, keys)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()

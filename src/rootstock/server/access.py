@@ -53,6 +53,7 @@ MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or an
 
 # The guard's entries in a request's state.
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
+_CLEAR = "/v1/cache/clear"
 _ANTHROPIC = "/v1/messages"  # with which the routes of Anthropic's API begin
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
@@ -196,9 +197,9 @@ async def tenant_of(
     if models is not None and request.method == "POST" and await request.body():
         body = await request.json()  # parsed already, before this function is called
         asked = body.get("model") if isinstance(body, Mapping) else None
-        if asked is None:
+        if asked is None and request.url.path != _CLEAR:  # which clears what the tenant has in all models
             asked = request.app.state.default_model
-        if asked not in models:
+        if asked is not None and asked not in models:
             raise ModelNotAllowed(asked)
     return _tenant_of(request)
 

@@ -254,10 +254,11 @@ class ExplainRequest(TemplateFields):
 
 
 class ClearRequest(Wire):
-    """The salt whose prefixes are removed, or the public heads."""
+    """The salt, or the public heads, and the model whose prefixes are removed."""
 
     cache_salt: str | None = None
     public: bool = False  # the heads of --public-prompts
+    model: str | None = None
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:
