@@ -184,3 +184,19 @@ def test_a_tenant_uses_the_models_of_its_list_only(serve: Any, tmp_path: Path) -
         assert refused.json()["error"]["type"] == "permission_error"
         assert asked("/v1/messages", model="small", **messages).status_code == 200
         assert code(asked(EXPLAIN, model="large", prompt="x")) == "model_not_allowed"
+
+
+def test_retained_bytes_reach_the_cache_and_change_with_the_file(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(RULES)
+    with serve(server=ServerConfig(api_keys=file)) as served:
+        engine = served.assembly.engine
+
+        def limits() -> list[int]:
+            found = engine.call(lambda: engine._cache._retainer.limits)
+            return [found.of(tenant, 2**70) for tenant in ("a", "b")]
+
+        assert limits() == [2**63, 2**20], "a tenant that is named has no default"
+        file.write_text("keys: [{key: k, tenant: a}]\ntenants: {a: {retained_bytes: 5}}")
+        assert served.client.get("/v1/models", headers=key("k")).status_code == 200
+        assert limits() == [5, 2**70]

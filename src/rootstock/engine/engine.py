@@ -19,6 +19,7 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
+from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.types import Tokens
@@ -311,6 +312,13 @@ class Engine:
         With a salt, drops those of one tenant only. Raises ClearUnderWay.
         """
         return self._clear(None if salt is None else self.namespace(salt))
+
+    def limit_retained(self, limits: RetainedLimits) -> None:
+        """Sets how many bytes hints and pins of tenants may keep. Does not wait."""
+        if self._thread is None:
+            self._cache.limit_retained(limits)
+        else:
+            self._commands.put(lambda: self._cache.limit_retained(limits))
 
     def clear_public_heads(self) -> Cleared:
         """Drops the public heads that no running request uses, and in memory the tails of all tenants behind them.

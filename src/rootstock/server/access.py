@@ -88,6 +88,7 @@ class Keys:
         self._path = config.api_keys
         self._version = self._version_of_file()
         self.rules = AccessRules()
+        self._followers: list[Callable[[AccessRules], None]] = []
         self._callers: dict[bytes, Caller] = {}
         self._anonymous: Caller | None = None
         self._use(AccessRules() if self._path is None else read_rules(self._path))
@@ -123,6 +124,13 @@ class Keys:
         if config.admin_key is not None:
             add(digest_of(config.admin_key), Caller(has_admin_key=True, is_operator=True))
         self.rules, self._callers, self._anonymous = rules, callers, anonymous
+        for follower in self._followers:
+            follower(rules)
+
+    def follow(self, follower: Callable[[AccessRules], None]) -> None:
+        """Calls `follower` with the rules, now and whenever they change."""
+        self._followers.append(follower)
+        follower(self.rules)
 
     @property
     def is_current(self) -> bool:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rootstock.cache.hints import RetainedLimits
 from rootstock.config import KEY_FORM, MAX_KEYS, MAX_MODEL_NAME_CHARS, MAX_SALT_LENGTH, is_key, parse_bytes
 from rootstock.errors import InvalidOption, shown
 from rootstock.units import MIB, in_units
@@ -18,6 +19,7 @@ from rootstock.units import MIB, in_units
 OPTION = "--api-keys"
 MAX_FILE_BYTES = 64 * MIB
 MAX_LIMIT = 10**15
+NO_RETAINED_LIMIT = 2**63  # more than any cache has
 MAX_MODELS = 1024
 _PARTS = ("keys", "tenants", "default")
 _STRUCTURED = re.compile(rf"\s*(?:\{{|---|(?:{'|'.join(_PARTS)})\s*:)")
@@ -63,13 +65,17 @@ class AccessRules:
     def limits_of(self, tenant: str) -> TenantLimits:
         return self.tenants.get(tenant, self.default)
 
-    def retained_bytes(self) -> dict[str, int]:
-        """Returns the limits of retained bytes by tenant."""
-        return {
-            tenant: limits.retained_bytes
-            for tenant, limits in self.tenants.items()
-            if limits.retained_bytes is not None
-        }
+    @property
+    def retained(self) -> RetainedLimits:
+        """The limits of retained bytes. A named tenant without one has none."""
+        default = self.default.retained_bytes
+        return RetainedLimits(
+            {
+                tenant: NO_RETAINED_LIMIT if limits.retained_bytes is None else limits.retained_bytes
+                for tenant, limits in self.tenants.items()
+            },
+            default,
+        )
 
 
 def digest_of(key: str | bytes) -> Digest:

@@ -15,6 +15,7 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.server.access import Guard, Keys, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.access_rules import AccessRules
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -49,7 +50,14 @@ def create_app(
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     app.state.default_model = None if models.are_several else models.find(None).name
-    app.add_middleware(Guard, config=config, forms=forms, keys=keys or Keys(config))
+    keys = keys or Keys(config)
+    app.add_middleware(Guard, config=config, forms=forms, keys=keys)
+
+    def limit_retained(rules: AccessRules) -> None:
+        for model in models.loaded:
+            model.engine.limit_retained(rules.retained)
+
+    keys.follow(limit_retained)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
