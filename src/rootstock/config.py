@@ -91,32 +91,6 @@ def is_key(text: str) -> bool:
     return re.fullmatch(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}", text) is not None
 
 
-def read_tenant_keys(path: Path) -> dict[str, str]:
-    """Reads a file with a line `KEY TENANT` for each key; returns API key → tenant.
-
-    Empty lines and lines that begin with # are skipped. Raises InvalidOption, which shows no key.
-    """
-    option, keys = "--api-keys-file", dict[str, str]()
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(option, str(path), f"a file that can be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        key, *tenant = line.split()
-        where = f"{path}, line {number}"
-        if not is_key(key) or len(tenant) != 1 or len(tenant[0]) > MAX_SALT_LENGTH:
-            allowed = f"a key ({KEY_FORM}), a space and a tenant of 1 to {MAX_SALT_LENGTH:,} characters"
-            raise InvalidOption(option, where, allowed)
-        if key in keys:
-            raise InvalidOption(option, where, "a key that is on no other line")
-        keys[key] = tenant[0]
-    if not 1 <= len(keys) <= MAX_KEYS:
-        raise InvalidOption(option, str(path), f"a file with 1 to {MAX_KEYS:,} keys")
-    return keys
-
-
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     block_size: int = 32  # tokens
@@ -300,6 +274,9 @@ class ServerConfig:
     # Required by routes that show or clear data of all tenants.
     admin_key: str | None = field(default=None, repr=False)
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # API key → tenant
+    api_keys: Path | None = None  # file of keys and limits, read again whenever it changes
+    # File of the beginnings of prompts that all tenants share.
+    public_prompts: Path | None = None
     # Content of `explain`'s answers. "own": the prompt alone; "all": other prompts of its namespace as well.
     explain: str = "own"
     # Read special tokens in messages as control tokens instead of plain text.
@@ -331,7 +308,7 @@ class ServerConfig:
         ):
             raise InvalidOption("--admin-key", "(not shown)", "another key than those of clients")
         if self.api_key in self.tenant_keys:
-            raise InvalidOption("--api-key", "(not shown)", "another key than those of --api-keys-file")
+            raise InvalidOption("--api-key", "(not shown)", "another key than those of clients")
         _refuse_unless_in(EXPLANATIONS, "--explain", self.explain)
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")

@@ -33,6 +33,8 @@
     │   ├── Unauthorized                401
     │   │   └── KeysDiffer              401  two headers with different API keys
     │   ├── AdminOnly                   403
+    │   ├── KeyNotAllowed               403  the role of a key does not allow the route
+    │   ├── ModelNotAllowed             403  the tenant's list of models does not have it
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -43,6 +45,7 @@
     │   └── HeadTooLarge                431
     ├── Overloaded                      429  try again later
     │   ├── QueueFull                   429
+    │   ├── RateLimited                 429  a limit of the tenant's own
     │   ├── ClearUnderWay               429
     │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
@@ -81,6 +84,7 @@ machine-readable, `http_status` is the status of the HTTP response, `param` name
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -461,6 +465,25 @@ class AdminOnly(RequestError):
         super().__init__(f"This shows or changes data of all tenants. {remedy}.")
 
 
+class KeyNotAllowed(RequestError):
+    code = "key_not_allowed"
+    http_status = 403
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"A key of the role {role!r} may not do this. Send a key of another role.")
+
+
+class ModelNotAllowed(RequestError):
+    code = "model_not_allowed"
+    http_status = 403
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"This key's tenant may not use model {shown(asked)}. Ask for another, or have it added to --api-keys.",
+            param="model",
+        )
+
+
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
@@ -565,6 +588,19 @@ class ModelUnavailable(Overloaded):
         )
         self.cause = cause
         self.retry_s = retry_s
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, name: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"The tenant has reached its limit: {name} is {limit:,} (--api-keys). Try again in "
+            f"{max(1, math.ceil(retry_after_s))} s."
+        )
+        self.name = name
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class ClearUnderWay(Overloaded):

@@ -65,7 +65,9 @@ class Disk(StoredIndex):
         limit: int | None = None,
         namespace: Namespace = NAMESPACE,
     ) -> TierHit | None:
-        return self.tier_hit(tokens, Scope(namespace), resumable, found, len(tokens) - 1 if limit is None else limit)
+        return self.tier_hit(
+            tokens, Scope(namespace), resumable, found, len(tokens) - 1 if limit is None else limit
+        )
 
     def hit(self, tokens: Tokens, resumable: int = 0, found: int = 0, limit: int | None = None) -> TierHit:
         hit = self.ask(tokens, resumable, found, limit)

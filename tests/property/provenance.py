@@ -48,7 +48,10 @@ class Provenance:
         self._computed.update(_positions(scope, tokens, first, end))
 
     def judge(self, scope: Scope, tokens: Tokens, hit: int) -> None:
-        foreign = [at for at, position in enumerate(_positions(scope, tokens, 0, hit)) if position not in self._computed]
+        # A tier may also have what the tenant computed for a prompt that ended within the head.
+        own = _positions(Scope(scope.namespace), tokens, 0, hit)
+        named = enumerate(zip(_positions(scope, tokens, 0, hit), own, strict=True))
+        foreign = [at for at, either in named if self._computed.isdisjoint(either)]
         assert not foreign, f"a hit of {hit} tokens has positions of another tenant, from {foreign[0]} on"
         self.public_hits += 0 < hit <= scope.public_tokens
         self.private_hits += hit > scope.public_tokens > 0
@@ -56,7 +59,10 @@ class Provenance:
     def judge_waiting(self, engine: Engine) -> None:
         """Asserts that no request waits for a part of another tenant's tail: its time would tell of it."""
         for sequence in engine.scheduler.sequences():
-            if isinstance(sequence.state, WaitingForPrefix) and sequence.state.producer.scope != sequence.scope:
+            if (
+                isinstance(sequence.state, WaitingForPrefix)
+                and sequence.state.producer.scope != sequence.scope
+            ):
                 assert sequence.state.until <= sequence.scope.public_tokens
 
     def cache(self) -> Callable[..., KVCache]:

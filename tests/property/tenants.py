@@ -7,9 +7,12 @@ is in an answer to the other. Ids and times are left out of the comparison.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -42,12 +45,29 @@ class Setting:
     headers: Mapping[Name, Mapping[str, str]]
     salts: Mapping[Name, str | None] = field(default_factory=lambda: {"A": None, "B": None})
     totals: frozenset[str] = frozenset()  # routes documented to report totals of all tenants to this client
+    keys: str = ""  # content of the file of keys
+    public_text: str = ""  # the beginning of prompts that all tenants share
 
     @property
     def admin(self) -> Mapping[str, str]:
         """Returns the headers of the server's owner."""
         key = self.server.admin_key or self.server.api_key
         return {} if key is None else _key(key)
+
+    @property
+    def binds_keys(self) -> bool:
+        """Whether a key decides the tenant, whatever the header says."""
+        return bool(self.server.tenant_keys or self.keys)
+
+    def server_with_files(self, folder: Path) -> ServerConfig:
+        server = self.server
+        if self.keys:
+            (folder / "keys.yaml").write_text(self.keys)
+            server = replace(server, api_keys=folder / "keys.yaml")
+        if self.public_text:
+            (folder / "public.jsonl").write_text(json.dumps({"text": self.public_text}))
+            server = replace(server, public_prompts=folder / "public.jsonl")
+        return server
 
 
 def _key(key: str) -> dict[str, str]:
@@ -75,6 +95,14 @@ SETTINGS = (
         {"A": {}, "B": {}},
         {"A": "secret of a", "B": "secret of b"},
         frozenset({"/metrics"}),
+    ),
+    Setting(
+        "a file of keys, and a public head",
+        ServerConfig(admin_key="admin"),
+        _BOUND,
+        keys="keys: [{key: key-a, tenant: a}, {key: key-b, tenant: b}, {key: key-c, tenant: c}]\n"
+        "default: {requests_per_minute: 1000000, tokens_per_minute: 1000000000, max_concurrency: 100000}",
+        public_text=WORDS[0],
     ),
 )
 
@@ -217,6 +245,8 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("GET", "/openapi.json"): _plain("/openapi.json"),
     ("GET", "/docs"): _plain("/docs"),
 }
+# Routes whose answers may depend on other tenants, each with its reason. A new route is in one of the two lists.
+NOT_COMPARED: Mapping[tuple[str, str], str] = {}
 _OPEN = st.builds(
     lambda text: Ask(
         "POST",
@@ -268,10 +298,13 @@ class World:
         while (health := self.made.engine.health()).running or health.waiting:
             self.made.engine.call(lambda: None)  # a step further
         self.made.engine.clear_cache()
+        if self.setting.public_text:  # its use is no secret: it is cached before either tenant comes
+            body = {"prompt": f"{self.setting.public_text}~", "max_tokens": 0}
+            self.client.post("/v1/completions", json=body, headers=_key("key-c"))
 
     def ask(self, who: Name, ask: Ask, ordinal: int) -> Answer:
         headers = dict(self.setting.headers[who])
-        if ask.spoof and self.setting.server.tenant_keys:
+        if ask.spoof and self.setting.binds_keys:
             headers |= _salted("b" if who == "A" else "a")  # overridden by the key
         body = None if ask.body is None else dict(ask.body)
         salt = self.setting.salts[who]
@@ -338,12 +371,13 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     block_bytes = sum(row_bytes(family, 8) for family in families)
     # Room for everything: one tenant's requests may evict another's blocks, which is documented and not compared.
     made = assemble(runtime, model_tokenizer, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
-    app = create_app(made, setting.server)
-    with (
-        made.engine,
-        running(app, made.engine) as url,
-        httpx.Client(base_url=url, timeout=HANG_S, limits=httpx.Limits(max_connections=None)) as client,
-    ):
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        app = create_app(made, setting.server_with_files(folder))
+        opened.enter_context(made.engine)
+        url = opened.enter_context(running(app, made.engine))
+        limits = httpx.Limits(max_connections=None)
+        client = opened.enter_context(httpx.Client(base_url=url, timeout=HANG_S, limits=limits))
         one = World(setting, app, client, made)
         with one.streams:
             yield one

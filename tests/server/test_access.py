@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rootstock.config import MAX_SALT_LENGTH, ServerConfig, read_tenant_keys
+from rootstock.config import MAX_SALT_LENGTH, ServerConfig
 from rootstock.engine.prompts.salt import is_chosen_by_client, salt_of
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
@@ -227,23 +226,3 @@ def test_invalid_keys_are_refused_at_the_start_and_not_shown(options: dict[str, 
     assert "same" not in refused.value.message.replace("the same", "")
     assert "with space" not in refused.value.message
     assert "secret-key" not in repr(ServerConfig(api_key="secret-key", tenant_keys={"secret-key-2": "a"}))
-
-
-def test_an_error_in_the_file_of_keys_names_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# of the first tenant\nkey-1 a\n\nkey-2\tb\nkey-3 a\n")
-    assert read_tenant_keys(file) == {"key-1": "a", "key-2": "b", "key-3": "a"}
-    for wrong, told in (
-        ("key-1 a\nkey-1 b\n", "line 2"),
-        ("key-1\n", "line 1"),
-        ("key-1 a b\n", "line 1"),
-        (f"key-1 {'a' * (MAX_SALT_LENGTH + 1)}\n", "line 1"),
-        ("kéy a\n", "line 1"),
-        ("# none\n", "100,000 keys"),
-    ):
-        file.write_text(wrong)
-        with pytest.raises(InvalidOption, match=told) as refused:
-            read_tenant_keys(file)
-        assert "key-1" not in refused.value.message
-    with pytest.raises(InvalidOption, match="can be read"):
-        read_tenant_keys(tmp_path / "absent")

@@ -5,7 +5,8 @@ Wire formats translate their dialects to `CacheHints`. A hint never changes an a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 MAX_TTL_S = 24 * 3600.0
@@ -41,6 +42,19 @@ class Keep:
     tenant: str
     lasts_s: float  # from the time when the tier gets it
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedLimits:
+    """Limits, set by the operator, of the bytes that hints of a tenant retain, and of those that its pins keep."""
+
+    by_tenant: Mapping[str, int] = field(default_factory=dict)
+    others: int | None = None  # of every other tenant; None: no limit
+
+    def of(self, tenant: str, most: int) -> int:
+        """Returns the limit of a tenant; `most` if it has none."""
+        limit = self.by_tenant.get(tenant, self.others)
+        return most if limit is None else limit
 
 
 class Verdict(StrEnum):

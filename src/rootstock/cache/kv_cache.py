@@ -27,7 +27,7 @@ from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, FoundRetention, explain_match
 from rootstock.cache.families import Family
-from rootstock.cache.hints import CacheHints
+from rootstock.cache.hints import CacheHints, RetainedLimits
 from rootstock.cache.integrity import check_cache
 from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
@@ -88,6 +88,7 @@ class KVCache:
         self._clock = clock
         self._fixed_rows = rows
         self.share = share
+        self._retained_limits = RetainedLimits()
         self._lease_ids = itertools.count()
         self._start_empty()
 
@@ -109,6 +110,7 @@ class KVCache:
         retainer = self._retainer = Retainer(
             pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )
+        retainer.limits = self._retained_limits
         self._checkpoints = CheckpointWriter(
             pools, tree, self.counters, self._clock, self.write_back, retainer
         )
@@ -493,6 +495,10 @@ class KVCache:
     def unprotect(self, protection: HitProtection) -> None:
         self.tree.unprotect(protection)
 
+    def limit_retained(self, limits: RetainedLimits) -> None:
+        """Sets the limits of tenants for later requests and pins. Those that are granted stay."""
+        self._retained_limits = self._retainer.limits = limits
+
     # -------------------------------------------------------------------------------------------- pins
 
     def pin(
@@ -519,7 +525,7 @@ class KVCache:
             size += match.checkpoint.size_bytes
         now = self._clock()
         tenants = min(self._retainer.tenants.count(now), MOST_SHARES)
-        refused = self._pins.refusal(tenant, size, tenants)
+        refused = self._pins.refusal(tenant, size, tenants, self._retainer.limits)
         if refused is not None:
             return refused
         lease = self._admission.pin(replace(match, tokens=match.tokens[: match.length]))

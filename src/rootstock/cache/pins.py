@@ -12,6 +12,7 @@ from typing import NewType
 
 import xxhash
 
+from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, prefix_digest
 from rootstock.cache.lease import Lease
 from rootstock.cache.types import Tokens
@@ -67,12 +68,15 @@ class Pins:
         """Returns the pins of a tenant, or all."""
         return [pinned for pinned in self._pins.values() if tenant is None or pinned.tenant == tenant]
 
-    def refusal(self, tenant: str, size_bytes: int, tenants: int) -> PinRefused | None:
+    def refusal(
+        self, tenant: str, size_bytes: int, tenants: int, limits: RetainedLimits
+    ) -> PinRefused | None:
         """Returns the reason why a pin of this size is refused; None: it is not. `tenants` divide the share."""
         if len(self._pins) >= MAX_PINS:
             return PinRefused(f"there are {MAX_PINS:,} pins already: release one first")
         own = sum(each.size_bytes for each in self.of(tenant))
         share = self._share_bytes // tenants
+        share = min(share, limits.of(tenant, share))
         if own + size_bytes > share:
             return PinRefused(
                 f"the prefix has {size_bytes:,} bytes; this tenant can pin {share:,}, of which {own:,} are in use: "

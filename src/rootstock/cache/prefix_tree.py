@@ -306,7 +306,7 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: those of a public head for all tenants."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: to all in a public head."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None

@@ -17,6 +17,7 @@ from rootstock.cache.hints import (
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
+    RetainedLimits,
     Retention,
     Verdict,
 )
@@ -89,6 +90,7 @@ class Retainer:
         share: float,
     ) -> None:
         self.tenants = Tenants()
+        self.limits = RetainedLimits()
         self.sessions = sessions
         self._tree = tree
         self._ledger = tree.ledger
@@ -103,9 +105,10 @@ class Retainer:
             0 if pools.resume_anywhere else pools.bytes_of(Rows(0, windows, int(pools.states is not None)))
         )
 
-    def share_bytes(self, now: float) -> int:
-        """Returns the bytes that each tenant may retain."""
-        return self._retainable_bytes // min(self.tenants.count(now), MOST_SHARES)
+    def share_bytes(self, tenant: str, now: float) -> int:
+        """Returns the bytes that a tenant may retain: an equal part, and no more than its own limit."""
+        share = self._retainable_bytes // min(self.tenants.count(now), MOST_SHARES)
+        return min(share, self.limits.of(tenant, share))
 
     # ------------------------------------------------------------------------------------ at admission
 
@@ -158,7 +161,7 @@ class Retainer:
                 size for other, size in held.items() if other > level or (other == level and not is_overdue)
             )
         promised = sum(size for owner, size in self._promised.values() if owner == tenant)
-        return max(0, self.share_bytes(now) - kept - promised)
+        return max(0, self.share_bytes(tenant, now) - kept - promised)
 
     def offer(self, lease: Lease, position: int, size_bytes: int, now: float) -> Grant | None:
         """Returns the grant of a checkpoint that the lease is about to leave; None: it is not retained."""
@@ -166,7 +169,7 @@ class Retainer:
         if not claims:
             return None
         grant = strongest(claims, now)
-        room = self.share_bytes(now) - self._ledger.bytes_of(grant.tenant)
+        room = self.share_bytes(grant.tenant, now) - self._ledger.bytes_of(grant.tenant)
         return grant if size_bytes <= room or not grant.is_charged else None
 
     # ----------------------------------------------------------------------------- when a lease leaves
@@ -188,7 +191,8 @@ class Retainer:
         assert lease.hints is not None
         if self.tenants.count(now) < 2:
             return
-        if is_whole and self._ledger.bytes_of(lease.hints.tenant) < NEARLY_FULL * self.share_bytes(now):
+        tenant = lease.hints.tenant
+        if is_whole and self._ledger.bytes_of(tenant) < NEARLY_FULL * self.share_bytes(tenant, now):
             return
         for node in lease.node.path():
             if (
@@ -232,7 +236,7 @@ class Retainer:
     def make_room(self, tenant: str, level: Level, needed_bytes: int, kept: set[Node], now: float) -> int:
         """Takes the grants of lower entries away until the tenant can retain so many more bytes. Returns how many it
         can. Entries in `kept` stay."""
-        ledger, share = self._ledger, self.share_bytes(now)
+        ledger, share = self._ledger, self.share_bytes(tenant, now)
         while ledger.bytes_of(tenant) + needed_bytes > share:
             victim = ledger.lowest(tenant)
             if victim is None or _node_of(victim) in kept or not _yields(victim, level, now):

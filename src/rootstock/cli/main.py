@@ -34,7 +34,6 @@ from rootstock.config import (
     parse_draft_tokens,
     parse_names,
     parse_seconds,
-    read_tenant_keys,
 )
 from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
@@ -157,8 +156,9 @@ def serve(
     adapter: options.Adapter = None,
     adapter_directory: options.AdapterDirectory = None,
     api_key: options.ApiKey = None,
-    api_keys_file: options.ApiKeysFile = None,
+    api_keys: options.ApiKeys = None,
     admin_key: options.AdminKey = None,
+    public_prompts: options.PublicPrompts = None,
     explain: options.Explain = _SERVER.explain,
     max_body: options.MaxBody = "16MiB",
     max_connections: options.MaxConnections = _SERVER.max_connections,
@@ -224,7 +224,8 @@ def serve(
         port,
         api_key,
         admin_key=admin_key,
-        tenant_keys={} if api_keys_file is None else read_tenant_keys(api_keys_file),
+        api_keys=api_keys,
+        public_prompts=public_prompts,
         explain=explain,
         max_body_bytes=parse_bytes(max_body, "--max-body"),
         max_connections=max_connections,
@@ -278,9 +279,14 @@ def run_server(
     warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
+    from rootstock.engine.prompts.public_prompts import read_public_prompts
     from rootstock.engine.sampling_defaults import SamplingDefaults
+    from rootstock.server.access import Keys
     from rootstock.server.listen import listen, serve, url_of
 
+    keys = Keys(server)  # refuses wrong files, before the model is loaded
+    if server.public_prompts is not None:
+        read_public_prompts(server.public_prompts)
     if warm is not None:
         check_warm_file("--warm", warm)
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
@@ -301,7 +307,7 @@ def run_server(
     from rootstock.server.drain import Drain
 
     drain = Drain()
-    web = create_app(replace(made, defaults=defaults), server, drain)
+    web = create_app(replace(made, defaults=defaults), server, drain, keys)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()

@@ -7,6 +7,7 @@ default in the command's signature.
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,19 +65,29 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
         return None
     if source.name == "DEFAULT_MAP":
         return str(ctx.meta[PLACES][parameter.name])
-    return f"environment variable {parameter.envvar or f'{ctx.auto_envvar_prefix}_{parameter.name.upper()}'}"
+    names = parameter.envvar or f"{ctx.auto_envvar_prefix}_{parameter.name.upper()}"
+    if not isinstance(names, str):  # the option has had another name
+        names = next(name for name in names if os.environ.get(name))
+    return f"environment variable {names}"
 
 
-def option(panel: str, name: str, help: str, **more: Any) -> Any:
-    """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
+def option(panel: str, name: str, help: str, *, earlier: str | None = None, **more: Any) -> Any:
+    """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache".
+
+    `earlier` is a name that the option has had, and that goes on working."""
     ours = name.split("/")[0].removeprefix("--")
     theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
-    variable = f"{ENV_PREFIX}_{ours.upper().replace('-', '_')}"
+    variables = [
+        f"{ENV_PREFIX}_{each.removeprefix('--').upper().replace('-', '_')}"
+        for each in (ours, earlier)
+        if each is not None
+    ]
     return typer.Option(
         name,
+        *([] if earlier is None else [earlier]),
         help=f"{help} vLLM: {theirs}." if theirs else help,
         rich_help_panel=panel,
-        envvar=variable,
+        envvar=variables[0] if earlier is None else variables,
         allow_from_autoenv=False,
         **more,
     )
@@ -390,12 +401,25 @@ ApiKey = Annotated[
         show_default=False,
     ),
 ]
-ApiKeysFile = Annotated[
+ApiKeys = Annotated[
     Path | None,
     option(
         SERVER,
-        "--api-keys-file",
-        "File with a line 'KEY TENANT' per API key. The key decides the tenant, in place of X-Cache-Salt.",
+        "--api-keys",
+        "File of API keys with their tenants, roles and limits, in YAML or JSON, or with a line 'KEY TENANT' per "
+        "key. Read again whenever it changes.",
+        earlier="--api-keys-file",
+        metavar="FILE",
+    ),
+]
+PublicPrompts = Annotated[
+    Path | None,
+    option(
+        SERVER,
+        "--public-prompts",
+        "JSONL file of system prompts with tools, or of texts, whose cached K and V all tenants share. Tokens that "
+        "follow them stay each tenant's own.",
+        metavar="FILE",
     ),
 ]
 AdminKey = Annotated[

@@ -32,7 +32,7 @@ disk-dir: /var/cache/rootstock
 cache: on
 ```
 
-Keys belong in the environment or in `--api-keys-file`: other users of the machine can see a command line. Kubernetes
+Keys belong in the environment or in `--api-keys`: other users of the machine can see a command line. Kubernetes
 sets `ROOTSTOCK_PORT` in pods beside a service called `rootstock`: give the service another name, or set
 `enableServiceLinks: false`.
 
@@ -103,7 +103,8 @@ def _default(parameter: Any) -> str:
 def _variable(parameter: Any, prefix: str) -> str:
     if parameter.envvar is None and isinstance(parameter, TyperArgument):
         return ""
-    return f"`{parameter.envvar or f'{prefix}_{parameter.name.upper()}'}`"
+    names = parameter.envvar or f"{prefix}_{parameter.name.upper()}"
+    return ", ".join(f"`{name}`" for name in ([names] if isinstance(names, str) else names))
 
 
 if __name__ == "__main__":

@@ -128,11 +128,16 @@ def run_several(
     warm: Path | None = None,
 ) -> None:
     """Load the models that are served from the start, and serve all until a signal ends the process."""
+    from rootstock.engine.prompts.public_prompts import read_public_prompts
+    from rootstock.server.access import Keys
     from rootstock.server.listen import listen, serve, url_of
 
     if warm is not None:
         check_warm_file("--warm", warm)
 
+    keys = Keys(server)  # refuses wrong files, before models are loaded
+    if server.public_prompts is not None:
+        read_public_prompts(server.public_prompts)
     listener = listen(server.host, server.port)  # before models are loaded, which may take minutes
     with LoadProgress() as progress:
         shown: list[Report] = [progress]
@@ -150,7 +155,7 @@ def run_several(
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
         registry = ModelRegistry.of_several(models, load, server, engine, budget)
         drain = Drain()
-        web = create_app(registry, server, drain)
+        web = create_app(registry, server, drain, keys)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
     gc.collect()

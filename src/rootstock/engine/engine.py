@@ -20,6 +20,7 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
+from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
@@ -477,8 +478,15 @@ class Engine:
         """
         return self._clear(() if salt is None else self._namespaces(salt))
 
+    def limit_retained(self, limits: RetainedLimits) -> None:
+        """Sets how many bytes hints and pins of tenants may keep. Does not wait."""
+        if self._thread is None:
+            self._cache.limit_retained(limits)
+        else:
+            self._run_soon(lambda: self._cache.limit_retained(limits))
+
     def clear_public_heads(self) -> Cleared:
-        """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
+        """Drops the public heads that no running request uses, and in memory the tails of all tenants behind them.
 
         Raises ClearUnderWay.
         """

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated
 from urllib.parse import urlsplit
 
+import anyio
+import anyio.to_thread
 from fastapi import Depends, Header, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rootstock.config import ServerConfig
+from rootstock.config import MAX_SALT_LENGTH, ServerConfig
 from rootstock.engine.prompts.salt import refuse_long
 from rootstock.errors import (
     AdminOnly,
@@ -22,25 +26,37 @@ from rootstock.errors import (
     ContentTypeNotJson,
     Draining,
     HostNotAllowed,
+    InvalidOption,
     InvalidParameter,
+    KeyNotAllowed,
     KeysDiffer,
     MalformedHttp,
+    ModelNotAllowed,
     OriginNotAllowed,
+    RateLimited,
     RootstockError,
     TooManyBodyBytes,
     Unauthorized,
 )
+from rootstock.server.access_rules import NO_LIMITS, AccessRules, Role, digest_of, read_rules
 from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
+from rootstock.server.rate_limits import Meter, RateLimiter
 from rootstock.units import MIB
+
+log = logging.getLogger(__name__)
 
 Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
 OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz"})  # need no API key
+METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
-_STATE = "rootstock_caller"  # the guard's entry in a request's state
+# The guard's entries in a request's state.
+_STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
+_CLEAR = "/v1/cache/clear"
+_ANTHROPIC = "/v1/messages"  # with which the routes of Anthropic's API begin
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
 _JSON = re.compile(rb"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", re.IGNORECASE)
@@ -54,36 +70,108 @@ class Caller:
     tenant: str = ""  # that the key is bound to; "": none, and X-Cache-Salt may name one
     has_admin_key: bool = False
     is_operator: bool = False  # may see information about all tenants, unless a header names one
+    operator_has_key: bool = False  # a key of the operator's exists: other senders are no operators
+    allowed_paths: frozenset[str] | None = None  # None: all
+
+    @property
+    def may_explain(self) -> bool:
+        return self.has_admin_key or not self.operator_has_key
 
 
 class Keys:
-    """The API keys of a server. A lookup takes as long for a right key as for a wrong one."""
+    """The API keys of a server. A lookup takes as long for a right key as for a wrong one.
+
+    Raises InvalidOption, for the file of keys or for a key that is in it and in an option.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
+        self._config = config
         self._secret = secrets.token_bytes(32)
+        self._path = config.api_keys
+        self._version = self._version_of_file()
+        self.rules = AccessRules()
+        self._followers: list[Callable[[AccessRules], None]] = []
         self._callers: dict[bytes, Caller] = {}
+        self._anonymous: Caller | None = None
+        self._use(AccessRules() if self._path is None else read_rules(self._path))
+
+    def _use(self, rules: AccessRules) -> None:
+        """Replaces all keys by those of the options and of `rules`."""
+        config, callers = self._config, dict[bytes, Caller]()
+        has_operator = config.admin_key is not None or any(
+            rule.role is Role.OPERATOR for rule in rules.keys.values()
+        )
+
+        def add(digest: bytes, caller: Caller) -> None:
+            keyed = self._keyed(digest)
+            if keyed in callers:
+                raise InvalidOption("--api-keys", str(self._path), "a file without the key of another option")
+            callers[keyed] = replace(caller, operator_has_key=has_operator)
+
         for key, tenant in config.tenant_keys.items():
-            self._callers[self._digest(key.encode())] = Caller(tenant)
+            add(digest_of(key), Caller(tenant))
+        for digest, rule in rules.keys.items():
+            match rule.role:
+                case Role.USER:
+                    add(digest, Caller(rule.tenant))
+                case Role.OPERATOR:
+                    add(digest, Caller(rule.tenant, has_admin_key=True, is_operator=True))
+                case Role.METRICS:
+                    add(digest, Caller(allowed_paths=METRICS_PATHS))
         # Without an admin key, a client that is bound to no tenant is the operator.
-        unbound = Caller(is_operator=config.admin_key is None)
+        unbound = Caller(is_operator=not has_operator, operator_has_key=has_operator)
         if config.api_key is not None:
-            self._callers[self._digest(config.api_key.encode())] = unbound
-        self._anonymous = None if self._callers else unbound
+            add(digest_of(config.api_key), unbound)
+        anonymous = None if callers else unbound
         if config.admin_key is not None:
-            admin = Caller(has_admin_key=True, is_operator=True)
-            self._callers[self._digest(config.admin_key.encode())] = admin
+            add(digest_of(config.admin_key), Caller(has_admin_key=True, is_operator=True))
+        self.rules, self._callers, self._anonymous = rules, callers, anonymous
+        for follower in self._followers:
+            follower(rules)
+
+    def follow(self, follower: Callable[[AccessRules], None]) -> None:
+        """Calls `follower` with the rules, now and whenever they change."""
+        self._followers.append(follower)
+        follower(self.rules)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file of keys is as it was read last. Costs a call to the system."""
+        return self._path is None or self._version == self._version_of_file()
+
+    def reload(self) -> None:
+        """Reads the file of keys again. Keeps the keys if it cannot be used. Not for an event loop."""
+        assert self._path is not None
+        self._version = self._version_of_file()
+        try:
+            self._use(read_rules(self._path))
+        except InvalidOption as error:
+            log.error(
+                "The file of keys has changed and cannot be used. The earlier keys stay. %s", error.message
+            )
+        else:
+            log.warning("The file of keys has changed: %d keys are in it now.", len(self.rules.keys))
+
+    def _version_of_file(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def caller(self, headers: Headers) -> Caller | Unauthorized:
         """Returns the sender whose key Authorization or x-api-key holds, or why the headers name none."""
-        sent = {self._digest(key) for key in _keys_in(headers)}
+        sent = {self._keyed(digest_of(key)) for key in _keys_in(headers)}
         if len(sent) > 1 and self._callers:  # a server without keys reads none
             return KeysDiffer()
         found = self._callers.get(sent.pop()) if sent else None
         return found or self._anonymous or Unauthorized()
 
-    def _digest(self, key: bytes) -> bytes:
-        # Keyed with a secret of this process: the time of a lookup tells nothing about the API keys.
-        return hmac.digest(self._secret, key, "sha256")
+    def _keyed(self, digest: bytes) -> bytes:
+        # With a secret of this process: the time of a lookup tells nothing about the API keys.
+        return hmac.digest(self._secret, digest, "sha256")
 
 
 def _keys_in(headers: Headers) -> Iterator[bytes]:
@@ -111,7 +199,18 @@ async def tenant_of(
         ),
     ] = "",
 ) -> str:
-    """Returns the tenant of a request. It is a coroutine, because a plain function would run on another thread."""
+    """Returns the tenant of a request, and refuses a model that it may not use. Raises ModelNotAllowed.
+
+    It is a coroutine, because a plain function would run on another thread.
+    """
+    models = getattr(request.state, _MODELS, None)
+    if models is not None and request.method == "POST" and await request.body():
+        body = await request.json()  # parsed already, before this function is called
+        asked = body.get("model") if isinstance(body, Mapping) else None
+        if asked is None and request.url.path != _CLEAR:  # which clears what the tenant has in all models
+            asked = request.app.state.default_model
+        if asked is not None and asked not in models:
+            raise ModelNotAllowed(asked)
     return _tenant_of(request)
 
 
@@ -127,6 +226,12 @@ def _tenant_of(request: Request) -> str:
 
 
 Tenant = Annotated[str, Depends(tenant_of)]
+
+
+def meter_of(request: Request) -> Meter:
+    """Returns the meter of the request's tokens."""
+    meter = getattr(request.state, _METER, None)
+    return meter if isinstance(meter, Meter) else Meter()
 
 
 def is_operator(request: Request) -> bool:
@@ -145,7 +250,7 @@ def names_tenant(request: Request) -> bool:
 
 def refuse_unless(allowed: bool, config: ServerConfig) -> None:
     if not allowed:
-        raise AdminOnly(config.admin_key is not None)
+        raise AdminOnly(config.admin_key is not None or config.api_keys is not None)
 
 
 class Guard:
@@ -162,11 +267,15 @@ class Guard:
         forms: ErrorForms,
         drain: Drain,
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
+        keys: Keys | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._forms = forms
         self._drain = drain
-        self._keys = Keys(config)
+        self._keys = keys or Keys(config)
+        self._reading_keys = anyio.Lock()
+        self._limiter = RateLimiter(clock)
         self._max_body_bytes = config.max_body_bytes
         self._max_held_bytes = max(max_held_body_bytes, config.max_body_bytes)
         self._held_bytes = 0
@@ -178,6 +287,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Headers = dict(reversed(scope["headers"]))  # the first of repeated headers, as in the routes
+        if not self._keys.is_current:
+            async with self._reading_keys:
+                if not self._keys.is_current:  # no other request has read it meanwhile
+                    await anyio.to_thread.run_sync(self._keys.reload)
         caller = self._keys.caller(headers)
         if isinstance(caller, Caller):
             scope.setdefault("state", {})[_STATE] = caller
@@ -185,6 +298,44 @@ class Guard:
         if refusal is not None:
             await error_response(refusal, self._forms.of(scope["path"]))(scope, receive, send)
             return
+        if not isinstance(caller, Caller) or caller.has_admin_key or caller.allowed_paths is not None:
+            await self._pass_on(scope, receive, send)  # operators have no limits
+            return
+        await self._pass_on_limited(caller.tenant or _named_tenant(headers), scope, receive, send)
+
+    async def _pass_on_limited(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on within its tenant's limits. Each POST counts, on every route of the APIs."""
+        limits = self._keys.rules.limits_of(tenant)
+        if limits == NO_LIMITS:
+            await self._pass_on(scope, receive, send)
+            return
+        scope["state"][_MODELS] = limits.models
+        is_anthropic = scope["path"].startswith(_ANTHROPIC)
+        if scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._pass_on(scope, receive, send)
+            return
+        try:
+            use = self._limiter.enter(tenant, limits)
+        except RateLimited as refusal:
+            response = error_response(refusal, self._forms.of(scope["path"]))
+            known = self._limiter.of(tenant)
+            response.raw_headers += [] if known is None else known.headers(anthropic=is_anthropic)
+            await response(scope, receive, send)
+            return
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told = use.headers(anthropic=is_anthropic)
+                message = {**message, "headers": [*message.get("headers", ()), *told]}
+            await send(message)
+
+        scope["state"][_METER] = Meter(use)
+        try:
+            await self._pass_on(scope, receive, send_counted)
+        finally:
+            use.leave()
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":  # in a copy of the scope: the connection still sees HEAD
             scope = {**scope, "method": "GET"}
         held_bytes = 0
@@ -217,8 +368,11 @@ class Guard:
             return HostNotAllowed(_text(headers[b"host"]))
         if self._is_foreign(method, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
-        if path not in OPEN_PATHS and isinstance(caller, Unauthorized):
-            return caller
+        if path not in OPEN_PATHS:
+            if isinstance(caller, Unauthorized):
+                return caller
+            if caller.allowed_paths is not None and path not in caller.allowed_paths:
+                return KeyNotAllowed(Role.METRICS)
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
             return MalformedHttp("its Content-Length is not a number")
@@ -267,6 +421,11 @@ def _refusal_of_content_type(headers: Headers, has_body: bool) -> RootstockError
     if not _JSON.fullmatch(content_type.strip()) or not utf8:
         return ContentTypeNotJson("Content-Type", _text(declared or b""))
     return None
+
+
+def _named_tenant(headers: Headers) -> str:
+    """Returns the tenant that the header names. The routes refuse one that is too long."""
+    return _text(headers.get(SALT_HEADER.lower().encode(), b""))[:MAX_SALT_LENGTH]
 
 
 def _names_of(config: ServerConfig) -> frozenset[str] | None:

@@ -15,7 +15,8 @@ from rootstock.config import ServerConfig
 from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
 from rootstock.runtime.base import Embedder
-from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.access import Guard, Keys, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.access_rules import AccessRules
 from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
@@ -44,9 +45,15 @@ from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
 def create_app(
-    served: ModelRegistry | Assembly, config: ServerConfig | None = None, drain: Drain | None = None
+    served: ModelRegistry | Assembly,
+    config: ServerConfig | None = None,
+    drain: Drain | None = None,
+    keys: Keys | None = None,
 ) -> FastAPI:
-    """Makes the application of several models, or of one. The caller starts and stops them."""
+    """Makes the application of several models, or of one. The caller starts and stops them.
+
+    Without `keys` reads those of the configuration. Raises InvalidOption.
+    """
     drain = drain or Drain()
     config = config or ServerConfig()
     models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
@@ -54,7 +61,14 @@ def create_app(
     metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms, drain=drain)
+    app.state.default_model = None if models.are_several else models.names[0]
+    keys = keys or Keys(config)
+    app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys)
+
+    def limit_retained(rules: AccessRules) -> None:
+        models.limit_retained(rules.retained)
+
+    keys.follow(limit_retained)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(

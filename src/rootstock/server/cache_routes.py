@@ -16,7 +16,7 @@ from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
 from rootstock.engine.stats import Cleared
 from rootstock.engine.tokenizer import ModelTokenizer
-from rootstock.errors import RequestError
+from rootstock.errors import InvalidParameter, RequestError
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import Explainer
@@ -89,12 +89,20 @@ def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explain
 
     @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
-        """Removes cached prefixes: those of one salt, or all; of one model, or of all."""
+        """Removes cached prefixes: those of one salt, public heads, or all; of one model, or of all."""
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if not salt:
             refuse_unless(is_operator(request), config)
         cleared = Cleared(0, 0)
-        for model in models.chosen(None if body is None else body.model):
+        chosen = models.chosen(None if body is None else body.model)
+        if body is not None and body.public:
+            refuse_unless(is_operator(request), config)
+            if body.cache_salt is not None:
+                raise InvalidParameter("cache_salt", body.cache_salt, "left out with 'public'")
+            for model in chosen:
+                cleared += model.engine.clear_public_heads()
+            return asdict(cleared)
+        for model in chosen:
             model.tokenizer.forget(salt or None)
             model.fingerprints.forget(salt or None)
             cleared += model.engine.clear_cache(salt or None)

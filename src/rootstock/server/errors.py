@@ -6,6 +6,7 @@ Rootstock's own routes have the form of OpenAI's API: {"error": {"message", "typ
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from rootstock.errors import (
     MethodNotAllowed,
     MissingParameter,
     Overloaded,
+    RateLimited,
     RootstockError,
     RouteNotFound,
     Unauthorized,
@@ -58,7 +60,7 @@ _MEANINGS = {
     413: "The body is too large.",
     414: "The URL is too long.",
     415: "The body is not JSON in UTF-8.",
-    429: "The server is full. Try again after Retry-After.",
+    429: "The server is full, or the tenant has reached a limit. Try again after Retry-After.",
     431: "The head is too large.",
     500: "The server failed.",
     503: "The server stops, or has too many connections or bodies. Try again.",
@@ -116,6 +118,8 @@ def error_response(error: RootstockError, form: ErrorForm = error_body) -> JSONR
     if "request_id" in body:
         headers["request-id"] = body["request_id"]
     match error:
+        case RateLimited(retry_after_s=wait_s):
+            headers["Retry-After"] = str(max(RETRY_AFTER_S, math.ceil(wait_s)))
         case Overloaded():
             headers["Retry-After"] = str(RETRY_AFTER_S)
         case Unauthorized():

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
 from rootstock.errors import RootstockError, StepFailed
+from rootstock.server.access import meter_of
 from rootstock.server.connection import WriteChunk, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, SendText, total_usage
@@ -50,11 +51,13 @@ class Answerer:
         Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
         route = request.url.path
-        generation = Generation(self._bridge_of_this_loop(), self._metrics)
+        meter = meter_of(request)
+        generation = Generation(self._bridge_of_this_loop(), self._metrics, meter)
 
         def begin(model: ServedModel) -> Call:
             call = make_call(model)
             call.refuse_too_many_logprobs(model.context_limit)
+            meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
             generation.submit(model.engine, call.requests)
             self._metrics.dropped(call.dropped)
             self._metrics.tools_ignored(call.ignored_tools)

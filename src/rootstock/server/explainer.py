@@ -55,7 +55,7 @@ class Explainer:
 
         Raises AdminOnly, ModelNotFound, the errors of `make_prompt`, and ClientGone.
         """
-        refuse_unless(self._config.admin_key is None or caller_of(request).has_admin_key, self._config)
+        refuse_unless(caller_of(request).may_explain, self._config)
         return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
 
     def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:

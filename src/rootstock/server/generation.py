@@ -18,6 +18,7 @@ from rootstock.errors import EngineStopped, RootstockError
 from rootstock.server.connection import WriteChunk
 from rootstock.server.errors import ClientGone
 from rootstock.server.metrics import Metrics
+from rootstock.server.rate_limits import Meter
 
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
 Shortcut = Callable[[list[Indexed]], bool]  # returns whether it took them: all or none
@@ -174,7 +175,8 @@ class Generation:
         while events := await generation.next(): …
     """
 
-    def __init__(self, bridge: Bridge, metrics: Metrics) -> None:
+    def __init__(self, bridge: Bridge, metrics: Metrics, meter: Meter | None = None) -> None:
+        self._meter = meter or Meter()
         self.requests: tuple[Request, ...] = ()
         self._engine: Engine | None = None
         self._at_close: Callable[[], None] = lambda: None
@@ -260,8 +262,11 @@ class Generation:
             except Exception:  # is raised again, and handled, in the task that awaits `next`
                 return False
             now = timing.now()
-            for index, _ in events:
+            for index, event in events:
                 timing.token(index, now)
+                if isinstance(event, TokenEvent):
+                    self._meter.admitted(index, event.cached_tokens)
+            self._meter.generated(len(events))
             return True
 
         self._mailbox.offer_to(timed)
@@ -284,6 +289,8 @@ class Generation:
         for at, (index, event) in enumerate(events):
             if isinstance(event, TokenEvent):
                 self._timing.token(index, now)
+                self._meter.admitted(index, event.cached_tokens)
+                self._meter.generated(1)
                 continue
             self._error = self._ended(index, event)
             if self._error is not None:
@@ -307,6 +314,7 @@ class Generation:
             case Finished():
                 self._open.discard(index)
                 self._timing.finished(event.usage)
+                self._meter.admitted(index, event.usage.cached_tokens)  # an answer may have no tokens
             case Failed(error=error):
                 self._open.discard(index)
                 return error

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from rootstock.cache.families import FullAttention
+from rootstock.cache.hints import RetainedLimits
 from rootstock.cache.shared_budget import SharedBudget
 from rootstock.config import ANY_NAME, EngineConfig, ServedModelConfig, ServerConfig
 from rootstock.engine.build import Assembly
@@ -18,6 +19,7 @@ from rootstock.engine.limits import refuse_surrogates
 from rootstock.engine.output.detect import detect, named, visible_tokens
 from rootstock.engine.prompts.fingerprint import Fingerprints
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
+from rootstock.engine.prompts.public_prompts import public_heads, read_public_prompts
 from rootstock.engine.stats import Health
 from rootstock.errors import InvalidOption, MissingParameter, ModelNotFound
 from rootstock.server.errors import ClientGone
@@ -35,9 +37,16 @@ _GONE_CHECK_S = 0.25  # between two looks whether the client of a waiting reques
 def served_model(
     made: Assembly, config: ServerConfig, fingerprints: Fingerprints, own: ServedModelConfig | None = None
 ) -> ServedModel:
-    """Makes the model of an engine. The caller starts and stops the engine."""
+    """Makes the model of an engine. The caller starts and stops the engine. Raises InvalidOption."""
     engine, tokenizer, families = made.engine, made.tokenizer, made.description.families
     prompts = PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes)
+    if config.public_prompts is not None:
+        engine.public_heads = public_heads(
+            read_public_prompts(config.public_prompts),
+            prompts,
+            parse=config.parse_special_tokens,
+            drop_volatile=config.drop_volatile,
+        )
     next_turns = None
     if engine.idle_prefills is not None:
         next_turns = NextTurns(engine, prompts, parse_special_tokens=config.parse_special_tokens)
@@ -73,6 +82,7 @@ class ModelRegistry:
 
     def __init__(self, slots: ModelSlots, config: ServerConfig, engine: EngineConfig) -> None:
         self.slots = slots
+        self.retained_limits = RetainedLimits()  # of models that are loaded later
         self.queue = PreparationQueue(engine.max_batch, engine.max_queue)
         self._by_name, self._of_any_name = _by_name(slots.all, config.aliases)
         taken = set(self._by_name)
@@ -101,7 +111,9 @@ class ModelRegistry:
         fingerprints = Fingerprints()  # of all models: an answer may be compared with one of another model
 
         def loaded(own: ServedModelConfig) -> ServedModel:
-            return served_model(load(own), config, fingerprints, own)
+            model = served_model(load(own), config, fingerprints, own)
+            model.engine.limit_retained(registry.retained_limits)
+            return model
 
         slots = ModelSlots(
             [ModelSlot(own.name, own, Unloaded()) for own in models],
@@ -110,7 +122,14 @@ class ModelRegistry:
             budget,
             engine,
         )
-        return ModelRegistry(slots, config, engine)
+        registry = ModelRegistry(slots, config, engine)
+        return registry
+
+    def limit_retained(self, limits: RetainedLimits) -> None:
+        """Bounds the bytes that tenants may retain and pin, of each model."""
+        self.retained_limits = limits
+        for model in self.loaded:
+            model.engine.limit_retained(limits)
 
     def start(self) -> None:
         """Loads the models that are served from the start. Raises StartupError."""

@@ -265,9 +265,10 @@ class WarmRequest(ExplainRequest):
 
 
 class ClearRequest(Wire):
-    """The salt and the model whose prefixes are removed."""
+    """The salt, or the public heads, and the model whose prefixes are removed."""
 
     cache_salt: str | None = None
+    public: bool = False  # the heads of --public-prompts
     model: str | None = None
 
 
