@@ -106,7 +106,7 @@ def reader(shelf: Shelf) -> Iterator[TierReader]:
 def test_a_job_fills_the_buffers_and_reports_its_time(shelf: Shelf, reader: TierReader) -> None:
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
     reader.submit(tasks, told)
-    assert told.wait() == LoadEnded(4, None, None, 4 * PAYLOAD_BYTES, 1.0, cancelled=False)
+    assert told.wait() == LoadEnded(4, None, None, 4 * PAYLOAD_BYTES, 1.0, False, 4 * PAYLOAD_BYTES)
     assert all(is_loaded(task) for task in tasks)
     assert told.threads[0] is not threading.current_thread()
 
@@ -163,7 +163,7 @@ def test_cancelling_skips_all_tasks_after_the_current_one(shelf: Shelf, reader: 
     job.cancel()
     assert not told.calls, "the reader still writes to a buffer"
     shelf.go.set()
-    assert told.wait() == LoadEnded(2, None, None, 2 * PAYLOAD_BYTES, 0.5, cancelled=True)
+    assert told.wait() == LoadEnded(2, None, None, 2 * PAYLOAD_BYTES, 0.5, True, 2 * PAYLOAD_BYTES)
     assert [is_loaded(task) for task in tasks] == [True, True, False, False]
     assert len(shelf.asked) == 2
 

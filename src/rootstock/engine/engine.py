@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import replace
 from typing import TypeVar
 
@@ -288,10 +289,11 @@ class Engine:
                 self._cache.stats(),
                 self.scheduler.running,
                 self.scheduler.waiting,
-                replace(self.steps.counters),
+                deepcopy(self.steps.counters),
                 None if self.tier_connector is None else self.tier_connector.stats(space),
                 {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
+                self.scheduler.phases(),
             )
         )
 
