@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -132,9 +133,15 @@ def test_a_server_that_is_started_again_on_its_directory_finds_its_prefixes(
     assert ["on disk 0 records" in line for line in ready] == [True, False]
     assert answers[0] == answers[1]
     assert cached == [0, len(prompt) - 1]
-    assert f"rootstock_loaded_prompt_tokens_total {len(prompt) - 1}.0" in metrics
-    assert 'rootstock_tier_choices_total{choice="load"} 1.0' in metrics
-    assert 'rootstock_tier_state{state="ready"} 1.0' in metrics
+    name = re.findall('rootstock_alive{model_name="(.*)"} 1.0', metrics)[0]
+    for family, label, value in (
+        ("rootstock_loaded_prompt_tokens_total", "", len(prompt) - 1),
+        ("rootstock_prompt_tokens_by_source_total", ',source="disk"', len(prompt) - 1),
+        ("rootstock_tier_choices_total", ',choice="load"', 1),
+        ("rootstock_tier_state", ',state="ready"', 1),
+    ):
+        labels = ",".join(sorted(f'model_name="{name}"{label}'.split(",")))
+        assert f"{family}{{{labels}}} {value}.0" in metrics
 
 
 def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
@@ -144,7 +151,7 @@ def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
     assert "no disk tier" in second.ready
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
     assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
-    assert 'rootstock_tier_state{state="off"} 1.0' in get(f"{second.url}/metrics").text
+    assert re.search('rootstock_tier_state{.*state="off"} 1.0', get(f"{second.url}/metrics").text)
     _, _, err = second.stop(signal.SIGTERM)
     assert err.count("WARNING") == 1, err
     assert "in use" in err

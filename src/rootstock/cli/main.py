@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
+from rootstock.logs import configure_logs, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
 from rootstock.units import in_units
@@ -152,9 +152,14 @@ def serve(
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
+    metrics_tenants: options.MetricsTenants = _SERVER.metrics_tenants,
+    traces: options.Traces = _SERVER.traces,
+    log_format: options.LogFormat = _SERVER.log_format,
+    log_level: options.LogLevel = _SERVER.log_level,
+    access_log: options.AccessLog = _SERVER.access_log,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
-    _log_warnings()
+    log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
             "--tier-compress",
@@ -211,6 +216,11 @@ def serve(
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
+        metrics_tenants=metrics_tenants,
+        traces=traces,
+        log_format=log_format,
+        log_level=log_level,
+        access_log=access_log,
     )
     template = None
     if chat_template is not None:
@@ -233,6 +243,12 @@ def run_server(
     from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
 
+    configure_logs(server.log_format, server.log_level, access=server.access_log)
+    tracing = None
+    if server.traces:
+        from rootstock.server.tracing import open_tracing
+
+        tracing = open_tracing()
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
@@ -245,7 +261,7 @@ def run_server(
 
     from rootstock.server.app import create_app
 
-    web = create_app(replace(made, defaults=defaults), server)
+    web = create_app(replace(made, defaults=defaults), server, tracing)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
@@ -259,6 +275,8 @@ def run_server(
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
         )
+    if tracing is not None:
+        tracing.close()
 
 
 def _announce_writing(made: Assembly) -> None:
@@ -282,7 +300,7 @@ def check_model(
     """Load a model, compare it with its own forward, and describe it.
 
     Exit status 2: Rootstock can't serve it."""
-    _log_warnings()
+    log_warnings()
     config = ModelConfig(
         model,
         device,
@@ -359,7 +377,7 @@ def bench(
     """Measure the cache with workloads of agents, chats, few-shot prompts and bursts.
 
     Without --dtype, the small generated model runs in float32."""
-    _log_warnings()
+    log_warnings()
 
     from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
 
@@ -424,10 +442,6 @@ def _tiers_in_words(tier: TierStats | None) -> str:
         return " · host tier"
     used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
     return f" · on disk {tier.records:,} records, {used} of {cap}"
-
-
-def _log_warnings() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

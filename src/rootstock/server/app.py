@@ -19,7 +19,13 @@ from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
-from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
+from rootstock.server.errors import (
+    MODEL_ROUTE,
+    REQUEST_ID_HEADER,
+    ErrorForms,
+    documented_errors,
+    install_error_handlers,
+)
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
 from rootstock.server.metrics import Metrics
@@ -28,19 +34,26 @@ from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
 from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.request_log import RequestLog
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.tracing import Tracing
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
-def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = None) -> FastAPI:
-    """Makes the application of several models, or of one. The caller starts and stops the engines."""
+def create_app(
+    served: ModelRegistry | Assembly, config: ServerConfig | None = None, tracing: Tracing | None = None
+) -> FastAPI:
+    """Makes the application of several models, or of one. The caller starts and stops the engines.
+
+    The caller closes `tracing`, too. None: requests have no spans.
+    """
     config = config or ServerConfig()
     models = served if isinstance(served, ModelRegistry) else ModelRegistry([served], config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
-    metrics = Metrics(models, lambda: store.stats)
+    metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     app.add_middleware(Guard, config=config, forms=forms)
@@ -52,8 +65,9 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("Retry-After", MAX_TOKENS_HEADER),
+            expose_headers=("Retry-After", MAX_TOKENS_HEADER, REQUEST_ID_HEADER),
         )
+    app.add_middleware(RequestLog, metrics=metrics, tracing=tracing)
     install_error_handlers(app, forms)
     answerer = Answerer(models, metrics, config.sse_keep_alive_s)
     app.include_router(_generation_routes(answerer))
@@ -141,6 +155,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
     def prometheus(request: Request) -> Response:
         """Exports metrics for Prometheus."""
         refuse_unless(not names_tenant(request), config)
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics.render_for_operator() if is_operator(request) else metrics.render()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
