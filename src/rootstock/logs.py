@@ -54,6 +54,15 @@ def configure_logs(format: str, level: str, *, access: bool) -> None:
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if access else logging.CRITICAL)
 
 
+def announce(text: str) -> None:
+    """Writes a message of the command line to standard error: as a log line where these are JSON, else as it is."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.handle(logging.LogRecord("rootstock", logging.INFO, __file__, 0, text, None, None))
+            return
+    print(f"rootstock: {text}", file=sys.stderr, flush=True)
+
+
 def _handler(format: str) -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())

@@ -88,6 +88,22 @@ def test_the_ready_line_describes_the_server(start: Start) -> None:
     assert err == "rootstock: Loading the weights\n"  # plain lines where there is no terminal
 
 
+def test_log_lines_and_messages_are_json_if_they_should_be(start: Start) -> None:
+    one = start("--kv-budget", "1MiB", "--log-format", "json", "--log-level", "info", "--access-log")
+    body = {"prompt": "a secret", "max_tokens": 2}
+    headers = {"X-Request-Id": "mine"}
+    answer = httpx.post(f"{one.url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+    assert answer.headers["X-Request-Id"] == "mine"
+    _, _, err = one.stop(signal.SIGTERM)
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*(set(line) for line in lines))
+    assert lines[0]["message"] == "Loading the weights"
+    assert any(line["logger"].startswith("uvicorn") for line in lines)
+    [access] = [line for line in lines if line["logger"] == "rootstock.access"]
+    assert (access["request_id"], access["route"], access["status"]) == ("mine", "/v1/completions", 200)
+    assert "secret" not in err
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     start: Start, sent: signal.Signals

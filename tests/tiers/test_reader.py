@@ -111,6 +111,17 @@ def test_a_job_fills_the_buffers_and_reports_its_time(shelf: Shelf, reader: Tier
     assert told.threads[0] is not threading.current_thread()
 
 
+def test_the_bytes_from_memory_of_the_host_are_told_apart_from_those_from_the_disk() -> None:
+    def load(identity: Identity, _into: Sequence[Buffer] | None) -> Loaded:
+        return Loaded((), "disk" if identity == IDENTITIES[1] else "host")
+
+    reader, told = TierReader(load), Told()
+    reader.submit(tasks_of(IDENTITIES[:3]), told)
+    ended = told.wait()
+    reader.close()
+    assert (ended.payload_bytes, ended.host_bytes) == (3 * PAYLOAD_BYTES, 2 * PAYLOAD_BYTES)
+
+
 def test_an_empty_job_ends_too(reader: TierReader) -> None:
     told = Told()
     reader.submit([], told)

@@ -34,7 +34,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
-from rootstock.logs import configure_logs, log_warnings
+from rootstock.logs import announce, configure_logs, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
 from rootstock.units import in_units
@@ -281,8 +281,7 @@ def run_server(
 
 def _announce_writing(made: Assembly) -> None:
     if made.tier is not None and made.tier.state != "off":
-        words = "writing the cache to disk (Ctrl-C again: exit at once without it)"
-        print(f"rootstock: {words}", file=sys.stderr, flush=True)
+        announce("writing the cache to disk (Ctrl-C again: exit at once without it)")
 
 
 @models_app.command("check", cls=options.Command)

@@ -26,6 +26,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from rootstock.logs import announce
+
 WIDE_COLUMNS = 130
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class LoadProgress:
         if self._bar is None:
             if stage not in self._told:
                 self._told.add(stage)
-                print(f"rootstock: {words}", file=sys.stderr, flush=True)
+                announce(words)
             return
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(words, total=1.0)
