@@ -27,9 +27,12 @@ MAX_MODEL_NAME_CHARS = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_DISK_BUDGET_BYTES = MIB  # a quarter is reserved for the index's write-ahead log
 EXPLANATIONS = ("own", "all")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 LEAST_KEEP_ALIVE_S = 0.1
 LOADS = ("start", "demand")
 LEAST_IDLE_UNLOAD_S = 1.0
+MAX_METRICS_TENANTS = 1000  # each has about 150 series per model
 MAX_KEY_LENGTH = 1024
 MAX_KEYS = 100_000
 MAX_SALT_LENGTH = 1024  # characters; the limit of a tenant's name as well
@@ -298,6 +301,11 @@ class ServerConfig:
     adapter_directories: tuple[Path, ...] = ()
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
     drain_timeout_s: float = 30.0  # for running requests after SIGTERM
+    metrics_tenants: int = 20  # tenants with series of their own in /metrics; further ones are added up
+    traces: bool = False  # export OpenTelemetry traces, as the OTEL_… environment variables say
+    log_format: str = "text"
+    log_level: str = "warning"  # least level of log lines
+    access_log: bool = False  # a log line for each HTTP request
 
     def __post_init__(self) -> None:
         for option, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
@@ -310,12 +318,17 @@ class ServerConfig:
         if self.api_key in self.tenant_keys:
             raise InvalidOption("--api-key", "(not shown)", "another key than those of clients")
         _refuse_unless_in(EXPLANATIONS, "--explain", self.explain)
+        _refuse_unless_in(LOG_FORMATS, "--log-format", self.log_format)
+        _refuse_unless_in(LOG_LEVELS, "--log-level", self.log_level)
         if not (0 <= self.port <= 65535):
             raise InvalidOption("--port", self.port, "from 0 (any free port) to 65535")
         if self.max_body_bytes < KIB:
             raise InvalidOption("--max-body", self.max_body_bytes, "at least 1KiB")
         if self.responses_budget_bytes < MIB:
             raise InvalidOption("--responses-budget", self.responses_budget_bytes, "at least 1MiB")
+        if not (0 <= self.metrics_tenants <= MAX_METRICS_TENANTS):
+            allowed = f"from 0 to {MAX_METRICS_TENANTS:,}"
+            raise InvalidOption("--metrics-tenants", self.metrics_tenants, allowed)
         if self.max_connections < 1:
             raise InvalidOption("--max-connections", self.max_connections, "at least 1")
         if 0 < self.sse_keep_alive_s < LEAST_KEEP_ALIVE_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -87,6 +88,22 @@ def test_the_ready_line_describes_the_server(start: Start) -> None:
     assert err == "rootstock: Loading the weights\n"  # plain lines where there is no terminal
 
 
+def test_log_lines_and_messages_are_json_if_they_should_be(start: Start) -> None:
+    one = start("--kv-budget", "1MiB", "--log-format", "json", "--log-level", "info", "--access-log")
+    body = {"prompt": "a secret", "max_tokens": 2}
+    headers = {"X-Request-Id": "mine"}
+    answer = httpx.post(f"{one.url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+    assert answer.headers["X-Request-Id"] == "mine"
+    _, _, err = one.stop(signal.SIGTERM)
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*(set(line) for line in lines))
+    assert lines[0]["message"] == "Loading the weights"
+    assert any(line["logger"].startswith("uvicorn") for line in lines)
+    [access] = [line for line in lines if line["logger"] == "rootstock.access"]
+    assert (access["request_id"], access["route"], access["status"]) == ("mine", "/v1/completions", 200)
+    assert "secret" not in err
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_running_streams_with_an_error_event_and_exits_with_0(
     start: Start, sent: signal.Signals
@@ -132,9 +149,15 @@ def test_a_server_that_is_started_again_on_its_directory_finds_its_prefixes(
     assert ["on disk 0 records" in line for line in ready] == [True, False]
     assert answers[0] == answers[1]
     assert cached == [0, len(prompt) - 1]
-    assert f"rootstock_loaded_prompt_tokens_total {len(prompt) - 1}.0" in metrics
-    assert 'rootstock_tier_choices_total{choice="load"} 1.0' in metrics
-    assert 'rootstock_tier_state{state="ready"} 1.0' in metrics
+    name = re.findall('rootstock_alive{model_name="(.*)"} 1.0', metrics)[0]
+    for family, label, value in (
+        ("rootstock_loaded_prompt_tokens_total", "", len(prompt) - 1),
+        ("rootstock_prompt_tokens_by_source_total", ',source="disk"', len(prompt) - 1),
+        ("rootstock_tier_choices_total", ',choice="load"', 1),
+        ("rootstock_tier_state", ',state="ready"', 1),
+    ):
+        labels = ",".join(sorted(f'model_name="{name}"{label}'.split(",")))
+        assert f"{family}{{{labels}}} {value}.0" in metrics
 
 
 def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
@@ -144,7 +167,7 @@ def test_a_second_server_on_a_directory_warns_once_and_serves_without_it(
     assert "no disk tier" in second.ready
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
     assert httpx.post(f"{second.url}/v1/completions", json=body, timeout=HANG_S).status_code == 200
-    assert 'rootstock_tier_state{state="off"} 1.0' in get(f"{second.url}/metrics").text
+    assert re.search('rootstock_tier_state{.*state="off"} 1.0', get(f"{second.url}/metrics").text)
     _, _, err = second.stop(signal.SIGTERM)
     assert err.count("WARNING") == 1, err
     assert "in use" in err

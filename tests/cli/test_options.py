@@ -71,6 +71,11 @@ VALUES = {
     "answer-memory": "3MiB",
     "responses-file": "{store}",
     "responses-budget": "4MiB",
+    "metrics-tenants": "7",
+    "traces": "true",
+    "log-format": "json",
+    "log-level": "debug",
+    "access-log": "true",
 }
 
 

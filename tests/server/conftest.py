@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
@@ -105,13 +106,13 @@ class Served:
         assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
 
     def metric(self, name: str, **labels: str) -> float:
-        wanted = name + (
-            "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
+        """Adds up the samples of a metric that have these labels, among others."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.client.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
         )
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith(wanted + " "):
-                return float(line.split()[-1])
-        return 0.0
 
 
 @contextlib.contextmanager

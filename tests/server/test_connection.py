@@ -20,6 +20,7 @@ from rootstock.server.app import create_app
 from rootstock.server.connection import Connection, write_chunk_of
 from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, Mailbox, NoEvents, Shortcut
+from rootstock.server.request_metrics import Series, Timing
 from server.asgi import ask
 from server.raw_http import RawClient, dechunked, post
 from waiting import HANG_S, wait_for
@@ -299,32 +300,16 @@ def test_the_shortcut_is_offered_no_events_of_a_client_that_hung_up() -> None:
     asyncio.run(run())
 
 
-class _Timing:
-    def __init__(self) -> None:
-        self.tokens = 0
-
-    def now(self) -> float:
-        return 0.0
-
-    def token(self, _index: int, _now: float) -> None:
-        self.tokens += 1
-
-
-class _Metrics:
-    def __init__(self) -> None:
-        self.of_all = _Timing()
-
-    def timing(self, _requests: int) -> _Timing:
-        return self.of_all
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_each_token_is_timed_once_by_the_shortcut_or_the_task(fails: bool) -> None:
     """Events at which a shortcut raises go to the task."""
 
     async def run() -> None:
-        metrics = _Metrics()
-        generation = Generation(None, metrics)  # type: ignore[arg-type]
+        series = Series()
+        timing = Timing(series)
+        timing.submitted(1)
+        generation = Generation(None)  # type: ignore[arg-type]
+        generation.measure(timing)
         generation._open.add(0)
 
         def take(events: list[Indexed]) -> bool:
@@ -338,7 +323,7 @@ def test_each_token_is_timed_once_by_the_shortcut_or_the_task(fails: bool) -> No
         generation._mailbox.put([(0, token(0))])
         generation._mailbox.put([(0, token(1))])
         assert await task == ([(0, token(0)), (0, token(1))] if fails else [(0, token(1))])
-        assert metrics.of_all.tokens == 2
+        assert [buckets.sampled(())[0] for buckets in (series.ttft_s, series.itl_s)] == [[("+Inf", 1)]] * 2
 
     asyncio.run(run())
 

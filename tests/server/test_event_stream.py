@@ -95,7 +95,7 @@ class _Nothing:
 def test_requests_that_are_submitted_after_the_client_left_are_aborted() -> None:
     generation: Generation
     engine = _Engine(lambda: generation.close())
-    generation = Generation(_Nothing(), _Nothing())  # type: ignore[arg-type]
+    generation = Generation(_Nothing())  # type: ignore[arg-type]
     requests = [Request(RequestId(str(i)), np.array([1], np.int32)) for i in range(3)]
     generation.submit(engine, requests)  # type: ignore[arg-type]
     assert engine.submitted == ["0", "1", "2"]
@@ -115,11 +115,6 @@ def test_events_for_a_closed_loop_do_not_pile_up() -> None:
 # ---- keep-alives
 
 EVERY_S = 10_000.0  # far more than a busy machine takes
-
-
-class _Untimed(_Nothing):
-    def timing(self, _requests: int) -> _Nothing:
-        return _Nothing()
 
 
 def test_a_keep_alive_is_sent_when_no_text_was_sent_for_the_time() -> None:
@@ -145,7 +140,7 @@ def test_a_keep_alive_is_sent_when_no_text_was_sent_for_the_time() -> None:
 
     async def run() -> None:
         keep_alive = KeepAlive(send, write, EVERY_S, lambda: "keep-alive")
-        generation = Generation(_Nothing(), _Untimed())  # type: ignore[arg-type]
+        generation = Generation(_Nothing())  # type: ignore[arg-type]
         engine = _Engine(lambda: None)
         generation.submit(engine, [Request(ID, np.array([1], np.int32))])  # type: ignore[arg-type]
         generation.keep_alive(keep_alive)

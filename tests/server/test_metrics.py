@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Any
 
+import httpx
 import pytest
 
 from rootstock.config import ServerConfig
 from rootstock.units import MIB
 from server.conftest import user
+from server.held import Held
 from waiting import wait_until
 
 SEARCH = {"type": "web_search"}
@@ -76,3 +79,102 @@ def test_stored_responses_are_counted_with_their_bytes_and_events(serve: Any) ->
         assert metric("_events_total", event="evicted") == 20 - metric("") > 0
         assert metric("_bytes", of="used") <= MIB
         assert metric("_bytes", of="waiting_to_be_stored") == metric("_events_total", event="not_stored") == 0
+
+
+def vllm(served: Any, name: str, **labels: str) -> float:
+    found: float = served.metric(f"vllm:{name}", model_name="fake", **labels)
+    return found
+
+
+def test_vllms_names_count_the_same_events(serve: Any) -> None:
+    with serve() as served:
+        for _ in range(2):
+            served.complete("count these", max_tokens=4, ignore_eos=True)
+        served.complete("x", max_tokens=2, ignore_eos=True, n=2)
+        assert vllm(served, "request_success_total", finished_reason="length") == 4
+        assert vllm(served, "request_success_total", finished_reason="abort") == 0
+        assert vllm(served, "generation_tokens_total") == 12
+        by_source = {
+            source: vllm(served, "prompt_tokens_by_source_total", source=source)
+            for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+        }
+        assert sum(by_source.values()) == vllm(served, "prompt_tokens_total") == 11 + 11 + 1 + 1
+        assert by_source["local_cache_hit"] == vllm(served, "prefix_cache_hits_total") == 10
+        assert vllm(served, "prefix_cache_queries_total") == 24
+        for histogram, count in (
+            ("time_to_first_token_seconds", 4),
+            ("inter_token_latency_seconds", 3 + 3 + 1 + 1),
+            ("e2e_request_latency_seconds", 4),
+            ("request_queue_time_seconds", 4),
+            ("request_prefill_time_seconds", 4),
+            ("request_decode_time_seconds", 4),
+            ("request_inference_time_seconds", 4),
+            ("request_prompt_tokens", 4),
+            ("request_params_n", 3),
+        ):
+            assert vllm(served, f"{histogram}_count", engine="0") == count, histogram
+        assert vllm(served, "request_generation_tokens_sum") == 12
+        assert vllm(served, "request_prefill_kv_computed_tokens_sum") == by_source["local_compute"]
+        assert vllm(served, "request_params_max_tokens_sum") == 4 + 4 + 2 + 2
+        assert vllm(served, "num_requests_running") == vllm(served, "num_requests_waiting") == 0
+        assert vllm(served, "kv_cache_usage_perc") == 0, "cached blocks that no request uses are no usage"
+        assert vllm(served, "cache_config_info", block_size="8", enable_prefix_caching="True") == 1
+        text = served.client.get("/metrics").text
+        assert "external_prefix_cache" not in text, "there is no tier"
+        assert "spec_decode" not in text, "there are no drafts"
+
+
+def test_a_running_request_is_shown_by_its_phase_and_counted_when_its_client_leaves(serve: Any) -> None:
+    held = Held(free_forwards=3)
+    with serve(fault=held) as served:
+        body = {"prompt": "wait", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=body) as response:
+            parts = response.iter_text()  # its end would close the response
+            next(parts)
+            text = httpx.get(f"{served.url}/metrics").text
+            assert 'vllm:num_requests_running{engine="0",model_name="fake"} 1.0' in text
+            assert 'rootstock_engine_phases{model_name="fake",phase="decode"} 1.0' in text
+            assert re.search(r"vllm:kv_cache_usage_perc{.*} 0\.\d*[1-9]", text)
+        held.let_go()
+        served.settled()
+        wait_until(lambda: vllm(served, "request_success_total", finished_reason="abort") == 1)
+        assert served.metric("rootstock_ended_requests_total", reason="abort") == 1
+        assert vllm(served, "time_to_first_token_seconds_count") == 1
+
+
+def test_tenants_are_shown_to_the_operator_alone(serve: Any) -> None:
+    server = ServerConfig(api_key="user-key", admin_key="admin-key", tenant_keys={"acme-key": "acme"})
+    with serve(server=server) as served:
+
+        def get(key: str) -> httpx.Response:
+            return httpx.get(f"{served.url}/metrics", headers={"Authorization": f"Bearer {key}"})
+
+        for key, more in (("acme-key", {}), ("user-key", {"X-Cache-Salt": "secret"}), ("user-key", {})):
+            headers = {"Authorization": f"Bearer {key}", **more}
+            body = {"prompt": "hello", "max_tokens": 1}
+            assert httpx.post(f"{served.url}/v1/completions", json=body, headers=headers).status_code == 200
+        shown = get("admin-key").text
+        assert 'rootstock_prompt_tokens_total{model_name="fake",tenant="acme"} 5.0' in shown
+        assert shown.count('rootstock_prompt_tokens_total{model_name="fake",tenant="sha256:') == 1
+        assert 'rootstock_prompt_tokens_total{model_name="fake",tenant=""} 5.0' in shown
+        hidden = get("user-key").text
+        assert 'rootstock_prompt_tokens_total{model_name="fake"} 15.0' in hidden
+        assert "tenant=" not in hidden
+        assert all(word not in shown + hidden for word in ("secret", "-key"))
+        assert get("acme-key").status_code == 403
+
+
+def test_errors_are_counted_by_their_code_and_responses_by_their_status(serve: Any) -> None:
+    with serve() as served:
+        served.complete("x" * 5_000, max_tokens=1)
+        served.client.get("/v1/models/some")
+        served.client.get(f"/{'x' * 100}")
+        served.client.request("PROPFIND", "/v1/models")
+        code = served.complete("x" * 5_000, max_tokens=1).json()["error"]["code"]
+        assert served.metric("rootstock_errors_total", route="/v1/completions", code=code) == 2
+        assert (
+            served.metric("http_requests_total", handler="/v1/completions", method="POST", status="4xx") == 2
+        )
+        assert served.metric("http_requests_total", handler="/v1/models/{name:path}", status="4xx") == 1
+        assert served.metric("http_requests_total", handler="none", method="GET", status="4xx") == 1
+        assert served.metric("http_requests_total", method="other") == 1

@@ -345,7 +345,7 @@ def test_health_of_a_running_and_of_a_stopped_engine(serve: Any) -> None:
         answer = served.chat("anyone?")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_stopped"
-        assert "rootstock_alive 0.0" in served.client.get("/metrics").text
+        assert 'rootstock_alive{model_name="fake"} 0.0' in served.client.get("/metrics").text
 
 
 def test_stats_equal_a_recount_and_clearing_frees_all_blocks(serve: Any) -> None:

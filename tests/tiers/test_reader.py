@@ -106,9 +106,20 @@ def reader(shelf: Shelf) -> Iterator[TierReader]:
 def test_a_job_fills_the_buffers_and_reports_its_time(shelf: Shelf, reader: TierReader) -> None:
     tasks, told = tasks_of(IDENTITIES[:4]), Told()
     reader.submit(tasks, told)
-    assert told.wait() == LoadEnded(4, None, None, 4 * PAYLOAD_BYTES, 1.0, cancelled=False)
+    assert told.wait() == LoadEnded(4, None, None, 4 * PAYLOAD_BYTES, 1.0, False, 4 * PAYLOAD_BYTES)
     assert all(is_loaded(task) for task in tasks)
     assert told.threads[0] is not threading.current_thread()
+
+
+def test_the_bytes_from_memory_of_the_host_are_told_apart_from_those_from_the_disk() -> None:
+    def load(identity: Identity, _into: Sequence[Buffer] | None) -> Loaded:
+        return Loaded((), "disk" if identity == IDENTITIES[1] else "host")
+
+    reader, told = TierReader(load), Told()
+    reader.submit(tasks_of(IDENTITIES[:3]), told)
+    ended = told.wait()
+    reader.close()
+    assert (ended.payload_bytes, ended.host_bytes) == (3 * PAYLOAD_BYTES, 2 * PAYLOAD_BYTES)
 
 
 def test_an_empty_job_ends_too(reader: TierReader) -> None:
@@ -163,7 +174,7 @@ def test_cancelling_skips_all_tasks_after_the_current_one(shelf: Shelf, reader: 
     job.cancel()
     assert not told.calls, "the reader still writes to a buffer"
     shelf.go.set()
-    assert told.wait() == LoadEnded(2, None, None, 2 * PAYLOAD_BYTES, 0.5, cancelled=True)
+    assert told.wait() == LoadEnded(2, None, None, 2 * PAYLOAD_BYTES, 0.5, True, 2 * PAYLOAD_BYTES)
     assert [is_loaded(task) for task in tasks] == [True, True, False, False]
     assert len(shelf.asked) == 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import socket
 import sys
 from dataclasses import replace
@@ -39,6 +38,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
+from rootstock.logs import announce, configure_logs, log_warnings
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.embedding_files import is_embedding_model
 from rootstock.runtime.model_files import locate
@@ -171,9 +171,14 @@ def serve(
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
+    metrics_tenants: options.MetricsTenants = _SERVER.metrics_tenants,
+    traces: options.Traces = _SERVER.traces,
+    log_format: options.LogFormat = _SERVER.log_format,
+    log_level: options.LogLevel = _SERVER.log_level,
+    access_log: options.AccessLog = _SERVER.access_log,
 ) -> None:
     """Serve a model, or several, over OpenAI's HTTP API."""
-    _log_warnings()
+    log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
             "--tier-compress",
@@ -240,6 +245,11 @@ def serve(
         drain_timeout_s=parse_seconds(drain_timeout, "--drain-timeout"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
+        metrics_tenants=metrics_tenants,
+        traces=traces,
+        log_format=log_format,
+        log_level=log_level,
+        access_log=access_log,
     )
     template = None
     if chat_template is not None:
@@ -284,6 +294,12 @@ def run_server(
     from rootstock.server.access import Keys
     from rootstock.server.listen import listen, serve, url_of
 
+    configure_logs(server.log_format, server.log_level, access=server.access_log)
+    tracing = None
+    if server.traces:
+        from rootstock.server.tracing import open_tracing
+
+        tracing = open_tracing()
     keys = Keys(server)  # refuses wrong files, before the model is loaded
     if server.public_prompts is not None:
         read_public_prompts(server.public_prompts)
@@ -307,7 +323,7 @@ def run_server(
     from rootstock.server.drain import Drain
 
     drain = Drain()
-    web = create_app(replace(made, defaults=defaults), server, drain, keys)
+    web = create_app(replace(made, defaults=defaults), server, drain, keys, tracing)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
@@ -329,6 +345,8 @@ def run_server(
             drain_timeout_s=server.drain_timeout_s,
             on_drain=announce_drain,
         )
+    if tracing is not None:
+        tracing.close()
 
 
 def _serve_embeddings(
@@ -361,8 +379,7 @@ def _serve_embeddings(
 
 def _announce_writing(made: Assembly) -> None:
     if made.tier is not None and made.tier.state != "off":
-        words = "writing the cache to disk (Ctrl-C again: exit at once without it)"
-        print(f"rootstock: {words}", file=sys.stderr, flush=True)
+        announce("writing the cache to disk (Ctrl-C again: exit at once without it)")
 
 
 @models_app.command("check", cls=options.Command)
@@ -380,7 +397,7 @@ def check_model(
     """Load a model, compare it with its own forward, and describe it.
 
     Exit status 2: Rootstock can't serve it."""
-    _log_warnings()
+    log_warnings()
     config = ModelConfig(
         model,
         device,
@@ -457,7 +474,7 @@ def bench(
     """Measure the cache with workloads of agents, chats, few-shot prompts and bursts.
 
     Without --dtype, the small generated model runs in float32."""
-    _log_warnings()
+    log_warnings()
 
     from rootstock.bench.benchmark import BenchConfig, OwnEngine, ServedModel, run_bench
 
@@ -522,10 +539,6 @@ def _tiers_in_words(tier: TierStats | None) -> str:
         return " · host tier"
     used, cap = in_units(tier.used_bytes), in_units(tier.cap_bytes)
     return f" · on disk {tier.records:,} records, {used} of {cap}"
-
-
-def _log_warnings() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ ENV_PREFIX = "ROOTSTOCK"
 
 MODEL, CACHE, TIERS = "Model", "Cache", "Tiers"
 SCHEDULING, SAMPLING, SERVER = "Scheduling", "Sampling and speculation", "Server"
+OBSERVATION = "Metrics, traces and logs"
 
 # vLLM's name of an option → ours, where both mean the same.
 VLLM_NAMES = {
@@ -526,5 +527,39 @@ DropVolatile = Annotated[
         "--drop-volatile/--no-drop-volatile",
         "Drop lines of known clients that change the head of every prompt, such as Claude Code's billing header. "
         "--no-drop-volatile: Keep them.",
+    ),
+]
+
+# -- metrics, traces and logs
+
+MetricsTenants = Annotated[
+    int,
+    option(
+        OBSERVATION,
+        "--metrics-tenants",
+        "Tenants with time series of their own in /metrics, those with the most requests. The others are added up.",
+    ),
+]
+Traces = Annotated[
+    bool,
+    option(
+        OBSERVATION,
+        "--traces",
+        "Export an OpenTelemetry span for each request to a model, without its text, by OTLP over HTTP, as the "
+        "variables OTEL_EXPORTER_OTLP_… say. Needs the package's extra otel.",
+    ),
+]
+LogFormat = Annotated[
+    str, option(OBSERVATION, "--log-format", "Format of log lines on standard error: text or json.")
+]
+LogLevel = Annotated[
+    str, option(OBSERVATION, "--log-level", "Least level of log lines: debug, info, warning or error.")
+]
+AccessLog = Annotated[
+    bool,
+    option(
+        OBSERVATION,
+        "--access-log",
+        "Log a line for each HTTP request: its id, route, status, tokens and times, and no text.",
     ),
 ]

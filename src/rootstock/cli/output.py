@@ -26,6 +26,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from rootstock.logs import announce
+
 WIDE_COLUMNS = 130
 
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class LoadProgress:
         if self._bar is None:
             if stage not in self._told:
                 self._told.add(stage)
-                print(f"rootstock: {words}", file=sys.stderr, flush=True)
+                announce(words)
             return
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(words, total=1.0)
@@ -155,5 +157,6 @@ def age(time_s: float, now_s: float) -> str:
 
 
 def announce_drain(running: int) -> None:
-    words = f"waiting for {counted(running, 'request')} to finish (--drain-timeout; a second signal: stop at once)"
-    print(f"rootstock: {words}", file=sys.stderr, flush=True)
+    """Tell that the server waits for requests before it stops."""
+    requests = counted(running, "request")
+    announce(f"waiting for {requests} to finish (--drain-timeout; a second signal: stop at once)")

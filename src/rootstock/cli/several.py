@@ -18,6 +18,7 @@ from rootstock.engine.build import Assembly, build_engine
 from rootstock.engine.kv_budget import auto_shared_bytes
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.errors import InvalidOption
+from rootstock.logs import configure_logs
 from rootstock.runtime.model_files import locate, weight_files
 from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
@@ -135,6 +136,12 @@ def run_several(
     if warm is not None:
         check_warm_file("--warm", warm)
 
+    configure_logs(server.log_format, server.log_level, access=server.access_log)
+    tracing = None
+    if server.traces:
+        from rootstock.server.tracing import open_tracing
+
+        tracing = open_tracing()
     keys = Keys(server)  # refuses wrong files, before models are loaded
     if server.public_prompts is not None:
         read_public_prompts(server.public_prompts)
@@ -155,7 +162,7 @@ def run_several(
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
         registry = ModelRegistry.of_several(models, load, server, engine, budget)
         drain = Drain()
-        web = create_app(registry, server, drain, keys)
+        web = create_app(registry, server, drain, keys, tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
     gc.collect()
@@ -179,3 +186,5 @@ def run_several(
             drain_timeout_s=server.drain_timeout_s,
             on_drain=announce_drain,
         )
+    if tracing is not None:
+        tracing.close()

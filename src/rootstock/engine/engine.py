@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -451,11 +452,12 @@ class Engine:
                 self._cache.stats(),
                 self.scheduler.running,
                 self.scheduler.waiting,
-                replace(self.steps.counters),
+                deepcopy(self.steps.counters),
                 None if self.tier_connector is None else self.tier_connector.stats(space),
                 {} if self.hit_verifier is None else dict(self.hit_verifier.counts),
                 self.scheduler.paced_tokens,
                 None if self.idle_prefills is None else self.idle_prefills.stats(),
+                self.scheduler.phases(),
             )
         )
 

@@ -90,6 +90,7 @@ class Request:
     constraint: CompiledConstraint | None = None
     hints: CacheHints | None = None
     adapter: str = ""  # fingerprint of a LoRA adapter of the engine; empty: the base model
+    http_id: str = ""  # of the HTTP request, for log lines
 
     def fitted(self, context_limit: int) -> Request:
         """Lowers `max_tokens` to the room that the context has. The engine refuses a prompt that leaves none."""
@@ -193,6 +194,9 @@ class Usage:
     queued_s: float = 0.0  # submission → first admission
     ttft_s: float = 0.0  # submission → first token
     total_s: float = 0.0
+    loading_s: float = 0.0  # first admission → first forward: the load from a tier, if there was one
+    loaded_tokens: int = 0  # of cached_tokens: loaded from a tier
+    loaded_from_host_tokens: int = 0  # of loaded_tokens: the host's RAM had them, the disk had the others
 
 
 @dataclass(frozen=True, slots=True)

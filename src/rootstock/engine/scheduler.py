@@ -157,6 +157,23 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
+    def phases(self) -> dict[str, int]:
+        """Counts the requests by their phase. A preempted request is queued again."""
+        counts = dict.fromkeys(("queued", "waiting_for_prefix", "loading", "prefill", "decode"), 0)
+        for sequence in self.sequences():
+            match sequence.state:
+                case WaitingForPrefix():
+                    counts["waiting_for_prefix"] += 1
+                case Loading():
+                    counts["loading"] += 1
+                case Prefilling():
+                    counts["prefill"] += 1
+                case Decoding():
+                    counts["decode"] += 1
+                case _:
+                    counts["queued"] += 1
+        return counts
+
     @property
     def decodes(self) -> bool:
         return any(isinstance(sequence.state, Decoding) for sequence in self._running)
@@ -368,8 +385,10 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = step.now
             sequence.hint_outcomes = admitted.lease.hint_outcomes
-        if sequence.cached_tokens is None and not admitted.loads:
-            sequence.cached_tokens = admitted.lease.hit_tokens
+        if sequence.cached_tokens is None:
+            sequence.memory_tokens = admitted.lease.hit_tokens
+            if not admitted.loads:
+                sequence.cached_tokens = admitted.lease.hit_tokens
 
     def _add_drafts(self, step: _Step) -> None:
         """Gives decodes drafts, within the rest of the step's tokens and blocks that no sequence needs."""

@@ -105,7 +105,10 @@ class Sequence:
     accepted_draft_tokens: int = 0
     history: TokenHistory | None = None  # its own tokens, once a draft was looked up
     admitted_at: float | None = None
+    computed_at: float | None = None  # when its first forward began
     first_token_at: float | None = None
+    memory_tokens: int = 0  # of cached_tokens: found in memory
+    loaded_from_host_share: float = 0.0  # of the bytes that were loaded
 
     def __post_init__(self) -> None:
         self.prompt_scored = self.request.prompt_logprobs is None
@@ -152,16 +155,35 @@ class Sequence:
         """Returns the text held back so far, now that no token follows. Call it once, at the end."""
         return "" if self.detokenizer is None else self.detokenizer.finish()
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The fields of a log line about the sequence."""
+        return {"request_id": self.request.http_id}
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Prompt tokens that were loaded from a tier."""
+        return max(0, (self.cached_tokens or 0) - self.memory_tokens)
+
+    @property
+    def loaded_from_host_tokens(self) -> int:
+        """Prompt tokens that were loaded from the host's RAM. A load from two tiers is divided by its bytes."""
+        return round(self.loaded_tokens * self.loaded_from_host_share)
+
     def usage(self, now: float) -> Usage:
+        admitted_at = now if self.admitted_at is None else self.admitted_at
         return Usage(
             prompt_tokens=len(self.request.tokens),
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=len(self.generated),
             draft_tokens=self.draft_tokens,
             accepted_draft_tokens=self.accepted_draft_tokens,
-            queued_s=(self.admitted_at if self.admitted_at is not None else now) - self.submitted_at,
+            queued_s=admitted_at - self.submitted_at,
             ttft_s=(self.first_token_at if self.first_token_at is not None else now) - self.submitted_at,
             total_s=now - self.submitted_at,
+            loading_s=(now if self.computed_at is None else self.computed_at) - admitted_at,
+            loaded_tokens=self.loaded_tokens,
+            loaded_from_host_tokens=self.loaded_from_host_tokens,
         )
 
     def emit(self, event: Event) -> None:
@@ -169,7 +191,7 @@ class Sequence:
         try:
             self.sink(event)
         except BaseException:
-            log.exception("the sink of request %s raised", self.request.id)
+            log.exception("the sink of request %s raised", self.request.id, extra=self.log_fields)
 
     def end(self, event: Terminal) -> None:
         """Emits the terminal event. Called by the request table, once."""
@@ -184,4 +206,6 @@ class Sequence:
         try:
             self.request.place.remember(self.generated)
         except Exception:  # costs a later hit, and no request
-            log.exception("the answer of request %s could not be remembered", self.request.id)
+            log.exception(
+                "the answer of request %s could not be remembered", self.request.id, extra=self.log_fields
+            )

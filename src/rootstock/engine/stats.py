@@ -29,6 +29,20 @@ class Cleared:
 
 
 @dataclass(slots=True)
+class PromptTokens:
+    """Tokens of prompts that were computed to their end, by the source of their K/V."""
+
+    memory: int = 0
+    host: int = 0  # loaded from the host's RAM
+    disk: int = 0  # loaded from the disk
+    computed: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.memory + self.host + self.disk + self.computed
+
+
+@dataclass(slots=True)
 class StepCounters:
     steps: int = 0
     computed_tokens: int = 0  # positions that went through a forward
@@ -37,6 +51,11 @@ class StepCounters:
     failed_steps: int = 0
     draft_tokens: int = 0  # verified draft tokens, also among computed_tokens
     accepted_draft_tokens: int = 0  # each saved a forward
+    drafts: int = 0  # verified drafts, of one token or more
+    accepted_by_position: list[int] = field(
+        default_factory=list
+    )  # accepted draft tokens by place in their draft
+    prompts: PromptTokens = field(default_factory=PromptTokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +69,6 @@ class EngineStats:
     # Prompt tokens that fit into the last step with decodes under --itl-target. None: no target, or no such step.
     paced_tokens: int | None = None
     idle: IdleStats | None = None  # None: idle work is off
+    phases: dict[str, int] = field(
+        default_factory=dict
+    )  # requests by their phase, without those that have ended

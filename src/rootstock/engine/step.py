@@ -30,6 +30,8 @@ from rootstock.runtime.base import Batch, Logits, Runtime
 
 log = logging.getLogger(__name__)
 
+LOGGED_IDS = 16  # of requests, in one log line
+
 
 class PlanExecutor:
     """Executor of the cache's plans: the tier connector stores, the runtime does everything else."""
@@ -159,7 +161,9 @@ class StepRunner:
             batch = Batch([item.segment() for item in plan.scheduled])
             logits = self._forward(plan.scheduled, batch)
         except Exception as error:
-            log.exception("a forward failed; its %d requests fail, others go on", len(plan.scheduled))
+            ids = [item.sequence.request.http_id or item.sequence.request.id for item in plan.scheduled]
+            told = ", ".join(ids[:LOGGED_IDS]) + (", …" if len(ids) > LOGGED_IDS else "")
+            log.exception("a forward failed; its %d requests fail, others go on: %s", len(ids), told)
             self.counters.failed_steps += 1
             for item in plan.scheduled:
                 self._scheduler.fail(item.sequence, item.lease)
@@ -191,8 +195,11 @@ class StepRunner:
         return 0 if self._loads is None else self._loads.in_flight
 
     def _forward(self, scheduled: list[ScheduledSequence], batch: Batch) -> Logits:
+        now = self._clock()
         for item in scheduled:
             item.sequence.plan = NOTHING  # executed
+            if item.sequence.computed_at is None:
+                item.sequence.computed_at = now
         samplers = [item.sequence.sampler for item in scheduled if item.computes_last_token]
         self._masks.begin([each.progress for each in samplers if each.progress is not None])
         began = self._clock()
@@ -218,9 +225,15 @@ class StepRunner:
 
     def _take_verified(self, item: ScheduledSequence, logits: Logits) -> None:
         """Takes the rows of a decode with drafts one by one, as if each had a step of its own."""
+        self.counters.drafts += 1
         self.counters.draft_tokens += item.drafts
+        by_position = self.counters.accepted_by_position
         for row in accepted_rows(item):
-            self.counters.accepted_draft_tokens += row > 0
+            if row > 0:
+                self.counters.accepted_draft_tokens += 1
+                if row > len(by_position):
+                    by_position.append(0)
+                by_position[row - 1] += 1
             self._take(item.row(row), logits[row : row + 1])
 
     def _take(self, item: ScheduledSequence, logits: Logits) -> None:
@@ -237,7 +250,9 @@ class StepRunner:
             self._discard(sequence, item.lease, error)
             return
         except Exception as error:
-            log.exception("request %s failed after its forward", sequence.request.id)
+            log.exception(
+                "request %s failed after its forward", sequence.request.id, extra=sequence.log_fields
+            )
             self._discard(sequence, item.lease, StepFailed(error))
             return
         # At once: the commit of another sequence may evict the checkpoint that this plan fills, and reuse its row.
@@ -247,7 +262,9 @@ class StepRunner:
         try:
             self._continue(sequence, item.lease, sampled)
         except Exception as error:
-            log.exception("request %s failed after it was sampled", sequence.request.id)
+            log.exception(
+                "request %s failed after it was sampled", sequence.request.id, extra=sequence.log_fields
+            )
             self._take_out(sequence)
             self._requests.fail(sequence, StepFailed(error))
 
@@ -263,6 +280,8 @@ class StepRunner:
             sequence.prompt_scored = True
             sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
             sequence.prompt_scores = []
+        if sequence.first_token_at is None:
+            self._count_prompt(sequence)
         if sampled is None:  # the request only scores or caches a prompt
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return
@@ -302,6 +321,15 @@ class StepRunner:
             self._finish(sequence, lease, "stop", text=sequence.rest_of_text())
         elif len(sequence.generated) >= sequence.max_tokens:
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Counts the tokens of a prompt, all of which are computed, once."""
+        counts, cached = self.counters.prompts, sequence.cached_tokens or 0
+        from_host = sequence.loaded_from_host_tokens
+        counts.memory += cached - sequence.loaded_tokens
+        counts.host += from_host
+        counts.disk += sequence.loaded_tokens - from_host
+        counts.computed += len(sequence.request.tokens) - cached
 
     def _finish(
         self,

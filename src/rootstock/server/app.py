@@ -23,7 +23,13 @@ from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
 from rootstock.server.docs_page import install_docs
 from rootstock.server.drain import Drain
-from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
+from rootstock.server.errors import (
+    MODEL_ROUTE,
+    REQUEST_ID_HEADER,
+    ErrorForms,
+    documented_errors,
+    install_error_handlers,
+)
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import Explainer
 from rootstock.server.hints.headers import HeadHints
@@ -36,10 +42,12 @@ from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequ
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
 from rootstock.server.request_bodies import BoundedJsonRoute
+from rootstock.server.request_log import RequestLog
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.tracing import Tracing
 from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
@@ -49,16 +57,18 @@ def create_app(
     config: ServerConfig | None = None,
     drain: Drain | None = None,
     keys: Keys | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """Makes the application of several models, or of one. The caller starts and stops them.
 
-    Without `keys` reads those of the configuration. Raises InvalidOption.
+    Without `keys` reads those of the configuration. The caller closes `tracing`, too. None: requests have no spans.
+    Raises InvalidOption.
     """
     drain = drain or Drain()
     config = config or ServerConfig()
     models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
-    metrics = Metrics(models, lambda: store.stats)
+    metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     app.state.default_model = None if models.are_several else models.names[0]
@@ -77,8 +87,9 @@ def create_app(
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("Retry-After", MAX_TOKENS_HEADER),
+            expose_headers=("Retry-After", MAX_TOKENS_HEADER, REQUEST_ID_HEADER),
         )
+    app.add_middleware(RequestLog, metrics=metrics, tracing=tracing)
     install_error_handlers(app, forms)
     answerer = Answerer(models, metrics, config.sse_keep_alive_s)
     app.include_router(_generation_routes(answerer))
@@ -207,6 +218,7 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
     def prometheus(request: Request) -> Response:
         """Exports metrics for Prometheus."""
         refuse_unless(not names_tenant(request), config)
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics.render_for_operator() if is_operator(request) else metrics.render()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

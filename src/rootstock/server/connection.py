@@ -28,7 +28,8 @@ from rootstock.errors import (
     TooManyConnections,
     UrlTooLong,
 )
-from rootstock.server.errors import error_response
+from rootstock.logs import log_refusal, new_request_id
+from rootstock.server.errors import REQUEST_ID_HEADER, error_response
 from rootstock.units import KIB
 
 WriteChunk = Callable[[bytes], bool]  # returns whether it was written
@@ -330,7 +331,9 @@ class Connection(HttpToolsProtocol):
 
     def _answer_and_close(self, error: RootstockError) -> None:
         self._end_receiving()
-        response = error_response(error)
+        response, request_id = error_response(error), new_request_id()
+        response.headers[REQUEST_ID_HEADER] = request_id
+        log_refusal(request_id, error.http_status, error.code)
         headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
         self.transport.write(
             b"HTTP/1.1 %d %b\r\n" % (response.status_code, HTTPStatus(response.status_code).phrase.encode())

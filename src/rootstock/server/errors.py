@@ -30,9 +30,11 @@ from rootstock.errors import (
     RouteNotFound,
     Unauthorized,
 )
+from rootstock.logs import REQUEST_FIELDS
 
 log = logging.getLogger(__name__)
 
+REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1
 CLIENT_GONE_STATUS = 499  # nginx's; no client reads it
 
@@ -164,7 +166,11 @@ def install_error_handlers(app: FastAPI, forms: ErrorForms) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        return respond(InternalError(request.url.path, error), request)
+        response = respond(InternalError(request.url.path, error), request)
+        # This handler answers outside of all middleware.
+        if request_id := REQUEST_FIELDS.get({}).get("request_id"):
+            response.headers[REQUEST_ID_HEADER] = request_id
+        return response
 
 
 def wrong_body(errors: Sequence[Mapping[str, Any]], body: Any) -> RootstockError:

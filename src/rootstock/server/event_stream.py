@@ -22,6 +22,7 @@ from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, 
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
 from rootstock.server.models import ModelRegistry
+from rootstock.server.request_report import RequestReport
 from rootstock.server.wire import Call, ChoiceHistory, ServedModel
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,15 @@ class Answerer:
 
         Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
-        route = request.url.path
+        report = RequestReport(request, self._metrics)
         meter = meter_of(request)
-        generation = Generation(self._bridge_of_this_loop(), self._metrics, meter)
+        generation = Generation(self._bridge_of_this_loop(), meter)
 
         def begin(model: ServedModel) -> Call:
             call = make_call(model)
             call.refuse_too_many_logprobs(model.context_limit)
             meter.begin([len(each.tokens) for each in call.requests], call.choices_per_prompt)
-            generation.submit(model.engine, call.requests)
+            generation.submit(model.engine, report.submitted(call))
             self._metrics.dropped(call.dropped)
             self._metrics.tools_ignored(call.ignored_tools)
             return call
@@ -67,27 +68,28 @@ class Answerer:
             try:
                 use = await self._models.use(asked, request)
                 generation.on_close(use.end)
+                generation.measure(report.timing(use.model.name, asked))
                 # One switch to another thread, not two.
                 call = await self._models.queue.run(request, lambda: begin(use.model))
                 if call.stream:
-                    stream = partial(self._stream, call, generation, route)
+                    stream = partial(self._stream, call, generation, report)
                     return EventStream(generation, stream, call.headers)
                 generation.watch(request.receive)
-                answer = await self._whole(call, generation, route)
+                answer = await self._whole(call, generation, report)
             except BaseException:
                 generation.close()
                 raise
             generation.close()
             return answer
         except RootstockError as error:
-            self._metrics.answered(route, "error")
+            report.failed(error)
             self._metrics.refused(error)
             raise
         except (ClientGone, asyncio.CancelledError):
-            self._metrics.answered(route, "disconnected")
+            report.disconnected()
             raise
 
-    async def _whole(self, call: Call, generation: Generation, route: str) -> Response:
+    async def _whole(self, call: Call, generation: Generation, report: RequestReport) -> Response:
         histories = [ChoiceHistory() for _ in call.requests]
         while events := await generation.next():
             for index, event in events:
@@ -95,7 +97,7 @@ class Answerer:
                 histories[index].add(event)
         ends = [history.end for history in histories if history.end is not None]
         usage = total_usage(ends, call.choices_per_prompt)
-        self._metrics.answered(route, "ok", usage)
+        report.answered(call, ends, usage)
 
         def begin() -> tuple[str, Iterator[str]]:
             chunks = in_chunks(json_pieces(call.format.whole(histories, usage)))
@@ -127,7 +129,12 @@ class Answerer:
             began = loop.time()
 
     async def _stream(
-        self, call: Call, generation: Generation, route: str, send: SendText, write: WriteChunk | None
+        self,
+        call: Call,
+        generation: Generation,
+        report: RequestReport,
+        send: SendText,
+        write: WriteChunk | None,
     ) -> str:
         """Sends events as they arrive, and returns the last text of the stream.
 
@@ -182,16 +189,16 @@ class Answerer:
             usage = total_usage(in_order, call.choices_per_prompt)
             last = text + writer.end(in_order, usage)
         except (ClientGone, asyncio.CancelledError, OSError):
-            self._metrics.answered(route, "disconnected")
+            report.disconnected()
             raise
         except Exception as error:
             # The status has been sent: the error goes into the stream, after the text that precedes it.
-            self._metrics.answered(route, "error")
             if not isinstance(error, RootstockError):
                 log.exception("a stream failed")
                 error = StepFailed(error)
+            report.failed(error)
             return text + writer.error(error)
-        self._metrics.answered(route, "ok", usage)
+        report.answered(call, in_order, usage)
         return last
 
     def _bridge_of_this_loop(self) -> Bridge:

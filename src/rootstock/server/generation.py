@@ -17,8 +17,8 @@ from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, 
 from rootstock.errors import EngineStopped, RootstockError
 from rootstock.server.connection import WriteChunk
 from rootstock.server.errors import ClientGone
-from rootstock.server.metrics import Metrics
 from rootstock.server.rate_limits import Meter
+from rootstock.server.request_metrics import Series, Timing
 
 Indexed = tuple[int, Event]  # the index of a request in its HTTP request, and one of its events
 Shortcut = Callable[[list[Indexed]], bool]  # returns whether it took them: all or none
@@ -169,20 +169,19 @@ class Mailbox:
 class Generation:
     """The engine's requests of one HTTP request. Leaving the `with` block aborts those that have not ended.
 
-    async with Generation(bridge, metrics) as generation:
+    async with Generation(bridge) as generation:
         await run_in_threadpool(generation.submit, engine, requests)
         generation.watch(receive)
         while events := await generation.next(): …
     """
 
-    def __init__(self, bridge: Bridge, metrics: Metrics, meter: Meter | None = None) -> None:
+    def __init__(self, bridge: Bridge, meter: Meter | None = None) -> None:
         self._meter = meter or Meter()
         self.requests: tuple[Request, ...] = ()
         self._engine: Engine | None = None
         self._at_close: Callable[[], None] = lambda: None
         self._bridge = bridge
-        self._metrics = metrics
-        self._timing = metrics.timing(0)
+        self._timing = Timing(Series())
         self._mailbox = Mailbox()
         self._open: set[int] = set()  # indices of requests that the engine has not ended
         self._error: RootstockError | None = None  # raised after the events that precede it
@@ -206,6 +205,10 @@ class Generation:
         at_close, self._at_close = self._at_close, lambda: None
         at_close()
 
+    def measure(self, timing: Timing) -> None:
+        """Makes the generation observe its requests. Call it before `submit`."""
+        self._timing = timing
+
     def on_close(self, function: Callable[[], None]) -> None:
         """Makes `close` call a function, once, on the loop's thread."""
         self._at_close = function
@@ -217,7 +220,7 @@ class Generation:
         """
         self._bridge.connect(engine)
         self._engine, self.requests = engine, tuple(requests)
-        self._timing = self._metrics.timing(len(self.requests))
+        self._timing.submitted(len(self.requests))
         for index, request in enumerate(self.requests):
             engine.submit(request, self._sink(index))
             self._open.add(index)
@@ -228,6 +231,7 @@ class Generation:
         for index in tuple(self._open):
             assert self._engine is not None, "no request is open before it was submitted"
             self._engine.abort(self.requests[index].id)
+        self._timing.ended("abort", len(self._open))
         self._open.clear()
 
     def _sink(self, index: int) -> Callable[[Event], None]:
@@ -261,9 +265,8 @@ class Generation:
                     return False
             except Exception:  # is raised again, and handled, in the task that awaits `next`
                 return False
-            now = timing.now()
+            timing.tokens(events)
             for index, event in events:
-                timing.token(index, now)
                 if isinstance(event, TokenEvent):
                     self._meter.admitted(index, event.cached_tokens)
             self._meter.generated(len(events))
@@ -285,10 +288,9 @@ class Generation:
         if not self._open:
             return []
         events = await self._take()
-        now = self._timing.now()
+        self._timing.tokens([each for each in events if isinstance(each[1], TokenEvent)])
         for at, (index, event) in enumerate(events):
             if isinstance(event, TokenEvent):
-                self._timing.token(index, now)
                 self._meter.admitted(index, event.cached_tokens)
                 self._meter.generated(1)
                 continue
@@ -313,13 +315,15 @@ class Generation:
         match event:
             case Finished():
                 self._open.discard(index)
-                self._timing.finished(event.usage)
+                self._timing.finished(event, self.requests[index].stop.max_tokens)
                 self._meter.admitted(index, event.usage.cached_tokens)  # an answer may have no tokens
             case Failed(error=error):
                 self._open.discard(index)
+                self._timing.ended("error", 1)
                 return error
             case Aborted():  # not by this generation, which still reads
                 self._open.discard(index)
+                self._timing.ended("abort", 1)
                 return EngineStopped("The request was cancelled on the server")
             case _:
                 pass

@@ -1,36 +1,33 @@
-"""Metrics of a server for Prometheus. Their names use the words of docs/architecture.md; times are in seconds."""
+"""Metrics of a server for Prometheus. Their names use the words of docs/architecture.md; times are in seconds.
+
+docs/metrics.md lists them, and vLLM's names for those that mean the same.
+"""
 
 from __future__ import annotations
 
-import itertools
 import re
-import time
-from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
-from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
-from rootstock.engine.request import Usage
+from rootstock.engine.stats import EngineStats
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
+from rootstock.server.families import Families, Labels
 from rootstock.server.models import ModelRegistry
+from rootstock.server.request_metrics import Labelled, RequestMetrics, Timing, add_requests
+from rootstock.server.vllm_metrics import add_vllm_drafts, add_vllm_engine, add_vllm_requests
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
-
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +42,20 @@ class ResponseStoreStats:
 
 
 class Metrics:
-    def __init__(self, models: ModelRegistry, response_store: Callable[[], ResponseStoreStats]) -> None:
-        self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
+    def __init__(
+        self,
+        models: ModelRegistry,
+        response_store: Callable[[], ResponseStoreStats],
+        labelled_tenants: int = 0,
+    ) -> None:
+        self._of_requests = RequestMetrics(labelled_tenants)
+        own = CollectorRegistry()
+        counter = partial(Counter, registry=own)
         self.requests = counter("rootstock_requests", "HTTP requests by their outcome", ["route", "outcome"])
-        self.prompt_tokens = counter("rootstock_prompt_tokens", "Tokens of prompts")
-        self.cached_tokens = counter(
-            "rootstock_cached_prompt_tokens", "Tokens of prompts that were found in the cache"
+        self.errors = counter("rootstock_errors", "Errors of HTTP requests to a model", ["route", "code"])
+        self.responses = counter(
+            "http_requests", "Responses by route, method and class of status", ["handler", "method", "status"]
         )
-        self.completion_tokens = counter("rootstock_completion_tokens", "Tokens generated")
         self.dropped_blocks = counter(
             "rootstock_dropped_volatile_blocks", "Volatile blocks dropped from system prompts", ["begins"]
         )
@@ -69,23 +70,31 @@ class Metrics:
         self.refused_tools = counter(
             "rootstock_refused_tools", "Requests refused because of a tool or its definition", ["code"]
         )
-        self.queue_s = histogram("rootstock_queue_seconds", "Submission to admission", buckets=_LATENCY_S)
-        self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
-        self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
-        self.registry.register(self.itl_s)
-        self.registry.register(_ModelsCollector(models))
-        self.registry.register(_ResponsesCollector(response_store))
+        ProcessCollector(registry=own)
+        self._for_operator = CollectorRegistry()
+        self._for_others = CollectorRegistry()
+        for registry, labelled in (
+            (self._for_operator, self._of_requests.by_tenant),
+            (self._for_others, self._of_requests.by_model),
+        ):
+            registry.register(own)
+            registry.register(_ScrapeCollector(models, self._of_requests, labelled, response_store))
 
-    def timing(self, requests: int) -> Timing:
-        return Timing(self, requests)
+    def timing(self, model: str, tenant: str) -> Timing:
+        """Returns the metrics of an HTTP request. Call it on the event loop's thread."""
+        return self._of_requests.timing(model, tenant)
 
-    def answered(self, route: str, outcome: str, usage: Usage | None = None) -> None:
+    def answered(self, route: str, outcome: str) -> None:
         """Counts the end of an HTTP request: "ok", "error" or "disconnected"."""
         self.requests.labels(route, outcome).inc()
-        if usage is not None:
-            self.prompt_tokens.inc(usage.prompt_tokens)
-            self.cached_tokens.inc(usage.cached_tokens)
-            self.completion_tokens.inc(usage.completion_tokens)
+
+    def failed(self, route: str, error: RootstockError) -> None:
+        """Counts an error of an HTTP request."""
+        self.errors.labels(route, error.code).inc()
+
+    def responded(self, route: str, method: str, status: int) -> None:
+        """Counts a response, of any route, by the names that vLLM's server has for it."""
+        self.responses.labels(route, method, f"{status // 100}xx").inc()
 
     def dropped(self, heads: Iterable[DroppedHead]) -> None:
         for head in heads:
@@ -102,256 +111,211 @@ class Metrics:
             self.refused_tools.labels(error.code).inc()
 
     def render(self) -> bytes:
-        """Renders all metrics. Waits for the engine's thread: not for an event loop."""
-        return generate_latest(self.registry)
+        """Renders all metrics, without tenants. Waits for the engines' threads: not for an event loop."""
+        return generate_latest(self._for_others)
+
+    def render_for_operator(self) -> bytes:
+        """Renders all metrics, by tenant where they have one. Waits as `render` does."""
+        return generate_latest(self._for_operator)
 
 
-class Timing:
-    """The times of one HTTP request's sequences."""
+class _ScrapeCollector(Collector):
+    """The metrics that are made at each scrape: of requests, engines, answers and the store of responses."""
 
-    def __init__(self, metrics: Metrics, requests: int) -> None:
-        self._metrics = metrics
-        self._last_token_at: list[float | None] = [None] * requests
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def token(self, index: int, now: float) -> None:
-        last = self._last_token_at[index]
-        if last is not None:
-            self._metrics.itl_s.observe(now - last)
-        self._last_token_at[index] = now
-
-    def finished(self, usage: Usage) -> None:
-        self._metrics.queue_s.observe(usage.queued_s)
-        self._metrics.ttft_s.observe(usage.ttft_s)
-
-
-class LoopHistogram(Collector):
-    """A histogram for the event loop's thread alone, which observes every token.
-
-    It has no lock: that would cost more than the rest of the work on a token.
-    """
-
-    def __init__(self, name: str, help: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._help, self._buckets = name, help, buckets
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
-        reached = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._help, buckets=reached, sum_value=self._sum)
-
-
-class _ModelsCollector(Collector):
-    """The state of each model at each scrape. The samples of several models have a label `model`."""
-
-    def __init__(self, models: ModelRegistry) -> None:
+    def __init__(
+        self,
+        models: ModelRegistry,
+        of_requests: RequestMetrics,
+        labelled: Labelled,
+        response_store: Callable[[], ResponseStoreStats],
+    ) -> None:
         self._models = models
+        self._of_requests = of_requests
+        self._labelled = labelled
+        self._response_store = response_store
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # the engines may not run yet
 
     def collect(self) -> Iterator[Metric]:
-        found: dict[str, Metric] = {}
-        for model in self._models.loaded:
-            label = {"model": model.name} if self._models.are_several else {}
-            of_engine = _EngineCollector(model.engine).collect()
-            for metric in itertools.chain(of_engine, _AnswersCollector(model.tokenizer.answers).collect()):
-                kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                for sample in metric.samples:
-                    kept.add_sample(sample.name, sample.labels | label, sample.value)
-        yield from found.values()
+        families = Families()
+        add_requests(families, self._labelled)
+        for model in list(self._models.loaded):
+            labels = {"model_name": model.name}
+            vllm_labels = {**labels, "engine": "0"}  # in vLLM's words, the number of a model's engine
+            series = self._of_requests.of_model(model.name)
+            add_vllm_requests(families, series, model.context_limit, vllm_labels)
+            alive = model.engine.health().alive
+            families.gauge("rootstock_alive", "1 while the engine works", alive, labels)
+            _add_answers(families, model.tokenizer.answers, labels)
+            if not alive:
+                continue  # it would not answer
+            try:
+                stats = model.engine.stats()
+            except EngineStopped:
+                continue
+            _add_engine(families, stats, labels)
+            config = {
+                "enable_prefix_caching": str(model.reuses_prefixes),
+                "cache_dtype": model.description.kv_dtype,
+            }
+            add_vllm_engine(families, stats, config, vllm_labels)
+            if model.engine.why_no_drafts is None:
+                add_vllm_drafts(families, stats.counters, vllm_labels)
+        _add_response_store(families, self._response_store())
+        yield from families
 
 
-class _EngineCollector:
-    """The state of an engine and its cache at a scrape."""
+def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
+    cache, counters = stats.cache, stats.counters
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def gauge(name: str, help: str, value: float) -> None:
+        families.gauge(f"rootstock_{name}", help, value, labels)
 
-    def collect(self) -> Iterator[Metric]:
-        yield _gauge("alive", "1 while the engine works", self._engine.health().alive)
-        try:
-            stats = self._engine.stats()
-        except EngineStopped:
-            return
-        cache, counters = stats.cache, stats.counters
-        yield _gauges(
-            "engine_requests", "Requests in the engine", "state", running=stats.running, waiting=stats.waiting
+    def gauges(name: str, help: str, label: str, values: Mapping[str, float | None]) -> None:
+        families.gauges(f"rootstock_{name}", help, label, values, labels)
+
+    def counter(name: str, help: str, count: float) -> None:
+        families.counter(f"rootstock_{name}", help, count, labels)
+
+    def counts(name: str, help: str, label: str, values: Mapping[str, float]) -> None:
+        families.counters(f"rootstock_{name}", help, label, values, labels)
+
+    in_engine = {"running": stats.running, "waiting": stats.waiting}
+    gauges("engine_requests", "Requests in the engine", "state", in_engine)
+    gauges("engine_phases", "Requests in the engine by their phase", "phase", stats.phases)
+    if stats.paced_tokens is not None:
+        help = (
+            "Prompt tokens for which the last step with decodes had time, by the target inter-token latency"
         )
-        if stats.paced_tokens is not None:
-            yield _gauge(
-                "prefill_chunk_tokens",
-                "Prompt tokens for which the last step with decodes had time, by the target inter-token latency",
-                stats.paced_tokens,
-            )
-        blocks = {"free": cache.free_blocks, "cached": cache.cached_blocks, "live": cache.live_blocks}
-        yield _gauges("cache_blocks", "Blocks of the pool", "state", **blocks)
-        yield _gauge("cache_checkpoints", "Positions that requests can resume at", cache.checkpoints)
-        used = {"used": cache.used_bytes, "checkpoints": cache.checkpoint_bytes}
-        yield _gauges("cache_bytes", "Memory of the cache", "of", budget=cache.budget_bytes, **used)
-        rows = GaugeMetricFamily(
-            "rootstock_cache_rows", "Rows of each family's pool", labels=["family", "state"]
-        )
-        for family in cache.families:
-            rows.add_metric([family.name, "free"], family.free_rows)
-            rows.add_metric([family.name, "cached"], family.cached_rows)
-            rows.add_metric([family.name, "live"], family.live_rows)
-        yield rows
-        yield _counters(
-            "checkpoint_events",
-            "Checkpoints by event",
-            "event",
-            taken=cache.checkpoints_taken,
-            hit=cache.checkpoints_hit,
-            evicted=cache.checkpoints_evicted,
-            skipped=cache.checkpoints_skipped,
-        )
-        yield _counter(
-            "volatile_prompt_tokens",
-            "Tokens computed again behind a volatile span, such as a date or an id",
-            cache.volatile_tokens,
-        )
-        yield _counter("draft_tokens", "Draft tokens verified", counters.draft_tokens)
-        yield _counter("accepted_draft_tokens", "Draft tokens accepted", counters.accepted_draft_tokens)
-        yield _counters("hits_verified", "Recomputed hits by result", "result", **stats.verified)
-        yield _gauge(
-            "alarm", "1 if the cache was found to hold wrong data", stats.verified.get("differs", 0) > 0
-        )
-        if stats.tier is not None:
-            yield _counter(
-                "loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens
-            )
-            yield from _tier(stats.tier)
-        if stats.idle is not None:
-            yield from _idle(stats.idle, cache)
-
-
-class _AnswersCollector:
-    """The memory of a model's sampled answers at a scrape."""
-
-    def __init__(self, answers: SampledAnswers) -> None:
-        self._answers = answers
-
-    def collect(self) -> Iterator[Metric]:
-        counters = self._answers.counters
-        yield _counter(
-            "spliced_prompt_tokens",
-            "Prompt tokens that got the ids with which the server had sampled them",
-            counters.spliced_tokens,
-        )
-        yield _counters(
-            "sampled_answers",
-            "Answers and tool calls by event",
-            "event",
-            remembered=counters.answers,
-            calls_remembered=counters.calls,
-            calls_restored=counters.restored_calls,
-            dropped=self._answers.dropped,
-        )
-        yield _gauge("sampled_answers_bytes", "Memory of sampled answers", self._answers.held_bytes)
-
-
-class _ResponsesCollector(Collector):
-    """The store of responses at each scrape."""
-
-    def __init__(self, stats: Callable[[], ResponseStoreStats]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield _gauge("stored_responses", "Responses in the store", stats.responses)
-        yield _gauges(
-            "stored_responses_bytes",
-            "Bytes of the store of responses",
-            "of",
-            used=stats.stored_bytes,
-            budget=stats.budget_bytes,
-            waiting_to_be_stored=stats.waiting_bytes,
-        )
-        yield _counters("stored_responses_events", "Responses by event", "event", **stats.events)
-
-
-def _idle(idle: IdleStats, cache: CacheStats) -> Iterator[Metric]:
-    prompts = CounterMetricFamily(
-        "rootstock_idle_work", "Prompts of idle work, by their kind and end", labels=["kind", "ended"]
+        gauge("prefill_chunk_tokens", help, stats.paced_tokens)
+    counter("steps", "Steps of the engine", counters.steps)
+    counter("failed_steps", "Steps whose forward failed", counters.failed_steps)
+    counter("forward_seconds", "Time in forwards", counters.forward_s)
+    counter("computed_tokens", "Positions that went through a forward", counters.computed_tokens)
+    counter("sampled_tokens", "Tokens that were sampled", counters.sampled_tokens)
+    prompts = counters.prompts
+    sources = {"memory": prompts.memory, "computed": prompts.computed}
+    if stats.tier is not None:
+        sources |= {"host": prompts.host, "disk": prompts.disk}
+    counts(
+        "prompt_tokens_by_source", "Tokens of computed prompts by the source of their K/V", "source", sources
     )
+    blocks = {"free": cache.free_blocks, "cached": cache.cached_blocks, "live": cache.live_blocks}
+    gauges("cache_blocks", "Blocks of the pool", "state", blocks)
+    gauge("cache_checkpoints", "Positions that requests can resume at", cache.checkpoints)
+    used = {"used": cache.used_bytes, "checkpoints": cache.checkpoint_bytes}
+    gauges("cache_bytes", "Memory of the cache", "of", {"budget": cache.budget_bytes, **used})
+    for family in cache.families:
+        rows = {"free": family.free_rows, "cached": family.cached_rows, "live": family.live_rows}
+        for state, number in rows.items():
+            where = {**labels, "family": family.name, "state": state}
+            families.gauge("rootstock_cache_rows", "Rows of each family's pool", number, where)
+            size = number * family.row_bytes
+            families.gauge("rootstock_cache_row_bytes", "Bytes of each family's rows", size, where)
+    counter("evicted_tokens", "Cached tokens that were evicted from memory", cache.evicted_tokens)
+    counter("preemptions", "Running requests that were put back into the queue", cache.preemptions)
+    events = {
+        "taken": cache.checkpoints_taken,
+        "hit": cache.checkpoints_hit,
+        "evicted": cache.checkpoints_evicted,
+        "skipped": cache.checkpoints_skipped,
+    }
+    counts("checkpoint_events", "Checkpoints by event", "event", events)
+    help = "Tokens computed again behind a volatile span, such as a date or an id"
+    counter("volatile_prompt_tokens", help, cache.volatile_tokens)
+    counter("draft_tokens", "Draft tokens verified", counters.draft_tokens)
+    counter("accepted_draft_tokens", "Draft tokens accepted", counters.accepted_draft_tokens)
+    counts("hits_verified", "Recomputed hits by result", "result", stats.verified)
+    gauge("alarm", "1 if the cache was found to hold wrong data", stats.verified.get("differs", 0) > 0)
+    if stats.tier is not None:
+        counter("loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens)
+        _add_tier(stats.tier, gauge, gauges, counter, counts)
+    if stats.idle is not None:
+        _add_idle(families, stats.idle, cache, labels)
+
+
+def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: Labels) -> None:
+    help = "Prompts of idle work, by their kind and end"
     for kind, ends in sorted(idle.ended.items()):
-        for end, count in sorted(ends.items()):
-            prompts.add_metric([kind, end], count)
-    yield prompts
-    yield _gauge("idle_work_waiting", "Prompts that wait for idle time", idle.waiting)
-    yield _counters(
-        "idle_tokens",
-        "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before",
-        "event",
-        computed=idle.computed_tokens,
-        loaded=idle.loaded_tokens,
-        hit=cache.idle_hit_tokens,
-        evicted=cache.idle_evicted_tokens,
-    )
+        families.counters("rootstock_idle_work", help, "ended", ends, {**labels, "kind": kind})
+    help = "Prompts that wait for idle time"
+    families.gauge("rootstock_idle_work_waiting", help, idle.waiting, labels)
+    events = {
+        "computed": idle.computed_tokens,
+        "loaded": idle.loaded_tokens,
+        "hit": cache.idle_hit_tokens,
+        "evicted": cache.idle_evicted_tokens,
+    }
+    help = "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before"
+    families.counters("rootstock_idle_tokens", help, "event", events, labels)
 
 
-def _tier(tier: TierStats) -> Iterator[Metric]:
+def _add_tier(
+    tier: TierStats,
+    gauge: Callable[[str, str, float], None],
+    gauges: Callable[[str, str, str, Mapping[str, float | None]], None],
+    counter: Callable[[str, str, float], None],
+    counts: Callable[[str, str, str, Mapping[str, float]], None],
+) -> None:
     counters = tier.counters
     states = {name: float(tier.state == name) for name in TIER_STATES}
-    yield _gauges("tier_state", "1 for the state of the tier", "state", **states)
-    yield _gauges(
-        "tier_bytes",
-        "Bytes of the tier",
-        "of",
-        used=tier.used_bytes,
-        foreign=tier.foreign_bytes,
-        cap=tier.cap_bytes,
-        waiting_to_be_stored=tier.waiting_store_bytes,
-        waiting_to_be_loaded=tier.waiting_load_bytes,
-    )
+    gauges("tier_state", "1 for the state of the tier", "state", states)
+    sizes = {
+        "used": tier.used_bytes,
+        "foreign": tier.foreign_bytes,
+        "cap": tier.cap_bytes,
+        "waiting_to_be_stored": tier.waiting_store_bytes,
+        "waiting_to_be_loaded": tier.waiting_load_bytes,
+    }
+    gauges("tier_bytes", "Bytes of the tier", "of", sizes)
     records = {"this_model": tier.records, "others": tier.foreign_records}
-    yield _gauges("tier_records", "Records in the tier's index", "of", **records)
-    yield _gauges(
-        "estimated_speed",
-        "Estimates by which the engine chooses between loading and computing; absent until measured",
-        "of",
-        load_bytes_per_second=tier.load_bytes_per_s,
-        prefill_tokens_per_second=tier.prefill_tokens_per_s,
-    )
-    yield _counters("tier_choices", "Requests that could be loaded, by choice", "choice", **counters.choices)
-    yield _counters("tier_loads", "Loads of requests, by their end", "ended", **counters.loads)
-    yield _counters("tier_misses", "Records that could not be loaded, by reason", "kind", **tier.misses)
+    gauges("tier_records", "Records in the tier's index", "of", records)
+    help = "Estimates by which the engine chooses between loading and computing; absent until measured"
+    speeds = {
+        "load_bytes_per_second": tier.load_bytes_per_s,
+        "prefill_tokens_per_second": tier.prefill_tokens_per_s,
+    }
+    gauges("estimated_speed", help, "of", speeds)
+    counts("tier_choices", "Requests that could be loaded, by choice", "choice", counters.choices)
+    counts("tier_loads", "Loads of requests, by their end", "ended", counters.loads)
+    counts("tier_misses", "Records that could not be loaded, by reason", "kind", tier.misses)
     refused = Tally(counters.stores_refused) + Tally(tier.refused)
-    yield _counters("tier_stores_refused", "Rows that were not stored, by reason", "why", **refused)
+    counts("tier_stores_refused", "Rows that were not stored, by reason", "why", refused)
     moved = {"stored": tier.stored_bytes, "written": tier.written_bytes, "loaded": counters.loaded_bytes}
-    yield _counters("tier_moved_bytes", "Bytes between memory and the tier", "way", **moved)
-    yield _counter("tier_stored_records", "Records stored durably", tier.stored_records)
-    yield _counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
-    yield _gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
+    counts("tier_moved_bytes", "Bytes between memory and the tier", "way", moved)
+    help = "Of the bytes loaded, those that the host's RAM had"
+    counter("tier_loaded_from_host_bytes", help, counters.loaded_from_host_bytes)
+    counter("tier_stored_records", "Records stored durably", tier.stored_records)
+    counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
+    gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
 
 
-def _gauge(name: str, help: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"rootstock_{name}", help, value=float(value))
+def _add_answers(families: Families, answers: SampledAnswers, labels: Labels) -> None:
+    """Adds the memory of sampled answers."""
+    counters = answers.counters
+    help = "Prompt tokens that got the ids with which the server had sampled them"
+    families.counter("rootstock_spliced_prompt_tokens", help, counters.spliced_tokens, labels)
+    events = {
+        "remembered": counters.answers,
+        "calls_remembered": counters.calls,
+        "calls_restored": counters.restored_calls,
+        "dropped": answers.dropped,
+    }
+    help = "Answers and tool calls by event"
+    families.counters("rootstock_sampled_answers", help, "event", events, labels)
+    help = "Memory of sampled answers"
+    families.gauge("rootstock_sampled_answers_bytes", help, answers.held_bytes, labels)
 
 
-def _gauges(name: str, help: str, label: str, /, **values: float | None) -> Metric:
-    """Makes a family with one value for each value of its label. None is left out."""
-    family = GaugeMetricFamily(f"rootstock_{name}", help, labels=[label])
-    for key, value in values.items():
-        if value is not None:
-            family.add_metric([key], value)
-    return family
-
-
-def _counter(name: str, help: str, count: int) -> Metric:
-    return CounterMetricFamily(f"rootstock_{name}", help, value=count)
-
-
-def _counters(name: str, help: str, label: str, /, **counts: int) -> Metric:
-    family = CounterMetricFamily(f"rootstock_{name}", help, labels=[label])
-    for key, count in sorted(counts.items()):
-        family.add_metric([key], count)
-    return family
+def _add_response_store(families: Families, stats: ResponseStoreStats) -> None:
+    families.gauge("rootstock_stored_responses", "Responses in the store", stats.responses, {})
+    sizes = {
+        "used": stats.stored_bytes,
+        "budget": stats.budget_bytes,
+        "waiting_to_be_stored": stats.waiting_bytes,
+    }
+    help = "Bytes of the store of responses"
+    families.gauges("rootstock_stored_responses_bytes", help, "of", sizes, {})
+    help = "Responses by event"
+    families.counters("rootstock_stored_responses_events", help, "event", stats.events, {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +116,7 @@ class Loaded:
     """Result: the payload is verified. It is in the caller's buffers, if given, or in new ones, split as stored."""
 
     payload: tuple[memoryview, ...]
+    source: Literal["host", "disk"] = "host"  # "host": memory of the host, also a queue of stores
 
 
 @dataclass(frozen=True, slots=True)

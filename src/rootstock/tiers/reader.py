@@ -42,6 +42,7 @@ class LoadEnded:
     payload_bytes: int  # of the loaded tasks
     seconds: float  # time to load these, without waiting in the queue
     cancelled: bool  # tasks were skipped because the job was cancelled
+    host_bytes: int = 0  # of payload_bytes: from memory of the host
 
 
 Ended = Callable[[LoadEnded], None]
@@ -69,6 +70,7 @@ class _Pending:
     left_bytes: int
     loaded: int = 0  # tasks
     loaded_bytes: int = 0
+    host_bytes: int = 0
     seconds: float = 0.0
     miss: Miss | None = None
 
@@ -89,6 +91,7 @@ class _Pending:
             self.loaded_bytes,
             self.seconds,
             cancelled=self.miss is None and self.loaded < len(self.tasks),
+            host_bytes=self.host_bytes,
         )
 
 
@@ -184,6 +187,8 @@ class TierReader:
             pending.loaded += 1
             pending.left_bytes -= task.payload_bytes
             pending.loaded_bytes += task.payload_bytes
+            if result.source == "host":
+                pending.host_bytes += task.payload_bytes
             pending.seconds += took_s
 
 

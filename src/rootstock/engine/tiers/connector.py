@@ -92,6 +92,7 @@ class TierCounters:
     stored_rows: int = 0  # copied for the tier
     load_s: float = 0.0
     loaded_bytes: int = 0
+    loaded_from_host_bytes: int = 0  # of loaded_bytes: from memory of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,8 @@ class TierConnector:
         complete = ended.loaded == len(load.loads)
         if complete:
             self.counters.loads["loaded"] += 1
+            if load.sequence is not None and ended.payload_bytes:
+                load.sequence.loaded_from_host_share = ended.host_bytes / ended.payload_bytes
         elif ended.miss is not None:
             self.counters.loads["evicted" if load.job is None else "missed"] += 1
             if ended.missed is not None:
@@ -355,6 +358,7 @@ class TierConnector:
             self.counters.loads["cancelled"] += 1
         self.counters.load_s += ended.seconds
         self.counters.loaded_bytes += ended.payload_bytes
+        self.counters.loaded_from_host_bytes += ended.host_bytes
         if self._clear_asked and not self._in_flight:
             self._clear_now()
         return complete

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from rootstock.errors import CompletionTooLong, EngineStopped, Overloaded, RootstockError, Unsupported
+from rootstock.logs import REQUEST_FIELDS
+
+_MADE_ID = re.compile("[0-9a-f]{32}")
 
 # The status tells the rest. 529, Anthropic's own status of an overloaded server, is unknown to proxies: ours is 503.
 _KINDS = {
@@ -46,7 +50,9 @@ class MessagesErrorBody(BaseModel):
 
 
 def new_request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
+    """Returns an id of this API's form. It is the request's own one, unless the client chose that."""
+    own = REQUEST_FIELDS.get({}).get("request_id", "")
+    return f"req_{own if _MADE_ID.fullmatch(own) else uuid.uuid4().hex}"
 
 
 def error_body(error: RootstockError) -> dict[str, Any]:

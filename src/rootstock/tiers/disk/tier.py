@@ -443,7 +443,7 @@ class DiskTier:
             whole = verify(self._files, fd, place)
             return whole if isinstance(whole, Miss) else Miss(kind, "the row refers to another record")
         damage = read_payload(self._files, fd, place, head, views)
-        return damage or Loaded(tuple(views))
+        return damage or Loaded(tuple(views), "disk")
 
     def _strike(self, key: RecordKey, place: Place) -> None:
         """Quarantines a record: deletes its row. Its bytes are dead until their segment is removed."""
