@@ -20,9 +20,12 @@ import numpy as np
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
 from rootstock.cache.keys import Namespace
+from rootstock.cache.stats import PoolUsage
+from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
+from rootstock.engine.activity import Activity, LiveRequest, live_request
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
 from rootstock.engine.constraints.progress import AnswerProgress
@@ -87,7 +90,8 @@ class Engine:
         self._clock = clock
         self._limits = _limits(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
-        self._requests = RequestTable(config.max_batch, config.max_queue)
+        self.activity = Activity(clock)
+        self._requests = RequestTable(config.max_batch, config.max_queue, self.activity.ended)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._seeds = np.random.default_rng(config.seed)
         self._lock = threading.Lock()  # of _seeds and _after_events
@@ -140,6 +144,7 @@ class Engine:
             clock,
             self._commands.put,
             self._notify,
+            self.activity.prompt_computed,
         )
 
     # --------------------------------------------------------------------------------------- lifetime
@@ -294,6 +299,35 @@ class Engine:
                 self.scheduler.paced_tokens,
             )
         )
+
+    def usage(self) -> PoolUsage:
+        """Reports the memory of the pools: O(1), unlike `stats`."""
+        return self.call(self._cache.usage)
+
+    def requests(self) -> list[LiveRequest]:
+        """Describes the live requests, in order of arrival. Does not wait for the engine's thread."""
+        now = self._clock()
+        return [live_request(sequence, now) for sequence in self._requests.live()]
+
+    def now(self) -> float:
+        """Returns the time by the clock of the engine's reports."""
+        return self._clock()
+
+    def walk_tree(self, previous: TreeWalk | None = None) -> TreeWalk:
+        """Begins a walk over the cache's tree, which `continue_walk` goes on with."""
+        return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, previous))
+
+    def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
+        """Walks on for some time between two steps. Returns whether nodes are left."""
+
+        def walk_on() -> bool:
+            return walk.advance(time.perf_counter() + for_s, time.perf_counter)
+
+        return self.call(walk_on)
+
+    def node_detail(self, walk: TreeWalk, number: int) -> NodeDetail | None:
+        """Describes a node of a walk as it is now; None if it is gone."""
+        return self.call(lambda: walk.detail(number, self._clock()))
 
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.

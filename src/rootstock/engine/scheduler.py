@@ -137,6 +137,7 @@ class Scheduler:
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
+        self.explains_misses_of: int | None = None  # tokens; None: only requests that ask are explained
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -231,6 +232,8 @@ class Scheduler:
             tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
             step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
             step.budget -= new
+            if sequence.prefill_at is None:
+                sequence.prefill_at = step.now
         self._end_with_first_token(step)
 
     def _chunk(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int) -> int:
@@ -276,9 +279,9 @@ class Scheduler:
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
             match = self._match(sequence)
-            if sequence.request.diagnose and sequence.admitted_at is None:
+            if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
+            if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
             admitted = self._cache.admit(match, self._watermark, sequence.request.boundaries)
             if isinstance(admitted, Deferred):
@@ -289,17 +292,24 @@ class Scheduler:
             assert step.scheduled[-1].sequence is sequence, "an admitted request computes in the same step"
             assert len(self._running) == running, "an admission never preempts"
 
+    def _is_explained(self, sequence: Sequence, match: Match) -> bool:
+        least = self.explains_misses_of
+        missed = len(sequence.request.tokens) - match.length
+        return sequence.request.diagnose or (least is not None and missed >= least)
+
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
         return self._cache.match(sequence.tokens, sequence.namespace, reusable)
 
-    def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
+    def _wait_for_prefix(self, sequence: Sequence, match: Match, now: float) -> bool:
         """Makes a request wait if a running one is computing at least a block more of its prefix."""
         pending = match.pending
         if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
             return False
         # The producer is running: its blocks are ready no later than this request's own would be.
         sequence.state = WaitingForPrefix(pending.producer, pending.until)
+        if sequence.admitted_at is None and sequence.waited_at is None:
+            sequence.waited_at = now
         self._cache.request_checkpoint(pending.producer, pending.until)
         return True
 
@@ -316,6 +326,9 @@ class Scheduler:
             return False
         self._start(step, sequence, admitted)
         sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
+        if sequence.cached_tokens is None:
+            sequence.load_began_at = step.now
+            sequence.loaded_tokens = hit.position - hit.base
         step.to_load.append(sequence)
         return True
 
@@ -433,6 +446,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._put_back(sequence)
         sequence.state = Waiting()
+        sequence.loaded_tokens = 0
 
     def complete(self, sequence: Sequence, lease: Lease) -> None:
         """Takes out a running sequence that has all its tokens."""

@@ -65,6 +65,7 @@ class StepRunner:
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
         notify: Callable[[], None],
+        prompt_computed: Callable[[Sequence], None],
     ) -> None:
         """`run_soon` queues a function for the engine's thread. `notify` is called after each group of events."""
         self._runtime = runtime
@@ -82,6 +83,7 @@ class StepRunner:
         self._pacing = pacing
         self._clock = clock
         self._notify = notify
+        self._prompt_computed = prompt_computed
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
 
@@ -239,6 +241,8 @@ class StepRunner:
             sequence.prompt_scored = True
             sequence.emit(PromptScored(sequence.request.id, Logprobs.joined(sequence.prompt_scores)))
             sequence.prompt_scores = []
+        if sequence.first_token_at is None:
+            self._prompt_computed(sequence)
         if sampled is None:  # the request only scores or caches a prompt
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return
