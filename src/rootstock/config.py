@@ -242,6 +242,8 @@ class ServerConfig:
     # other server accepts all names.
     allowed_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
+    dashboard: bool = True  # a page at / for browsers
+    show_prompts: bool = False  # the dashboard shows the text of cached prompts
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
 
     def __post_init__(self) -> None:

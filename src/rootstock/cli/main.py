@@ -151,6 +151,8 @@ def serve(
     parse_special_tokens: options.ParseSpecialTokens = _SERVER.parse_special_tokens,
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
+    dashboard: options.Dashboard = _SERVER.dashboard,
+    show_prompts: options.ShowPrompts = _SERVER.show_prompts,
 ) -> None:
     """Serve a model over OpenAI's HTTP API."""
     _log_warnings()
@@ -210,6 +212,8 @@ def serve(
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         tool_parser=tool_parser,
         drop_volatile=drop_volatile,
+        dashboard=dashboard,
+        show_prompts=show_prompts,
     )
     template = None
     if chat_template is not None:

@@ -20,6 +20,7 @@ from rootstock.errors import (
     AdminOnly,
     BodyTooLarge,
     ContentTypeNotJson,
+    CsrfTokenMissing,
     HostNotAllowed,
     InvalidParameter,
     KeysDiffer,
@@ -27,18 +28,22 @@ from rootstock.errors import (
     OriginNotAllowed,
     RootstockError,
     TooManyBodyBytes,
+    TooManyLogins,
     Unauthorized,
 )
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
+from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.units import MIB
 
 Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
-OPEN_PATHS = frozenset({"/", "/health"})  # need no API key
+OPEN_PATHS = frozenset({"/", "/health", "/dashboard/session"})  # need no API key
+OPEN_FILES = "/dashboard/page/"  # of the dashboard: everybody may read its scripts
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
 _STATE = "rootstock_caller"  # the guard's entry in a request's state
+_SESSION = "rootstock_session"  # the same, of a browser's session
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
 _JSON = re.compile(rb"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", re.IGNORECASE)
@@ -97,6 +102,17 @@ def caller_of(request: Request) -> Caller:
     """Returns the sender that the guard has identified, or an anonymous one on an open path without a key."""
     caller = getattr(request.state, _STATE, None)
     return caller if isinstance(caller, Caller) else Caller()
+
+
+def is_identified(request: Request) -> bool:
+    """Returns whether the guard knows the sender: on an open path, a request without a key has none."""
+    return isinstance(getattr(request.state, _STATE, None), Caller)
+
+
+def session_of(request: Request) -> Session | None:
+    """Returns the browser's session by which the sender is known; None: there is none, or a key was sent."""
+    session = getattr(request.state, _SESSION, None)
+    return session if isinstance(session, Session) else None
 
 
 async def tenant_of(
@@ -159,7 +175,9 @@ class Guard:
         config: ServerConfig,
         forms: ErrorForms,
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
+        sessions: Sessions | None = None,
     ) -> None:
+        self._sessions = sessions or Sessions()
         self._app = app
         self._forms = forms
         self._keys = Keys(config)
@@ -174,10 +192,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Headers = dict(reversed(scope["headers"]))  # the first of repeated headers, as in the routes
-        caller = self._keys.caller(headers)
+        session = self._sessions.find(headers)
+        caller = self._keys.caller(headers if session is None else {b"x-api-key": session.key})
         if isinstance(caller, Caller):
-            scope.setdefault("state", {})[_STATE] = caller
+            scope.setdefault("state", {}).update({_STATE: caller, _SESSION: session})
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
+        if scope["path"] == LOGIN_PATH and not isinstance(refusal, HostNotAllowed | OriginNotAllowed):
+            refusal = self._refusal_of_login(scope, caller) or refusal
+        elif refusal is None and session is not None and scope["method"] not in _SAFE_METHODS:
+            refusal = None if session.allows_change(headers) else CsrfTokenMissing()
         if refusal is not None:
             await error_response(refusal, self._forms.of(scope["path"]))(scope, receive, send)
             return
@@ -202,6 +225,15 @@ class Guard:
         finally:
             self._held_bytes -= held_bytes
 
+    def _refusal_of_login(self, scope: Scope, caller: Caller | Unauthorized) -> RootstockError | None:
+        address = str((scope.get("client") or ("",))[0])
+        wait_s = self._sessions.must_wait_s(address)
+        if wait_s > 0:
+            return TooManyLogins(wait_s)
+        if isinstance(caller, Unauthorized):
+            self._sessions.failed(address)
+        return None
+
     def _refusal(
         self, method: str, path: str, headers: Headers, caller: Caller | Unauthorized
     ) -> RootstockError | None:
@@ -209,7 +241,8 @@ class Guard:
             return HostNotAllowed(_text(headers[b"host"]))
         if self._is_foreign(method, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
-        if path not in OPEN_PATHS and isinstance(caller, Unauthorized):
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FILES)
+        if not is_open and isinstance(caller, Unauthorized):
             return caller
         length = headers.get(b"content-length", b"0").strip()
         if not re.fullmatch(rb"[0-9]{1,20}", length):
