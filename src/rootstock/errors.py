@@ -76,6 +76,7 @@ machine-readable, `http_status` is the status of the HTTP response, `param` name
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -84,6 +85,7 @@ from rootstock.units import in_units
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _MOST_SHOWN_CHARS = 160
+_LISTED_MODELS = 4
 
 
 def shown(value: object) -> str:
@@ -263,9 +265,12 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
     http_status = 404
 
-    def __init__(self, asked: str, served: str) -> None:
+    def __init__(self, asked: str, served: Sequence[str]) -> None:
+        listed = " or ".join(map(repr, served[:_LISTED_MODELS]))
+        if len(served) > _LISTED_MODELS:
+            listed += ", or for another one that /v1/models lists"
         super().__init__(
-            f"Model {shown(asked)} is not served here. Ask for {served!r}, or serve with --alias.",
+            f"Model {shown(asked)} is not served here. Ask for {listed}, or serve with --alias.",
             param="model",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def served_by_oracle(
     if isinstance(fault, Held):
         fault.engine = made.engine
     server = server or ServerConfig(aliases=())
-    app = create_app(made.engine, made.tokenizer, made.description, server, defaults, block_size=8)
+    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,

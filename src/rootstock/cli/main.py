@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -248,9 +249,7 @@ def run_server(
 
     from rootstock.server.app import create_app
 
-    web = create_app(
-        made.engine, made.tokenizer, made.description, server, defaults, block_size=cache.block_size
-    )
+    web = create_app(replace(made, defaults=defaults), server)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rootstock.cache import KVCache
 from rootstock.config import CacheConfig, EngineConfig, ModelConfig, TierConfig
 from rootstock.engine.engine import Engine
 from rootstock.engine.kv_budget import auto_budget_bytes, divided_rows
+from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tiers.build import open_below, stored_index
 from rootstock.engine.tiers.connector import TierStats
 from rootstock.engine.tokenizer import HFTokenizer, ModelTokenizer
@@ -28,6 +29,8 @@ class Assembly:
     pool_bytes: int
     serves_chat: bool = True  # False: no chat template, so only /v1/completions works
     tier: TierStats | None = None  # state of the tiers at the start; None: there are none
+    block_size: int = CacheConfig().block_size  # tokens of a block of the cache
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that name none
 
 
 def assemble(
@@ -60,6 +63,7 @@ def assemble(
         pool_tokens=kv.capacity_tokens,
         pool_bytes=kv.budget_bytes,
         tier=None if tier_connector is None else tier_connector.stats(tier_connector.measure()),
+        block_size=cache.block_size,
     )
 
 

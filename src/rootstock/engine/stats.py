@@ -23,6 +23,9 @@ class Cleared:
     bytes: int
     later: bool = False  # True: the tiers are cleared when their loads in flight have ended
 
+    def __add__(self, other: Cleared) -> Cleared:
+        return Cleared(self.blocks + other.blocks, self.bytes + other.bytes, self.later or other.later)
+
 
 @dataclass(slots=True)
 class StepCounters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from bisect import bisect_left
@@ -22,6 +23,7 @@ from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
+from rootstock.server.models import ModelRegistry
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -41,9 +43,7 @@ class ResponseStoreStats:
 
 
 class Metrics:
-    def __init__(
-        self, engine: Engine, answers: SampledAnswers, response_store: Callable[[], ResponseStoreStats]
-    ) -> None:
+    def __init__(self, models: ModelRegistry, response_store: Callable[[], ResponseStoreStats]) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -71,8 +71,7 @@ class Metrics:
         self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
         self.registry.register(self.itl_s)
-        self.registry.register(_EngineCollector(engine))
-        self.registry.register(_AnswersCollector(answers))
+        self.registry.register(_ModelsCollector(models))
         self.registry.register(_ResponsesCollector(response_store))
 
     def timing(self, requests: int) -> Timing:
@@ -147,14 +146,32 @@ class LoopHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._help, buckets=reached, sum_value=self._sum)
 
 
-class _EngineCollector(Collector):
-    """The state of the engine and the cache at each scrape."""
+class _ModelsCollector(Collector):
+    """The state of each model at each scrape. The samples of several models have a label `model`."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # the engines may not run yet
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for model in self._models.loaded:
+            label = {"model": model.name} if self._models.are_several else {}
+            of_engine = _EngineCollector(model.engine).collect()
+            for metric in itertools.chain(of_engine, _AnswersCollector(model.tokenizer.answers).collect()):
+                kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    kept.add_sample(sample.name, sample.labels | label, sample.value)
+        yield from found.values()
+
+
+class _EngineCollector:
+    """The state of an engine and its cache at a scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # the engine may not run yet
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("alive", "1 while the engine works", self._engine.health().alive)
@@ -212,8 +229,8 @@ class _EngineCollector(Collector):
             yield from _tier(stats.tier)
 
 
-class _AnswersCollector(Collector):
-    """The memory of sampled answers at each scrape."""
+class _AnswersCollector:
+    """The memory of a model's sampled answers at a scrape."""
 
     def __init__(self, answers: SampledAnswers) -> None:
         self._answers = answers

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rootstock.config import ANY_NAME
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -24,7 +23,8 @@ from rootstock.engine.conversation.template import TemplateInput, template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
+from rootstock.engine.engine import Engine
+from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
@@ -49,7 +49,8 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
-from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
+from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
+from rootstock.runtime.base import ModelDescription
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -270,15 +271,19 @@ class RememberingParser:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A loaded model and its engine: all that a request to it needs."""
+
     name: str
     vocab_size: int
     tokenizer: PromptTokenizer
     defaults: SamplingDefaults
     context_limit: int  # tokens of a prompt and its answer
     most_requests: int  # running and waiting in the engine at once
+    engine: Engine
+    description: ModelDescription
+    block_size: int  # tokens of a block of its cache
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
-    aliases: tuple[str, ...] = ()  # further names; "*": any
     reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
     constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer
     output: OutputFormat = PLAIN  # of the model's answers
@@ -291,22 +296,9 @@ class ServedModel:
     def model_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer.model_tokenizer
 
-    @property
-    def names(self) -> list[str]:
-        """The model's name and its aliases, without the alias for any name."""
-        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
-
     def stored_tokens(self, prompt_tokens: int) -> int:
         """Returns how many tokens of a prompt later requests may find: the last one is always computed."""
         return prompt_tokens - 1 if self.reuses_prefixes else 0
-
-    def refuse_other(self, asked: str | None) -> None:
-        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
-        if asked is None or asked in self.names:
-            return
-        if ANY_NAME not in self.aliases:
-            raise ModelNotFound(asked, self.name)
-        refuse_surrogates(asked, "model")
 
     def prepared_chat(
         self,

@@ -32,7 +32,6 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat has no li
 
 def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> Call:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -62,7 +61,6 @@ def chat_call(model: ServedModel, body: ChatCompletionRequest, tenant: str) -> C
 
 def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) -> Call:
     """Tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
@@ -94,7 +92,6 @@ def completion_call(model: ServedModel, body: CompletionRequest, tenant: str) ->
 
 def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> ExplainedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     salt = salt_of(tenant, body.cache_salt)

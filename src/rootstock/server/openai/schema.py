@@ -254,9 +254,10 @@ class ExplainRequest(TemplateFields):
 
 
 class ClearRequest(Wire):
-    """The salt whose prefixes are removed."""
+    """The salt and the model whose prefixes are removed."""
 
     cache_salt: str | None = None
+    model: str | None = None
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:
