@@ -177,7 +177,7 @@ class Guard:
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
         sessions: Sessions | None = None,
     ) -> None:
-        self._sessions = sessions or Sessions()
+        self._sessions = Sessions() if sessions is None else sessions
         self._app = app
         self._forms = forms
         self._keys = Keys(config)

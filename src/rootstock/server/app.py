@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +19,7 @@ from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, re
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
+from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
 from rootstock.server.errors import MODEL_ROUTE, ErrorForms, documented_errors, install_error_handlers
 from rootstock.server.event_stream import Answerer
@@ -32,6 +34,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.sessions import Sessions
 from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
@@ -43,7 +46,8 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
-    app.add_middleware(Guard, config=config, forms=forms)
+    sessions = Sessions()
+    app.add_middleware(Guard, config=config, forms=forms, sessions=sessions)
     if config.allowed_origins:
         # Before the guard: a browser's preflight has no key, and a page can read a refusal only with CORS headers.
         app.add_middleware(
@@ -64,6 +68,8 @@ def create_app(served: ModelRegistry | Assembly, config: ServerConfig | None = N
     app.include_router(explain_route(responses, explainer))
     app.include_router(cache_routes(models, config, explainer))
     app.include_router(_state_routes(models, metrics, config))
+    page = install_dashboard(app, models, config, sessions) if config.dashboard else None
+    app.include_router(_root_route(page))
     install_docs(app)
     return app
 
@@ -93,6 +99,20 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     return router
 
 
+def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def root(request: Request) -> Response:
+        if page is not None and wants_html(request):
+            return page(request)
+        return JSONResponse(
+            {"server": "rootstock", "docs": "/docs", "health": "/health"}, headers={"Vary": "Accept"}
+        )
+
+    return router
+
+
 def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:
     router = APIRouter(tags=["State"], responses=documented_errors())
 
@@ -108,10 +128,6 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
             **anthropic_model_fields(name, model.created, model.context_limit),
         }
-
-    @router.get("/", include_in_schema=False)
-    async def root() -> dict[str, str]:
-        return {"server": "rootstock", "docs": "/docs", "health": "/health"}
 
     @router.get("/v1/models")
     def all_models() -> dict[str, Any]:

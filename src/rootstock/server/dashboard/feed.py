@@ -1,7 +1,7 @@
 """The live feed of the dashboard: one snapshot a second of one engine, for all pages that watch it.
 
-No work is done while no page watches. Every page gets the sections that have changed since its last event; of requests
-and misses, the entries that have changed.
+No work is done while no page watches. Every page gets the sections that have changed since its last event; of
+requests and misses, the entries that have changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +92,7 @@ class Feed:
     def is_full(self) -> bool:
         return self._viewers >= self._most
 
-    async def events(self, view: View, may_go_on: Callable[[], bool]) -> AsyncIterator[str]:
+    async def events(self, view: View, may_go_on: Callable[[], bool]) -> AsyncGenerator[str, None]:
         """Yields the text of server-sent events until the engine stops or `may_go_on` returns False."""
         if self.is_full:
             yield _event({"full": True})
@@ -241,7 +241,7 @@ class _EngineFigures:
 
 
 def difference(shown: Json, new: Json) -> Json:
-    """Returns the sections that have changed. Those with entries by id have the changed ones, and the ids that are gone."""
+    """Returns the sections that have changed; of those with entries by id, the changed entries and the gone ids."""
     told: Json = {}
     for name, section in new.items():
         before = shown.get(name)

@@ -85,7 +85,9 @@ class Picture:
                 "next_s": round(pause_s, 1),
                 "truncated": self.walk.is_truncated,
                 "roots": [
-                    {"tenant": names.of(each.salt), "adapter": each.adapter} if view.shows(each.salt) else None
+                    {"tenant": names.of(each.salt), "adapter": each.adapter}
+                    if view.shows(each.salt)
+                    else None
                     for each in self.walk.namespaces
                 ],
                 "columns": [[name, kind] for name, kind, _ in columns],

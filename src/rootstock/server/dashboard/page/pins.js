@@ -1,0 +1,64 @@
+/** Pinned prefixes: kept until they are released. The panel is hidden where the server has no routes for them. */
+
+import { ServerError, ask, post } from "./api.js";
+import { byId, confirmed, el, fill, table, toast } from "./dom.js";
+import { bytes, count } from "./format.js";
+
+export class Pins {
+  /** @param {() => string} model @param {() => void} onChange */
+  constructor(model, onChange) {
+    this.model = model;
+    this.onChange = onChange;
+    this.known = false;
+  }
+
+  get panel() { return /** @type {HTMLElement} */ (document.querySelector(".pins")); }
+
+  async load() {
+    let told;
+    try {
+      told = await (await ask(`v1/cache/pins?model=${encodeURIComponent(this.model())}`)).json();
+    } catch (error) {
+      this.known = !(error instanceof ServerError && error.status === 404);
+      this.panel.hidden = true;
+      return;
+    }
+    this.known = true;
+    this.panel.hidden = false;
+    const pins = told.pins ?? told.data ?? [];
+    if (!pins.length) { fill(byId("pins"), el("p", { class: "empty" }, "No prefix is pinned.")); return; }
+    fill(byId("pins"), table([["prefix"], ["tokens", "n"], ["memory", "n"], [""]], pins.map((/** @type {any} */ pin) => el("tr", {},
+      el("td", {}, el("code", {}, String(pin.id))), el("td", { class: "n" }, count(pin.tokens ?? 0)), el("td", { class: "n" }, pin.bytes == null ? "" : bytes(pin.bytes)),
+      el("td", {}, el("button", { type: "button", class: "stop", "aria-label": `Release ${pin.id}`, onclick: () => this.release(pin) }, "Release")))), "Pinned prefixes"));
+  }
+
+  /** The buttons of a node's detail. @param {any} node */
+  buttons(node) {
+    if (!this.known) return [];
+    return [el("button", { type: "button", onclick: () => this.pin(node) }, "Pin this prefix…")];
+  }
+
+  /** @param {any} node */
+  async pin(node) {
+    if (!(await confirmed("Pin this prefix?", `Its ${count(node.end)} tokens, from the start to the end of this node, stay in the cache until they are released.`, "Pin"))) return;
+    await this.change(`dashboard/tree/${node.number}/pin?model=${encodeURIComponent(this.model())}`, {}, "The prefix is pinned.");
+  }
+
+  /** @param {any} pin */
+  async release(pin) {
+    if (!(await confirmed("Release this prefix?", "It stays in the cache until its memory is needed.", "Release"))) return;
+    await this.change("v1/cache/release", { model: this.model(), id: pin.id }, "The prefix is released.");
+  }
+
+  /** @param {string} path @param {any} json @param {string} done */
+  async change(path, json, done) {
+    try {
+      await post(path, json);
+      toast(done);
+      this.load();
+      this.onChange();
+    } catch (error) {
+      toast(/** @type {Error} */ (error).message);
+    }
+  }
+}
