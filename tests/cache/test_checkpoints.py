@@ -344,8 +344,8 @@ def test_a_checkpoint_that_is_passed_later_is_ranked_anew() -> None:
     run(cache, ints(range(40), range(100, 107), range(50, 90)), ints(range(200, 208)))
     order = cache.tree.checkpoints
     for checkpoint in checkpoints(cache).values():
-        (queued,) = (entry for entry in order._heap if entry[2] == checkpoint.queue_ticket)
-        assert queued[:2] == order.rank(checkpoint), checkpoint
+        (queued,) = (entry for entry in order._heap if entry[1] == checkpoint.queue_ticket)
+        assert queued[0] == order.rank(checkpoint), checkpoint
 
 
 def test_passed_checkpoints_are_evicted_before_the_one_at_the_end() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from property.provenance import SALTS, Provenance, heads_of
 from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
@@ -45,6 +46,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
+SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
 class Injected(Exception):
@@ -96,6 +98,19 @@ class TierOutcome(Outcome):
 
 
 @dataclass
+class ScopedOutcome(Outcome):
+    """Further counts of a schedule with public heads."""
+
+    public_hits: int = 0
+    private_hits: int = 0
+
+
+@dataclass
+class ScopedTierOutcome(TierOutcome, ScopedOutcome):
+    """Counts of a schedule with public heads and a tier."""
+
+
+@dataclass
 class Client:
     request: Request
     events: list[Event] = field(default_factory=list)
@@ -129,11 +144,28 @@ def run_schedule(
     return outcome
 
 
+def run_scoped_schedule(seed: int, *, tiered: bool) -> Outcome:
+    """Plays a schedule of several tenants whose prompts begin with public heads. Asserts that no request hits, waits
+    for or drafts what another tenant has computed behind a head."""
+    provenance = Provenance(heads_of(SHARED, np.random.default_rng([seed, 3])))
+    outcome: ScopedTierOutcome | ScopedOutcome = ScopedTierOutcome() if tiered else ScopedOutcome()
+    if isinstance(outcome, ScopedTierOutcome):
+        run_tiered_schedule(seed, outcome=outcome, provenance=provenance)
+    else:
+        rng = np.random.default_rng(seed)
+        _live(rng, seed, _families(rng), _faults(rng), outcome, [], provenance=provenance)
+    outcome.public_hits += provenance.public_hits
+    outcome.private_hits += provenance.private_hits
+    return outcome
+
+
 def run_tiered_schedule(
     seed: int,
     check_every_step: bool = True,
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
+    outcome: TierOutcome | None = None,
+    provenance: Provenance | None = None,
 ) -> TierOutcome:
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
     after a restart continue earlier ones."""
@@ -148,13 +180,24 @@ def run_tiered_schedule(
         overdue=float(rng.choice([0.0, 0.02])),
     )
     tier = SimulatedTier(rng, failing)
-    outcome = TierOutcome()
+    outcome = outcome or TierOutcome()
     clients: list[Client] = []
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     for _ in range(int(rng.integers(1, 4))):
         outcome.lives += 1
         clients = _live(
-            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size, drafts
+            rng,
+            seed,
+            families,
+            fault,
+            outcome,
+            clients,
+            check_every_step,
+            tier,
+            failing,
+            block_size,
+            drafts,
+            provenance,
         )
     outcome.stored += failing.stored
     outcome.refused_stores += failing.refused
@@ -169,11 +212,12 @@ def _live(
     fault: Callable[[Batch], None],
     outcome: Outcome,
     before: list[Client],
-    check_every_step: bool,
+    check_every_step: bool = True,
     tier: SimulatedTier | None = None,
     failing: Failing | None = None,
     block_size: int | None = None,
     drafts: bool = False,
+    provenance: Provenance | None = None,
 ) -> list[Client]:
     """Runs one engine from its start to its end. Returns all clients up to now."""
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
@@ -181,7 +225,7 @@ def _live(
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
     ticks = iter(range(10**9))
-    cache = KVCache(
+    cache = (KVCache if provenance is None else provenance.cache())(
         families,
         blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
@@ -217,13 +261,16 @@ def _live(
         proposer=guesses if seed % 4 < 3 else None,
     )
     guesses.limit = engine.context_limit
+    if provenance is not None:
+        engine.public_heads = provenance.heads
     clients: list[Client] = []
     to_come = int(rng.integers(3, 16))
     while to_come or engine.scheduler.has_work:
         action = rng.random()
         if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
-            client = Client(_request(rng, [*before, *clients], engine.context_limit))
+            salts = ("", "", "", "tenant") if provenance is None else SALTS
+            client = Client(_request(rng, [*before, *clients], engine.context_limit, salts))
             try:
                 engine.submit(client.request, client.events.append)
                 clients.append(client)
@@ -235,6 +282,8 @@ def _live(
             engine.clear_cache()
         elif action < 0.435:
             engine.clear_cache("tenant")
+        elif action < 0.44 and provenance is not None:
+            engine.clear_public_heads()
         engine.step()
         if connector is not None:
             connector.run()
@@ -245,6 +294,8 @@ def _live(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
         assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
+        if provenance is not None:
+            provenance.judge_waiting(engine)
         if check_every_step:
             cache.check()
             engine.scheduler.check()
@@ -355,8 +406,10 @@ def _families(rng: np.random.Generator) -> tuple[Family, ...]:
     return tuple(dict.fromkeys(families))
 
 
-def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Request:
-    shared = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
+def _request(
+    rng: np.random.Generator, clients: list[Client], limit: int, salts: Listed[str] = ("",)
+) -> Request:
+    shared = SHARED
     kind = rng.random()
     if kind < 0.45 or not clients:
         head = shared[: rng.integers(0, min(60, limit))]
@@ -383,7 +436,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
             stop_tokens=(3,) if rng.random() < 0.2 else (),
             ignore_eos=bool(rng.random() < 0.7),
         ),
-        salt=str(rng.choice(["", "", "", "tenant"])),
+        salt=str(rng.choice(salts)),
         boundaries=tuple(
             Boundary(int(at), CheckpointKind(str(rng.choice(["system", "user", "tool"]))))
             for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))

@@ -14,6 +14,7 @@ from rootstock.cache.plan import NOTHING, BlockCopy, Load, Plan, RowPart, StateC
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, Checkpoint, Node, WindowBlocks, block_table, replaced_blocks
+from rootstock.cache.retainer import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, BlockId, BlockIds, SlotId
@@ -54,7 +55,9 @@ class Admission:
         checkpoints: CheckpointWriter,
         lease_ids: Iterator[int],
         reuse: bool,
+        retainer: Retainer,
     ) -> None:
+        self._retainer = retainer
         self._pools = pools
         self._tree = tree
         self._counters = counters
@@ -76,8 +79,10 @@ class Admission:
         watermark_blocks: int,
         boundaries: Sequence[Boundary],
         tier_hit: TierHit | None,
+        session: int = 0,
     ) -> Admitted | Deferred:
-        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date.
+        """Reserves the rows of a prompt, or changes nothing at all. `match` is up to date. `session` is that of the
+        request, if it is known already.
 
         The full family's blocks of a prompt of n tokens:
 
@@ -123,6 +128,7 @@ class Admission:
 
         # Nothing can fail from here on. The lease uses the hit first, so that eviction does not take it.
         lease = self._lease(match, hit)
+        lease.session = session
         self._attach(lease, hit)
         self._make_room(lease, new_blocks, loaded)
         plan = self._first_plan(lease, hit, new_blocks)
@@ -130,6 +136,16 @@ class Admission:
             self._checkpoints.plan_positions(lease, match, boundaries)
         loads = () if tier_hit is None else self._loads(lease, tier_hit)
         return Admitted(lease, plan, loads)
+
+    def pin(self, match: Match) -> Lease:
+        """Makes a lease that only references the hit of a match, so that none of its rows is evicted. Takes no row."""
+        hit = self._hit(match)
+        assert hit.node is not None
+        lease = self._lease(match, hit)
+        node = self._tree.split(hit.node, hit.length) if hit.length < hit.node.end else hit.node
+        lease.replaced = hit.replaced if hit.copied is None else [*hit.replaced, hit.copied]
+        self._tree.hold(lease, node)
+        return lease
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
@@ -142,7 +158,7 @@ class Admission:
         size, length, node = self._size, match.length, match.node
         windows = match.windows or self._no_windows
         while node is not None and length <= node.start and not node.is_root:
-            node = node.parent  # a cap moved the position to an ancestor's end
+            node = node.parent  # a cap moved the position to an ancestor's end, or it is a private root
         if node is None or not length:
             return _Hit(length, None, NO_BLOCKS, None, [], windows, None)
         table = block_table(node, length, size)
@@ -214,7 +230,7 @@ class Admission:
             window.pool.use(held.ids)
         lease = Lease(
             LeaseId(next(self._lease_ids)),
-            match.namespace,
+            match.scope,
             match.tokens,
             hit.length,
             BlockTable(hit.shared),
@@ -236,7 +252,7 @@ class Admission:
             lease.replaced = hit.replaced if hit.copied is None else [*hit.replaced, hit.copied]
             self._tree.attach(lease, node)
         elif self._reuse and hit.length == 0:
-            self._tree.attach(lease, self._tree.ensure_root(lease.namespace))
+            self._tree.attach(lease, self._tree.ensure_root(lease.scope.first))
 
     def _make_room(self, lease: Lease, new_blocks: int, loaded: tuple[int, ...]) -> None:
         """Evicts until the rows that are allocated now are free."""
@@ -308,6 +324,7 @@ class Admission:
         if not pools.can_allocate(rows):
             if not self._can_detach(lease, new_tokens, rows):
                 return Deferred(pools.bytes_of(rows), pools.available_bytes)
+            self._retainer.retain(lease)
             self._tree.detach(lease)
         self._tree.make_room(rows)
         if full:

@@ -11,6 +11,7 @@ from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Boundary, Checkpoint, CheckpointKind
 from rootstock.cache.resume_point import needed_blocks
+from rootstock.cache.retainer import Retainer
 from rootstock.cache.stats import Counters
 from rootstock.cache.tier_index import TierHit
 from rootstock.cache.types import NO_BLOCK, NO_SLOT, SlotId
@@ -30,7 +31,9 @@ class CheckpointWriter:
         counters: Counters,
         clock: Callable[[], float],
         write_back: WriteBackQueue | None,
+        retainer: Retainer,
     ) -> None:
+        self._retainer = retainer
         self._pools = pools
         self._tree = tree
         self._counters = counters
@@ -51,6 +54,8 @@ class CheckpointWriter:
         for boundary in boundaries:
             if lease.hit_tokens < boundary.position <= lease.num_tokens:
                 lease.checkpoint_positions[boundary.position] = boundary.kind
+        if lease.hit_tokens < match.scope.public_tokens:  # all tenants diverge there
+            lease.checkpoint_positions[match.scope.public_tokens] = CheckpointKind.SYSTEM
 
     def plan_loaded_positions(self, lease: Lease, tier_hit: TierHit) -> None:
         """Adds the position of a tier hit, which other requests will pass as well, and the point where the prompt
@@ -81,7 +86,8 @@ class CheckpointWriter:
         checkpoint = self._checkpoint(lease, kind, NO_SLOT)
         row = Rows(0, (0,) * len(self._pools.windows), 1)
         # A new checkpoint has no hit protection yet. If a request waits for it, it is ranked as if it had.
-        rank = (lease.num_computed_tokens in lease.awaited_positions, self._tree.rank(checkpoint))
+        is_awaited = lease.num_computed_tokens in lease.awaited_positions
+        rank = (is_awaited, *self._tree.rank(checkpoint)[1:])
         if not self._pools.can_allocate(row) or not self._tree.make_room_below(row, rank):
             self._counters.checkpoints_skipped += 1
             return NOTHING
@@ -138,13 +144,17 @@ class CheckpointWriter:
         )
         size_bytes = pools.bytes_of(Rows(0, tuple(len(held.ids) for held in windows), 1))
         token_bytes = max(1, pools.full.row_bytes // size)
-        return Checkpoint(
+        now = self._clock()
+        made = Checkpoint(
             lease.node,
             position,
-            prefix_digest(lease.namespace, lease.computed_tokens),
+            prefix_digest(lease.scope.of(position), lease.computed_tokens),
             kind,
             windows,
             slot,
             max(size_bytes, 1) / token_bytes,
-            self._clock(),
+            size_bytes,
+            now,
         )
+        made.grant = self._retainer.offer(lease, position, size_bytes, now)
+        return made

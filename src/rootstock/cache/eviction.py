@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 from rootstock.cache.radix_node import Node, common_prefix, kept_part
+from rootstock.cache.retention import Grant
 from rootstock.cache.types import Tokens
 
 
@@ -83,22 +84,37 @@ class Queueable(Evictable, Protocol):
 
     @property
     def is_protected(self) -> bool: ...  # a queued request would hit it
+    @property
+    def is_retained(self) -> bool: ...  # within its time to live
+    @property
+    def grant(self) -> Grant | None: ...
 
 
 N = TypeVar("N", bound=Queueable)
-Rank = tuple[bool, float]  # (protected by a queued request, the policy's rank): lowest goes first
+# (protected by a queued request, retained, priority, nearness of its next use, the policy's rank): lowest goes first.
+Rank = tuple[bool, bool, int, int, float]
+
+
+def rank_of(entry: Queueable, policy: EvictionPolicy) -> Rank:
+    """Returns the place of an entry in the order of eviction. Reads no clock: expired grants are removed before."""
+    grant = entry.grant
+    if grant is None:
+        return entry.is_protected, False, 0, 0, policy.rank(entry)
+    retained = entry.is_retained
+    near = grant.nearness if retained else 0
+    return entry.is_protected, retained, grant.priority, near, policy.rank(entry)
 
 
 class EvictionQueue(Generic[N]):
-    """Unreferenced leaves or checkpoints, ordered by (protected by a queued request, rank, age of the entry).
+    """Unreferenced leaves or checkpoints, ordered by (rank, age of the entry).
 
     A binary heap with lazy deletion: an entry counts only while its ticket is the node's newest. Ties go to the
     older entry, so that every run evicts in the same order.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self._rank_of = policy.rank
-        self._heap: list[tuple[bool, float, int, N]] = []
+        self._policy = policy
+        self._heap: list[tuple[Rank, int, N]] = []
         self._tickets = 0
         self._valid = 0
 
@@ -106,7 +122,7 @@ class EvictionQueue(Generic[N]):
         return self._valid
 
     def rank(self, node: N) -> Rank:
-        return node.is_protected, self._rank_of(node)
+        return rank_of(node, self._policy)
 
     def put(self, node: N) -> None:
         """Queues a node, or queues it again where its rank may have fallen."""
@@ -114,15 +130,15 @@ class EvictionQueue(Generic[N]):
             self._valid += 1
         self._tickets += 1
         node.queue_ticket = self._tickets
-        heapq.heappush(self._heap, (*self.rank(node), self._tickets, node))
+        heapq.heappush(self._heap, (self.rank(node), self._tickets, node))
         if len(self._heap) > 64 + 2 * self._valid:
-            self._heap = [entry for entry in self._heap if entry[3].queue_ticket == entry[2]]
+            self._heap = [entry for entry in self._heap if entry[2].queue_ticket == entry[1]]
             heapq.heapify(self._heap)
 
     def renew(self) -> None:
         """Computes all ranks again after the policy has learnt. O(n log n)."""
-        alive = [entry for entry in self._heap if entry[3].queue_ticket == entry[2]]
-        self._heap = [(*self.rank(node), ticket, node) for _, _, ticket, node in alive]
+        alive = [entry for entry in self._heap if entry[2].queue_ticket == entry[1]]
+        self._heap = [(self.rank(node), ticket, node) for _, ticket, node in alive]
         heapq.heapify(self._heap)
 
     def drop(self, node: N) -> None:
@@ -134,19 +150,19 @@ class EvictionQueue(Generic[N]):
     def peek(self) -> Rank | None:
         """Returns the rank of the node to evict next. Brings the front of the heap up to date."""
         while self._heap:
-            protected, rank, ticket, node = self._heap[0]
+            rank, ticket, node = self._heap[0]
             if node.queue_ticket != ticket:
                 heapq.heappop(self._heap)
-            elif self.rank(node) > (protected, rank):  # used or protected since: queue it again
+            elif self.rank(node) > rank:  # used, protected or retained since: queue it again
                 heapq.heappop(self._heap)
                 self.put(node)
             else:
-                return protected, rank
+                return rank
         return None
 
     def pop(self) -> N:
         """Takes out the node whose rank `peek` has just returned."""
-        node = heapq.heappop(self._heap)[3]
+        node = heapq.heappop(self._heap)[2]
         self.drop(node)
         return node
 
@@ -166,10 +182,11 @@ class EvictedRun:
     An edge is evicted from its tail, so its run grows at the front, by one part at a time.
     """
 
-    __slots__ = ("first", "length", "node", "parts")
+    __slots__ = ("first", "length", "node", "parts", "was_retained")
 
-    def __init__(self, node: Node, parts: list[Tokens]) -> None:
+    def __init__(self, node: Node, parts: list[Tokens], was_retained: bool) -> None:
         self.node: Node | None = node
+        self.was_retained = was_retained  # its first part: it was evicted within its time to live
         self.parts = parts  # the deepest first
         self.first = int(parts[-1][0])
         self.length = sum(map(len, parts))
@@ -204,14 +221,21 @@ class EvictionHistory:
         run = self._below.get(node, {}).get(int(tokens[0]))
         return 0 if run is None else run.agreed(tokens)
 
-    def remember(self, node: Node, tokens: Tokens, deeper: list[Tokens]) -> list[Node]:
+    def was_retained(self, node: Node, tokens: Tokens) -> bool:
+        """Returns True if the run that begins like `tokens` was evicted within its time to live."""
+        run = self._below.get(node, {}).get(int(tokens[0]))
+        return run is not None and run.was_retained
+
+    def remember(
+        self, node: Node, tokens: Tokens, deeper: list[Tokens], was_retained: bool = False
+    ) -> list[Node]:
         """Records that `tokens` were cached below `node`, and `deeper` after them. Takes over both arrays; the caller
         does not write to them again.
 
         Returns the nodes whose oldest runs were dropped to stay within the bounds.
         """
         deeper.append(kept_part(tokens[:LONGEST_RUN]))
-        run = EvictedRun(node, deeper)
+        run = EvictedRun(node, deeper, was_retained)
         while run.length - len(run.parts[0]) >= LONGEST_RUN:
             run.length -= len(run.parts.pop(0))
         here = self._below.setdefault(node, {})

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 MAX_TTL_S = 24 * 3600.0
 LEAST_PRIORITY, GREATEST_PRIORITY = -100, 100  # 0: the cache's own order
+MAX_RETENTIONS = 32  # of one request: further ones are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,15 @@ class CacheHints:
     session_field: str = ""  # of the client's body: answers name it
     ends_session: bool = False  # no request of the session follows: its private part is evicted first
     retentions: tuple[Retention, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A granted retention as a tier below needs it. Times are relative: each tier has a clock of its own."""
+
+    tenant: str
+    lasts_s: float  # from the time when the tier gets it
+    priority: int = 0
 
 
 class Verdict(StrEnum):

@@ -27,14 +27,18 @@ from rootstock.cache.checkpoint_writer import CheckpointWriter
 from rootstock.cache.eviction import EvictionPolicy, MostValuableLast
 from rootstock.cache.explain import Explanation, explain_match
 from rootstock.cache.families import Family
+from rootstock.cache.hints import CacheHints
 from rootstock.cache.integrity import check_cache
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
+from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
 from rootstock.cache.plan import NOTHING, Plan, Store
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Boundary, HitProtection, continuation
+from rootstock.cache.radix_node import Boundary, HitProtection, common_prefix, continuation
 from rootstock.cache.resume_point import resume_point
+from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
+from rootstock.cache.sessions import Sessions
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats, PoolUsage
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
@@ -48,7 +52,8 @@ class KVCache:
     `families` define the model's memory and its cost; `budget_bytes` pays for all of it. `rows` divides the budget
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
-    below; with it, plans carry stores of evicted rows, and with `through` of all published rows. Raises
+    below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
+    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. Raises
     BudgetTooSmall.
     """
 
@@ -64,7 +69,11 @@ class KVCache:
         rows: Sequence[int] | None = None,
         stored: StoredIndex | None = None,
         through: bool = False,
+        retained_share: float = RETAINED_SHARE,
+        pinned_share: float = PINNED_SHARE,
     ) -> None:
+        self._retained_share = retained_share
+        self._pinned_share = pinned_share
         self.block_size = block_size
         self.stored = stored if reuse else None
         self._through = through
@@ -81,15 +90,24 @@ class KVCache:
     def _start_empty(self) -> None:
         pools = self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
         self.write_back = (
-            None if self.stored is None else WriteBackQueue(pools, self.stored, through=self._through)
+            None
+            if self.stored is None
+            else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
-        self._checkpoints = CheckpointWriter(pools, tree, self.counters, self._clock, self.write_back)
-        self._admission = Admission(
-            pools, tree, self.counters, self._checkpoints, self._lease_ids, self.reuse
+        self._sessions = Sessions()
+        retainer = self._retainer = Retainer(
+            pools, tree, self.counters, self._clock, self._sessions, self._retained_share
         )
+        self._checkpoints = CheckpointWriter(
+            pools, tree, self.counters, self._clock, self.write_back, retainer
+        )
+        self._admission = Admission(
+            pools, tree, self.counters, self._checkpoints, self._lease_ids, self.reuse, retainer
+        )
+        self._pins = Pins(int(self._pinned_share * pools.budget_bytes))
 
     @property
     def pool(self) -> BlockPool:
@@ -119,26 +137,34 @@ class KVCache:
 
     # ----------------------------------------------------------------------------------------- queries
 
-    def match(self, tokens: Tokens, namespace: Namespace, at_most: int | None = None) -> Match:
+    def match(
+        self, tokens: Tokens, namespace: Namespace, at_most: int | None = None, *, public_tokens: int = 0
+    ) -> Match:
         """Finds the position at which these tokens can resume. Changes nothing.
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
-        further, for requests that need the logits of earlier positions.
+        further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
+        salts.
         """
+        return self._match(tokens, Scope(namespace, public_tokens), at_most)
+
+    def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
         limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        reached = self.tree.find(tokens, namespace)
+        reached = self.tree.find(tokens, scope)
         if reached is None:
-            return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
+            return Match(tokens, scope, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
         at_most = max(min(found, limit), 0)
         if self.pools.resume_anywhere:
-            pending = self.tree.pending(node, found, found, tokens, limit) if self._leases else None
-            return Match(tokens, namespace, at_most, found, node, pending, self.tree.version, max(limit, 0))
+            pending = self.tree.pending(node, found, found, tokens, limit, scope) if self._leases else None
+            return Match(tokens, scope, at_most, found, node, pending, self.tree.version, max(limit, 0))
         resume = resume_point(node, at_most, self.pools)
-        pending = self.tree.pending(node, found, resume.position, tokens, limit) if self._leases else None
+        pending = None
+        if self._leases:
+            pending = self.tree.pending(node, found, resume.position, tokens, limit, scope)
         return Match(
             tokens,
-            namespace,
+            scope,
             resume.position,
             found,
             node,
@@ -155,21 +181,28 @@ class KVCache:
         nothing."""
         if self.stored is None:
             return None
-        return self.stored.tier_hit(match.tokens, match.namespace, match.length, match.found, match.limit)
+        return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
 
     def following(self, lease: Lease, last: int, most: int) -> Tokens:
         """Finds the tokens that once followed the lease's tokens and then the token `last`: at most `most` of them,
         as a draft of the next tokens. Changes nothing."""
-        if lease.node is None or not lease.node.children:
+        node = lease.node
+        if node is None:
+            return NO_TOKENS
+        if (
+            lease.num_cached_tokens == lease.scope.public_tokens
+        ):  # its own tails follow, not a longer public head
+            node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
+        if not node.children:
             return NO_TOKENS
         uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
         uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
         uncached[-1] = last
-        return continuation(lease.node, uncached, most)
+        return continuation(node, uncached, most)
 
-    def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
+    def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        return self.explain_hit(self.match(tokens, namespace))
+        return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
         """Tells how much a current match hits, and why no more. Changes nothing."""
@@ -185,6 +218,7 @@ class KVCache:
         tier_hit: TierHit | None = None,
         *,
         counted: bool = True,
+        hints: CacheHints | None = None,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
         the layout of a prompt's blocks.
@@ -194,7 +228,8 @@ class KVCache:
         of a block that the prompt diverges in, and restores the state.
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
-        `counted=False` keeps an internal admission out of the hit statistics.
+        `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
+        `hints` (`Lease.hint_outcomes`).
         """
         assert len(match.tokens) > 0
         if tier_hit is not None:
@@ -202,11 +237,18 @@ class KVCache:
             match = replace(match, length=tier_hit.base, checkpoint=None, windows=())
         else:
             if match.version != self.tree.version:
-                match = self.match(match.tokens, match.namespace, match.limit)
+                match = self._match(match.tokens, match.scope, match.limit)
             match = self._verified(match)
-        answer = self._admission.admit(match, watermark_blocks, boundaries, tier_hit)
+        session = None
+        if hints is not None and hints.session is not None:
+            session = self._sessions.find(hints.tenant, hints.session)
+        answer = self._admission.admit(
+            match, watermark_blocks, boundaries, tier_hit, 0 if session is None else session.id
+        )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
+            if counted:
+                self._retainer.begin(hints, answer.lease)
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
@@ -243,11 +285,12 @@ class KVCache:
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
-            if right and checkpoint.digest == prefix_digest(match.namespace, prefix):
+            namespace = match.scope.of(checkpoint.position)
+            if right and checkpoint.digest == prefix_digest(namespace, prefix):
                 break
             self.counters.checkpoints_refused += 1
             self.tree.drop(checkpoint)
-            match = self.match(match.tokens, match.namespace, match.limit)
+            match = self._match(match.tokens, match.scope, match.limit)
         return match
 
     def loaded(self, lease: Lease, position: int) -> Plan:
@@ -256,7 +299,7 @@ class KVCache:
         assert not lease.ended
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
         else:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
@@ -266,6 +309,7 @@ class KVCache:
 
     def detach(self, lease: Lease) -> None:
         """Takes a lease whose load is under way out of the tree: no request waits for it before it is `loaded`."""
+        self._retainer.retain(lease)
         self.tree.detach(lease)
 
     def request_checkpoint(self, lease: Lease, position: int) -> None:
@@ -327,7 +371,7 @@ class KVCache:
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
             # The lease was detached to get blocks; its table still holds every position from 0 on.
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
         if lease.node is not None:
             first = lease.num_cached_tokens
             if lease.num_cached_tokens < lease.num_computed_tokens:
@@ -337,6 +381,11 @@ class KVCache:
                     self.write_back.add_published(lease, first, at_end=True)
                 if not self.pools.resume_anywhere and reason.keeps_state:
                     self._checkpoints.leave_at_end(lease)
+        comes_back = reason in (ReleaseReason.PREEMPTED, ReleaseReason.UNUSED)
+        if lease.hints is not None and lease.hints.ends_session and not comes_back:
+            self._retainer.end_session(lease)
+        self._retainer.retain(lease)
+        self._retainer.end(lease, comes_back=comes_back)
         self._release_rows(lease)
 
     def discard(self, lease: Lease) -> None:
@@ -349,11 +398,12 @@ class KVCache:
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
-            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.namespace)
+            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.scope)
             node = None if reached is None else reached[0]
+        self._retainer.end(lease, comes_back=False)
         self._release_rows(lease)
         if self.write_back is not None:
-            self.write_back.distrust(lease.tokens, lease.namespace, lease.hit_tokens)
+            self.write_back.distrust(lease.tokens, lease.scope, lease.hit_tokens)
         for checkpoint in lease.checkpoints:
             if checkpoint.node is not None:
                 self.tree.drop(checkpoint)
@@ -402,14 +452,83 @@ class KVCache:
     def unprotect(self, protection: HitProtection) -> None:
         self.tree.unprotect(protection)
 
+    # -------------------------------------------------------------------------------------------- pins
+
+    def pin(
+        self, tokens: Tokens, namespace: Namespace, tenant: str = "", *, public_tokens: int = 0
+    ) -> Pinned | PinRefused:
+        """Keeps a cached prefix until `release_pin`: as much of these tokens as is cached and can be resumed from. A
+        prefix that the tenant has pinned already keeps its pin.
+
+        Pinned rows are in use, and no request can have them. The pins of a tenant, and all together, are bounded.
+        """
+        if not self.reuse:
+            return PinRefused("the prefix cache is switched off")
+        # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
+        scope = Scope(namespace, public_tokens)
+        match = self._match(np.append(tokens, np.int32(0)), scope, len(tokens))
+        match = self._verified(match)
+        if not match.length:
+            return PinRefused("none of the prefix is cached: send it in a request before, or warm it")
+        name = pin_id(tenant, namespace, match.tokens[: match.length])
+        if (pinned := self._pins.find(name)) is not None:
+            return pinned
+        size = match.length * self.tree.token_bytes
+        if match.checkpoint is not None:
+            size += match.checkpoint.size_bytes
+        now = self._clock()
+        tenants = min(self._retainer.tenants.count(now), MOST_SHARES)
+        refused = self._pins.refusal(tenant, size, tenants)
+        if refused is not None:
+            return refused
+        lease = self._admission.pin(replace(match, tokens=match.tokens[: match.length]))
+        self._leases[lease.id] = lease
+        pinned = Pinned(name, tenant, match.length, len(tokens), size, lease)
+        self._pins.add(pinned)
+        return pinned
+
+    def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
+        """Releases a pinned prefix: it stays cached like any other. Returns False if there is no such pin, or only
+        one of another tenant than the given one."""
+        pinned = self._pins.take(pin, tenant)
+        if pinned is None:
+            return False
+        self._release_rows(pinned.lease)
+        return True
+
+    def pins(self, tenant: str | None = None) -> list[Pinned]:
+        """Returns the pinned prefixes, of all tenants unless one is given; the oldest first."""
+        return self._pins.of(tenant)
+
+    def drop_pin(self) -> bool:
+        """Releases the newest pin, for a request that could not run otherwise. Returns False if there is none."""
+        every = self._pins.of(None)
+        if not every:
+            return False
+        self.counters.dropped_pins += 1
+        return self.release_pin(every[-1].id)
+
+    def _release_pins(self, namespace: Namespace | None) -> None:
+        for pinned in self._pins.of(None):
+            if namespace is None or pinned.lease.namespace == namespace:
+                self.release_pin(pinned.id)
+
     # ---------------------------------------------------------------------------------- house-keeping
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
-        and in the tier below, as far as no running request uses them."""
-        self.tree.forget(tokens, namespace, first)
+        and in the tier below, as far as no running request uses them. Pins of them end."""
+        scope = Scope(namespace, public_tokens)
+        for pinned in self._pins.of(None):
+            lease = pinned.lease
+            shared = common_prefix(lease.tokens, tokens)
+            if lease.scope != scope:
+                shared = min(shared, lease.scope.public_tokens, public_tokens)
+            if shared > first:
+                self.release_pin(pinned.id)
+        self.tree.forget(tokens, scope, first)
         if self.write_back is not None:
-            self.write_back.distrust(tokens, namespace, first, all_that_follows=True)
+            self.write_back.distrust(tokens, scope, first, all_that_follows=True)
 
     def take_all_stores(self) -> tuple[Store, ...]:
         """Takes stores of all rows that the tier below lacks, the last used at the end: for a shutdown."""
@@ -421,8 +540,9 @@ class KVCache:
         return self.write_back.take()
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Returns the
-        number of blocks that became free."""
+        """Drops every cached prefix that no running request uses, of all namespaces unless one is given. Pins end as
+        well. Returns the number of blocks that became free."""
+        self._release_pins(namespace)
         before = self.pool.free_blocks
         if namespace is None:
             self.tree.clear()
@@ -435,8 +555,7 @@ class KVCache:
 
     def knows(self, namespace: Namespace) -> bool:
         """Returns True if any prefix of the namespace is cached or in use."""
-        root = self.tree.roots.get(namespace)
-        return root is not None and not root.is_empty
+        return any(not root.is_empty for root in self.tree.roots_of(namespace))
 
     def reset(self) -> None:
         """Forgets everything, leases included: for an owner whose own state was lost."""
@@ -469,10 +588,14 @@ class KVCache:
             checkpoints=len(checkpoints),
             checkpoint_bytes=len(checkpoints) * state_bytes + sum(window_bytes),
             nodes=len(nodes),
-            namespaces=len(self.tree.roots),
+            namespaces=self.tree.namespaces,
             cached_tokens=sum(node.end - node.start for node in nodes),
-            leases=len(self._leases),
+            leases=len(self._leases) - len(self._pins),
             volatile_spans=len(self.volatile),
+            retained_bytes=self.tree.ledger.charged_bytes,
+            pinned_bytes=self._pins.pinned_bytes,
+            pins=len(self._pins),
+            sessions=len(self._sessions),
             **asdict(self.counters),
         )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.hints import Keep
 from rootstock.cache.keys import Identity
 from rootstock.cache.types import BlockId, BlockIds, SlotId
 
@@ -56,6 +57,7 @@ class Store:
 
     identity: Identity
     part: RowPart
+    keep: Keep | None = None  # retention that hints ask for
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
-from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank
-from rootstock.cache.keys import Namespace
+from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank, rank_of
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
@@ -21,12 +21,14 @@ from rootstock.cache.radix_node import (
     HitProtection,
     Node,
     Root,
+    below,
     common_prefix,
     descend,
     kept_part,
     split,
     walk,
 )
+from rootstock.cache.retention import Grant, RetentionLedger
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
@@ -53,17 +55,20 @@ class PrefixTree:
         self.counters = counters
         self.version = 0  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
-        # Namespaces whose root became empty, the last one at the end. Some of the roots may be in use again.
-        self._emptied: dict[Namespace, None] = {}
+        self._private_roots: dict[Namespace, dict[Root, None]] = {}  # never an empty inner one
+        # Roots that became empty, the last one at the end. Some of them may be in use again.
+        self._emptied: dict[Root, None] = {}
         self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; never an empty inner one
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
+        self.ledger = RetentionLedger()
+        self.token_bytes = pools.full.row_bytes // pools.block_size
         self._policy = policy
         self._clock = clock
 
     def nodes(self) -> Iterator[Node]:
-        """Yields every node but the roots, parents first."""
+        """Yields every node but roots, parents first."""
         for root in self.roots.values():
             yield from walk(root)
 
@@ -71,13 +76,37 @@ class PrefixTree:
         """Returns the leases whose published prefix ends exactly at the node's end."""
         return self._leases_at.get(node, ())
 
-    def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
-        """Finds the deepest node that agrees and how many tokens agree; None if the namespace holds nothing."""
+    def roots_of(self, namespace: Namespace) -> list[Root]:
+        """Returns the namespace's root, if it has one, and its private roots."""
         root = self.roots.get(namespace)
-        return None if root is None else descend(root, tokens)
+        return [*([] if root is None else [root]), *self._private_roots.get(namespace, ())]
 
-    def pending(self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int) -> Pending | None:
+    @property
+    def namespaces(self) -> int:
+        """Number of namespaces that have a root."""
+        return len(self.roots.keys() | self._private_roots.keys())
+
+    def find(self, tokens: Tokens, scope: Scope) -> tuple[Node, int] | None:
+        """Finds the deepest node that agrees and how many tokens agree; None if the namespaces hold nothing."""
+        root = self.roots.get(scope.first)
+        if root is None or not scope.public_tokens:
+            return None if root is None else descend(root, tokens)
+        node, found = descend(root, tokens[: scope.public_tokens])
+        private = self.private_root(node, found, scope)
+        return (node, found) if private is None else descend(private, tokens)
+
+    def private_root(self, node: Node, position: int, scope: Scope) -> Root | None:
+        """Returns the root of the scope's tails at `position` of `node`, if a public head ends there and has some."""
+        if not position or position != scope.public_tokens or node.end != position:
+            return None
+        return node.private_roots.get(scope.namespace)
+
+    def pending(
+        self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int, scope: Scope
+    ) -> Pending | None:
         """Finds the running request that will compute the most of `tokens` beyond position `resumable`.
+
+        Positions that one tenant computes behind a public head count for that tenant alone.
 
         A model that resumes anywhere can take over at any position that the other request publishes. Otherwise only a
         request that has not yet reached the point of divergence helps: it is asked for a checkpoint there, at `limit`
@@ -93,6 +122,8 @@ class PrefixTree:
                     continue
                 rest = slice(lease.num_cached_tokens, None)
                 until = lease.num_cached_tokens + common_prefix(lease.tokens[rest], tokens[rest])
+                if lease.scope != scope:
+                    until = min(until, scope.public_tokens, lease.scope.public_tokens)
                 if not anywhere:
                     until = min(until, limit)
                     if until <= lease.num_computed_tokens:
@@ -125,6 +156,7 @@ class PrefixTree:
             step.hits += 1
             step.last_used = now
             step.passed_by = False
+            self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
         turn = node.checkpoints.get(node.end)
@@ -133,9 +165,30 @@ class PrefixTree:
         if lease.resumed_from is not None:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
+            self._undemote(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
+
+    def hold(self, lease: Lease, node: Node) -> None:
+        """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
+        self.version += 1
+        lease.node = node
+        self._join(node, lease)
+        for step in node.path():
+            step.ref_count += 1
+            if step.queue_ticket:
+                self.queue.drop(step)
+
+    def _used_by(self, node: Node, lease: Lease) -> None:
+        """Notes a use of a node: it is no private part of another session, and it is not demoted any more."""
+        if node.session != lease.session:
+            node.session = 0
+        self._undemote(node)
+
+    def _undemote(self, entry: Node | Checkpoint) -> None:
+        if entry.grant is not None and not entry.grant.is_charged:
+            self.ungrant(entry)
 
     def _drop_answered_prompt(self, answer: Checkpoint) -> None:
         """Drops the checkpoint at the end of a prompt after its conversation has resumed from the answer as given.
@@ -208,17 +261,45 @@ class PrefixTree:
     def split(self, node: Node, position: int) -> Node:
         """Splits an edge; returns the upper half."""
         self.version += 1
-        return split(node, position, self.pool, self.block_size)
+        upper = split(node, position, self.pool, self.block_size)
+        if upper.grant is not None:
+            self.ledger.divided(upper)
+        return upper
 
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: those of a public head for all tenants."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
-        tokens = lease.computed_tokens
-        came_from = node
+        came_from, head = node, lease.scope.public_tokens
+        if position < head:
+            node = self._publish_up_to(min(head, end), lease, node, position)
+            position = min(head, end)
+        if head and position == head < end:
+            node = self._enter_private_root(lease, node)
+        if position < end:
+            node = self._publish_up_to(end, lease, node, position)
+        if node is not came_from:
+            self._move(lease, came_from, node)
+        lease.num_cached_tokens = end
+
+    def _enter_private_root(self, lease: Lease, node: Node) -> Root:
+        """References the root of the lease's tails below the end of a public head."""
+        assert node.end == lease.scope.public_tokens
+        namespace = lease.scope.namespace
+        root = node.private_roots.get(namespace)
+        if root is None:
+            root = Root(namespace, self.pools.resume_anywhere, self._clock(), node)
+            node.private_roots[namespace] = root
+            self._private_roots.setdefault(namespace, {})[root] = None
+        root.ref_count += 1
+        return root
+
+    def _publish_up_to(self, end: int, lease: Lease, node: Node, position: int) -> Node:
+        """Publishes positions `position` … end-1 below `node`; returns the node that ends there."""
+        tokens = lease.computed_tokens[:end]
         while position < end:
             child = node.children.get(int(tokens[position]))
             if child is None:
@@ -228,11 +309,7 @@ class PrefixTree:
                 child = self.split(child, agreed)
             self._adopt(lease, child)
             node, position = child, agreed
-        if position < end:
-            node = self._add(lease, node, position, tokens)
-        if node is not came_from:
-            self._move(lease, came_from, node)
-        lease.num_cached_tokens = end
+        return self._add(lease, node, position, tokens) if position < end else node
 
     def _move(self, lease: Lease, came_from: Node, node: Node) -> None:
         """Attaches the lease to `node`, below `came_from`. `_adopt` and `_add` have referenced the nodes between."""
@@ -281,6 +358,7 @@ class PrefixTree:
             gone = window.pool.resolve(of_node) < 0  # released by all others: ours serve as well
             of_node[gone] = of_lease[gone]
         node.ref_count += 1
+        self._used_by(node, lease)
         self.queue.drop(node)
 
     def _weak_references(self, lease: Lease, start: int, end: int) -> list[WeakReferences]:
@@ -311,7 +389,8 @@ class PrefixTree:
         """Adds positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
         size, end = self.block_size, len(tokens)
         now = self._clock()
-        if lease.own_leaf is node and node.ref_count == 1 and not node.children:
+        if lease.own_leaf is node and node.ref_count == 1 and node.is_leaf:
+            self._drop_private_roots(node)
             first_new = node.start // size + len(node.blocks)
             fresh = lease.table[first_new : -(-end // size)]
             self._refer_to_window_blocks(lease, node, end)
@@ -320,6 +399,7 @@ class PrefixTree:
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
             self.evicted.forget_below(node)
+            self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
             node.last_used = now
             return node
@@ -330,9 +410,10 @@ class PrefixTree:
         )
         lease.own_leaf = leaf
         leaf.ref_count = 1
+        leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
-        if position % size and not node.is_root and node.ref_count == 1:
+        if position % size and not isinstance(node, Root) and node.ref_count == 1:
             self._merge_last_block(lease, node, blocks[:1])
         return leaf
 
@@ -365,7 +446,8 @@ class PrefixTree:
         block_start = position // self.block_size * self.block_size
         step: Node | None = node
         while step is not None and step.end > block_start:
-            yield step
+            if not isinstance(step, Root):
+                yield step
             step = step.parent
 
     def retract(self, node: Node | None, first: int) -> None:
@@ -376,16 +458,17 @@ class PrefixTree:
             parent = node.parent
             self.queue.drop(node)
             self._remove(node)
-            node = parent
+            node = parent.parent if isinstance(parent, Root) else parent
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, scope: Scope, first: int) -> None:
         """Removes every node on the path of `tokens` that reaches beyond `first`, and all nodes below, as far as no
         lease uses them."""
         self.version += 1
-        root = self.roots.get(namespace)
+        root = self.roots.get(scope.first)
         node = None if root is None else root.children.get(int(tokens[0]))
         while node is not None and node.end <= first:
-            node = node.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
+            parent = self.private_root(node, node.end, scope) or node
+            node = parent.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
         if node is None:
             return
         for wrong in reversed([node, *walk(node)]):  # children first
@@ -400,7 +483,7 @@ class PrefixTree:
         protection = HitProtection(self.version)
         if match.node is not None and match.length:
             for node in match.node.path():
-                if not node.is_root:
+                if not isinstance(node, Root):
                     protection.add(node)
         if match.checkpoint is not None:
             match.checkpoint.protections[protection] = None
@@ -438,9 +521,14 @@ class PrefixTree:
         if self.pools.states is not None:
             self.pools.states.pool.hold(self.pools.slot_rows(checkpoint.slot))
         node.checkpoints[checkpoint.position] = checkpoint
+        grant, checkpoint.grant = checkpoint.grant, None
+        if grant is not None:
+            self.ledger.set(checkpoint, grant, checkpoint.size_bytes)
         self.checkpoints.put(checkpoint)
         self.counters.checkpoints_taken += 1
         for other in _neighbours(checkpoint):
+            if other.grant is not None and other.is_spent:
+                self.ledger.clear(other, other.size_bytes)
             if other.queue_ticket:
                 self.checkpoints.put(other)  # passed by this one, or saving only the prefill between them
         if node.queue_ticket:
@@ -452,6 +540,7 @@ class PrefixTree:
         node = checkpoint.node
         assert node is not None
         self.checkpoints.drop(checkpoint)
+        self.ledger.clear(checkpoint, checkpoint.size_bytes)
         del node.checkpoints[checkpoint.position]
         for protection in checkpoint.protections:
             protection.checkpoint = None
@@ -475,20 +564,59 @@ class PrefixTree:
         if checkpoint.node is not None and not checkpoint.ref_count:
             self.checkpoints.put(checkpoint)
 
-    def rank(self, checkpoint: Checkpoint) -> float:
-        """Returns the policy's rank of a checkpoint, on its node already or not."""
-        return self._policy.rank(checkpoint)
+    def rank(self, checkpoint: Checkpoint) -> Rank:
+        """Returns the rank of a checkpoint, on its node already or not."""
+        return rank_of(checkpoint, self._policy)
+
+    # --------------------------------------------------------------------------------------- retention
+
+    def size_bytes(self, entry: Node | Checkpoint) -> int:
+        """Returns the bytes of an entry that its tenant's share pays for. Halves of a split node together pay as much
+        as before, also where both hold the block between them."""
+        if isinstance(entry, Checkpoint):
+            return entry.size_bytes
+        return (entry.end - entry.start) * self.token_bytes
+
+    def grant(self, entry: Node | Checkpoint, grant: Grant) -> None:
+        """Gives an entry a grant, in place of the one that it has."""
+        self.ledger.set(entry, grant, self.size_bytes(entry))
+        self._queue_again(entry)
+
+    def ungrant(self, entry: Node | Checkpoint) -> None:
+        """Takes an entry's grant away."""
+        self.ledger.clear(entry, self.size_bytes(entry))
+        self._queue_again(entry)
+
+    def _queue_again(self, entry: Node | Checkpoint) -> None:
+        if not entry.queue_ticket:
+            return
+        if isinstance(entry, Checkpoint):
+            self.checkpoints.put(entry)
+        else:
+            self.queue.put(entry)
+
+    def expire_grants(self) -> None:
+        """Takes away the grants that have expired: these entries have their ordinary rank again."""
+        for entry in self.ledger.expired(self._clock()):
+            assert isinstance(entry, Node | Checkpoint)
+            if entry.grant is not None and entry.grant.is_charged:
+                self.counters.expired_grants += 1
+            self.ungrant(entry)
 
     # ---------------------------------------------------------------------------------------- eviction
 
     def make_room(self, rows: Rows) -> None:
         """Evicts until so many rows of each pool are free. The caller has checked that they are available."""
+        if not self.pools.has_free(rows):
+            self.expire_grants()
         while not self.pools.has_free(rows):
             evicted = self._evict(rows, None)
             assert evicted, "rows counted as cached could not be evicted"
 
     def make_room_below(self, rows: Rows, rank: Rank) -> bool:
         """Like `make_room`, but evicts only entries ranked below `rank`. Returns False if that frees too little."""
+        if not self.pools.has_free(rows):
+            self.expire_grants()
         while not self.pools.has_free(rows):
             if not self._evict(rows, rank):
                 return False
@@ -529,23 +657,22 @@ class PrefixTree:
             self.drop(self.checkpoints.pop())
         while self.queue.peek() is not None:
             self._remove(self.queue.pop())
-        for root in list(self.roots.values()):
+        private = [root for roots in self._private_roots.values() for root in roots]
+        for root in [*private, *self.roots.values()]:
             self._forget_evictions(root)
 
     def clear_namespace(self, namespace: Namespace) -> None:
-        """Like `clear`, for one namespace: O(its nodes)."""
+        """Like `clear`, for one namespace: O(its nodes). The tails of public heads go with them."""
         self.version += 1
-        root = self.roots.get(namespace)
-        if root is None:
-            return
-        for node in reversed(list(walk(root))):  # children first
-            for checkpoint in list(node.checkpoints.values()):
-                if checkpoint.queue_ticket:
-                    self.drop(checkpoint)
-            if node.queue_ticket:
-                self.queue.drop(node)
-                self._remove(node)
-        self._forget_evictions(root)
+        for root in self.roots_of(namespace):
+            for node in reversed(list(walk(root))):  # children first
+                for checkpoint in list(node.checkpoints.values()):
+                    if checkpoint.queue_ticket:
+                        self.drop(checkpoint)
+                if node.queue_ticket:
+                    self.queue.drop(node)
+                    self._remove(node)
+            self._forget_evictions(root)
 
     def _forget_evictions(self, root: Root) -> None:
         for node in (root, *walk(root)):
@@ -558,7 +685,7 @@ class PrefixTree:
         The tail goes rather than the leaf: the rest is still a prefix that a later request may ask for. Blocks behind
         the last checkpoint go before that checkpoint, and a checkpoint goes with the K/V before it.
         """
-        size, kept = self.block_size, len(leaf.blocks) - blocks
+        size, kept, was_retained = self.block_size, len(leaf.blocks) - blocks, leaf.is_retained
         end = (leaf.start // size + kept) * size
         last = leaf.deepest_checkpoint
         if last is not None and end <= -(-last.position // size) * size and last.position < leaf.end:
@@ -567,12 +694,15 @@ class PrefixTree:
         if kept > 0:
             self._write_back(leaf, end)
             gone = leaf.blocks[kept:]
-            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :])
+            self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :], was_retained)
             self._drop_checkpoints(leaf, end)
+            self._drop_private_roots(leaf)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
+            self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
+            self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
             self.pool.unhold(gone)
             self.counters.evicted_blocks += len(gone)
@@ -580,8 +710,9 @@ class PrefixTree:
             return
         assert leaf.parent is not None
         self._write_back(leaf, leaf.start)
-        self._remember_evicted(leaf.parent, leaf, leaf.tokens)
+        self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
 
@@ -598,10 +729,12 @@ class PrefixTree:
         """Takes an unreferenced leaf, which is not queued any more, out of the tree."""
         parent = leaf.parent
         assert parent is not None
-        assert not leaf.children
+        assert leaf.is_leaf
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
+        self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
+        self.ledger.clear(leaf, self.size_bytes(leaf))
         del parent.children[int(leaf.tokens[0])]
         for protection in leaf.protections:
             protection.nodes.remove(leaf)
@@ -610,8 +743,9 @@ class PrefixTree:
         self.pool.unhold(leaf.blocks)
         # An object that still points at the node must not keep its arrays alive.
         leaf.tokens, leaf.blocks, leaf.windows = NO_TOKENS, NO_BLOCKS, []
-        self._queue_if_evictable(parent)
+        head = parent.parent if isinstance(parent, Root) else None  # a leaf too, if that was its last tail
         self._forget_if_empty(parent)
+        self._queue_if_evictable(parent if head is None else head)
 
     def _drop_checkpoints(self, node: Node, after: int) -> None:
         """Drops the node's checkpoints behind position `after`."""
@@ -622,39 +756,68 @@ class PrefixTree:
             self.counters.checkpoints_evicted += 1
 
     def _queue_if_evictable(self, node: Node) -> None:
-        if node.ref_count == 0 and not node.children and not node.is_root:
+        if node.ref_count == 0 and not isinstance(node, Root) and node.is_leaf:
             self.queue.put(node)
 
-    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens) -> None:
+    def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens, was_retained: bool) -> None:
         """Adds `tokens`, the tail of `leaf`, to the history below `node`, with the runs that followed the leaf."""
-        for forgotten in self.evicted.remember(node, tokens, self.evicted.take_below(leaf)):
+        deeper = self.evicted.take_below(leaf)
+        for forgotten in self.evicted.remember(node, tokens, deeper, was_retained):
             self._forget_if_empty(forgotten)
 
     def _forget_if_empty(self, node: Node) -> None:
         """Drops a root below which nothing is cached or in use, unless it was emptied lately and has a history."""
         if not isinstance(node, Root) or not node.is_empty:
             return
-        self._emptied.pop(node.namespace, None)
-        if not self.evicted.runs_below(node):
-            self.roots.pop(node.namespace, None)
+        self._emptied.pop(node, None)
+        if self.evicted.runs_below(node):
+            self._emptied[node] = None
+            while len(self._emptied) > MAX_EMPTY_ROOTS:
+                oldest = next(iter(self._emptied))
+                del self._emptied[oldest]
+                if oldest.is_empty:
+                    self._drop_root(oldest)
+        else:
+            self._drop_root(node)
+
+    def _drop_root(self, root: Root) -> None:
+        """Takes an empty root out of the tree, and the history of evictions below it."""
+        self.evicted.forget_below(root)
+        self._emptied.pop(root, None)
+        if root.parent is None:
+            self.roots.pop(root.namespace, None)
             return
-        self._emptied[node.namespace] = None
-        while len(self._emptied) > MAX_EMPTY_ROOTS:
-            namespace = next(iter(self._emptied))
-            del self._emptied[namespace]
-            oldest = self.roots.get(namespace)
-            if oldest is not None and oldest.is_empty:
-                self.evicted.forget_below(oldest)
-                del self.roots[namespace]
+        root.parent.private_roots.pop(root.namespace, None)
+        of_namespace = self._private_roots.get(root.namespace, {})
+        of_namespace.pop(root, None)
+        if not of_namespace:
+            self._private_roots.pop(root.namespace, None)
+
+    def _drop_private_roots(self, leaf: Node) -> None:
+        """Drops the roots below the end of a leaf, which are empty, before its end moves or it is removed."""
+        for root in list(leaf.private_roots.values()):
+            self._drop_root(root)
 
     def check(self) -> None:
         """Asserts the invariants of every node and every root."""
         for node in self.nodes():
             self._check_node(node)
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
+        private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
+        assert len(private) == sum(map(len, self._private_roots.values()))
+        for node, root in private:
+            assert root.parent is node
+            assert root.start == root.end == node.end
+            assert root in self._private_roots[root.namespace]
+            assert node.private_roots[root.namespace] is root
+            assert root.ref_count == sum(child.ref_count for child in root.children.values())
+            above = next(step for step in node.path() if isinstance(step, Root))
+            assert above.namespace.is_public, "a private root below a private node"
         for namespace, root in self.roots.items():
             assert root.namespace == namespace
-            is_remembered = bool(self.evicted.runs_below(root)) and namespace in self._emptied
+            assert not root.private_roots, "a public head without tokens"
+        for root in [*self.roots.values(), *(root for _, root in private)]:
+            is_remembered = bool(self.evicted.runs_below(root)) and root in self._emptied
             assert not root.is_empty or is_remembered, "a namespace outlives its cached prefixes"
 
     def _check_node(self, node: Node) -> None:
@@ -671,9 +834,8 @@ class PrefixTree:
         assert node.parent is not None
         assert node.parent.end == node.start
         assert node.parent.children[int(node.tokens[0])] is node
-        below = sum(child.ref_count for child in node.children.values())
-        assert node.ref_count == len(self.leases_at(node)) + below
-        evictable = not node.children and not node.ref_count
+        assert node.ref_count == len(self.leases_at(node)) + sum(child.ref_count for child in below(node))
+        evictable = node.is_leaf and not node.ref_count
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
@@ -687,12 +849,14 @@ def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     shallower = [p for p in node.checkpoints if p < position]
     if shallower:
         yield node.checkpoints[max(shallower)]
-    elif node.parent is not None and node.parent.checkpoints:
-        yield node.parent.checkpoints[max(node.parent.checkpoints)]
+    else:
+        above = node.parent.parent if isinstance(node.parent, Root) else node.parent
+        if above is not None and above.checkpoints:
+            yield above.checkpoints[max(above.checkpoints)]
     deeper = [p for p in node.checkpoints if p > position]
     if deeper:
         yield node.checkpoints[min(deeper)]
         return
-    for child in node.children.values():
+    for child in below(node):
         if child.checkpoints:
             yield child.checkpoints[min(child.checkpoints)]

@@ -21,6 +21,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
 from rootstock.cache.keys import Namespace
+from rootstock.cache.retention import Grant
 from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
@@ -90,6 +91,8 @@ class Node:
     resume_anywhere: bool = field(init=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position, in (start, end]
     children: dict[int, Node] = field(default_factory=dict)  # by first token
+    # Where it ends a public head: of each tenant, the beginning of its tails.
+    private_roots: dict[Namespace, Root] = field(default_factory=dict)
     ref_count: int = 0  # leases whose node is here or below: > 0 means not evictable
     protections: dict[HitProtection, None] = field(
         default_factory=dict
@@ -97,6 +100,9 @@ class Node:
     passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
     hits: int = 0
     queue_ticket: int = 0
+    grant: Grant | None = None  # its retention
+    grant_ticket: int = 0
+    session: int = 0  # the only one whose requests have used it; 0: there were others
 
     def __post_init__(self) -> None:
         self.end = self.start + len(self.tokens)
@@ -107,8 +113,31 @@ class Node:
         return bool(self.protections)
 
     @property
+    def is_referenced(self) -> bool:
+        return self.ref_count > 0
+
+    @property
+    def used_at(self) -> float:
+        return self.last_used
+
+    @property
+    def is_retained(self) -> bool:
+        """True if it is evicted after all entries without a time to live. Blocks behind the last checkpoint, from
+        which no request resumes, are not."""
+        if self.grant is None or not self.grant.ttl_s:
+            return False
+        return self.resume_anywhere or self.end in self.checkpoints
+
+    @property
     def is_root(self) -> bool:
         return self.parent is None
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if nothing is cached or in use below it."""
+        if self.children:
+            return False
+        return not self.private_roots or all(root.is_empty for root in self.private_roots.values())
 
     @property
     def deepest_checkpoint(self) -> Checkpoint | None:
@@ -146,12 +175,18 @@ class Node:
 
 
 class Root(Node):
-    """The beginning of a namespace: no tokens, no blocks, never evicted."""
+    """The beginning of a namespace: no tokens, no blocks, never evicted.
+
+    A *private* root lies at the end of a public head, below the node that ends there: what one tenant's prompts go on
+    with. Its namespace may have several, and one without a parent, for prompts that begin with no public head.
+    """
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace, resume_anywhere: bool, now: float) -> None:
-        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, [], now)
+    def __init__(
+        self, namespace: Namespace, resume_anywhere: bool, now: float, parent: Node | None = None
+    ) -> None:
+        super().__init__(parent, 0 if parent is None else parent.end, NO_TOKENS, NO_BLOCKS, [], now)
         self.resume_anywhere = resume_anywhere
         self.namespace = namespace
 
@@ -177,6 +212,7 @@ class Checkpoint:
     windows: tuple[WindowBlocks, ...]  # one for each window family
     slot: SlotId  # NO_SLOT if the model has no recurrent states
     cost_tokens: float  # its bytes, in tokens of full attention
+    size_bytes: int
     last_used: float
     hits: int = 0
     ref_count: int = 0  # leases that resume from it and have not computed anything yet
@@ -184,6 +220,8 @@ class Checkpoint:
         default_factory=dict
     )  # of queued requests that would resume here
     queue_ticket: int = 0
+    grant: Grant | None = None  # its retention
+    grant_ticket: int = 0
 
     @property
     def previous(self) -> Checkpoint | None:
@@ -209,6 +247,24 @@ class Checkpoint:
     @property
     def is_protected(self) -> bool:
         return bool(self.protections)
+
+    @property
+    def is_referenced(self) -> bool:
+        return self.ref_count > 0 or (self.node is not None and self.node.ref_count > 0)
+
+    @property
+    def used_at(self) -> float:
+        """The last use of the prefix that it ends: requests that resume from a deeper one use it as well."""
+        return self.last_used if self.node is None else max(self.last_used, self.node.last_used)
+
+    @property
+    def is_retained(self) -> bool:
+        return self.grant is not None and self.grant.ttl_s > 0
+
+    @property
+    def is_spent(self) -> bool:
+        """True if the conversation that left it has gone on: hardly any request resumes there."""
+        return self.kind in RESUMED_ONCE and self.is_passed
 
     @property
     def is_passed(self) -> bool:
@@ -239,7 +295,7 @@ class Checkpoint:
             chance *= 1 + min(self.hits, 7)
         elif self.is_passed:
             chance *= CHANCE_WHEN_PASSED
-        if not self.node.children and self.position >= max(self.node.checkpoints, default=0):
+        if self.node.is_leaf and self.position >= max(self.node.checkpoints, default=0):
             cost += saved
         return chance * saved / cost
 
@@ -283,9 +339,9 @@ def kept_part(tokens: Tokens) -> Tokens:
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
-    The position lies in (node.start, node.end], or is 0 at the root.
+    The position lies in (node.start, node.end], or is that of the root.
     """
-    node, position, length = root, 0, len(tokens)
+    node, position, length = root, root.end, len(tokens)
     while position < length:
         child = node.children.get(int(tokens[position]))
         if child is None:
@@ -342,6 +398,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint.node = upper
     upper.hits = node.hits
     upper.passed_by = node.passed_by
+    upper.grant, upper.session = node.grant, node.session
     upper.ref_count = node.ref_count
     for protection in node.protections:
         protection.add(upper)
@@ -363,7 +420,7 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
     filled_from = len(table)
     for step in node.path():
         first = step.start // block_size
-        if first < filled_from:
+        if first < filled_from and len(step.blocks):
             table[first:filled_from] = step.blocks[: filled_from - first]
             filled_from = first
     return table
@@ -376,7 +433,7 @@ def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block
     filled_from = len(references)
     for step in node.path():
         first = step.start // block_size
-        if first < filled_from and not step.is_root:
+        if first < filled_from and len(step.blocks):
             references[first:filled_from] = step.windows[window][: filled_from - first]
             filled_from = first
     return pool.resolve(references)
@@ -391,7 +448,7 @@ def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
     found: dict[int, None] = {}
     step = node.parent
     while step is not None:
-        if step.end % block_size:
+        if step.end % block_size and len(step.blocks):
             block = int(step.blocks[-1])
             if int(table[step.end // block_size]) != block:
                 found[block] = None
@@ -400,9 +457,16 @@ def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """Yields every node below the root, parents first. For reports and integrity checks."""
-    stack = list(root.children.values())
+    """Yields every node below a node but private roots, parents first. For reports and integrity checks."""
+    stack = list(below(root))
     while stack:
         node = stack.pop()
         yield node
-        stack.extend(node.children.values())
+        stack.extend(below(node))
+
+
+def below(node: Node) -> Iterator[Node]:
+    """Yields the nodes right below a node, those of private roots included."""
+    yield from node.children.values()
+    for root in node.private_roots.values():
+        yield from root.children.values()

@@ -26,6 +26,13 @@ class Counters:
     )
     volatile_misses: int = 0  # admissions that diverged in a volatile span
     volatile_tokens: int = 0  # that they would have found behind it
+    accepted_hints: int = 0  # hints of admitted requests, by the decision about them
+    clipped_hints: int = 0
+    refused_hints: int = 0
+    expired_grants: int = 0  # entries whose retention has ended
+    displaced_grants: int = 0  # entries that lost it to others of their tenant, or to another tenant's share
+    evicted_retained_tokens: int = 0  # evicted within their time to live
+    dropped_pins: int = 0  # pins that were given up for a request that could not run otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,10 @@ class CacheStats:
     cached_tokens: int  # findable
     leases: int
     volatile_spans: int  # kept for reports
+    retained_bytes: int  # of entries that are kept within their time to live, or by a priority above 0
+    pinned_bytes: int
+    pins: int
+    sessions: int  # whose pauses are known
     admissions: int
     asked_tokens: int
     hit_tokens: int
@@ -84,6 +95,13 @@ class CacheStats:
     checkpoints_refused: int
     volatile_misses: int
     volatile_tokens: int
+    accepted_hints: int
+    clipped_hints: int
+    refused_hints: int
+    expired_grants: int
+    displaced_grants: int
+    evicted_retained_tokens: int
+    dropped_pins: int
 
     @property
     def resident_bytes(self) -> int:

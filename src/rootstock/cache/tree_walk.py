@@ -21,6 +21,7 @@ from rootstock.cache.prefix_tree import PrefixTree
 from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.types import NO_TOKENS, Tokens
 
+MAX_ROOTS = 2**16 - 1  # private ones, at the ends of public heads, included
 MAX_NODES = 500_000  # of one walk; further ones are left out
 _AT_ONCE = 64  # nodes between two looks at the clock
 
@@ -29,6 +30,7 @@ class NodeFlags(IntFlag):
     LIVE = 1  # a running request uses it
     CHECKPOINT = 2
     PROTECTED = 4  # a queued request would hit it
+    RETAINED = 8  # a hint keeps it for some time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,13 @@ class NodeColumns:
     """The nodes of a tree, one entry for each in every column. A parent comes before its children."""
 
     number: array[int]  # names the node in later walks as well
-    parent: array[int]  # row of the parent; -1: the node begins its namespace
+    parent: array[int]  # row of the node above; -1: there is none
     root: array[int]  # index of its namespace in `TreeWalk.namespaces`
     start: array[int]
     end: array[int]
     bytes: array[float]  # of its positions and its checkpoints, those of nodes below not included
     last_used: array[float]  # by the cache's clock
+    session: array[int]  # the only one whose requests have used it; 0: there were others, or none
     flags: array[int]
 
 
@@ -85,17 +88,20 @@ class TreeWalk:
         self._roots: dict[Root, int] = {}
         self._stack: list[Node] = []
         self.columns = NodeColumns(
-            array("I"), array("i"), array("H"), array("i"), array("i"), array("f"), array("d"), array("B")
+            array("I"), array("i"), array("H"), array("i"), array("i"), array("f"), array("d"), array("I"), array("B")
         )
         self.is_truncated = False
-        for root in itertools.islice(tree.roots.values(), 2**16):
-            if root.children:
-                self._roots[root] = len(self.namespaces)
-                self.namespaces.append(root.namespace)
-                self._stack.extend(root.children.values())
+        for root in itertools.islice(tree.roots.values(), MAX_ROOTS):
+            self._enter(root)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def _enter(self, root: Root) -> None:
+        if root.children and len(self._roots) < MAX_ROOTS and root not in self._roots:
+            self._roots[root] = len(self.namespaces)
+            self.namespaces.append(root.namespace)
+            self._stack.extend(root.children.values())
 
     def advance(self, until: float, clock: Callable[[], float]) -> bool:
         """Walks on until the clock shows `until`. Returns whether nodes are left."""
@@ -135,7 +141,9 @@ class TreeWalk:
     def _report(self, node: Node) -> None:
         columns, row, parent = self.columns, len(self._rows), node.parent
         assert parent is not None
-        above = self._rows.get(parent, -1)
+        # A private root lies below the end of a public head, which is then the node above.
+        parent_node = parent.parent if isinstance(parent, Root) else parent
+        above = -1 if parent_node is None else self._rows[parent_node]
         number = self._number_of(node)
         self._rows[node] = row
         self._by_number[number] = node
@@ -149,12 +157,16 @@ class TreeWalk:
         columns.end.append(node.end)
         columns.bytes.append(self._bytes(node))
         columns.last_used.append(node.last_used)
+        columns.session.append(node.session & 0xFFFFFFFF)
         columns.flags.append(
             (NodeFlags.LIVE.value if node.ref_count else 0)
             | (NodeFlags.CHECKPOINT.value if node.checkpoints else 0)
             | (NodeFlags.PROTECTED.value if node.protections else 0)
+            | (NodeFlags.RETAINED.value if node.is_retained else 0)
         )
         self._stack.extend(node.children.values())
+        for root in node.private_roots.values():
+            self._enter(root)
 
     def _number_of(self, node: Node) -> int:
         previous = self._previous
@@ -179,19 +191,17 @@ class TreeWalk:
         node = self._by_number.get(number)
         if node is None or node.parent is None:  # removed
             return None
-        *_, root = node.path()
-        return node if isinstance(root, Root) and self._tree.roots.get(root.namespace) is root else None
+        *_, top = node.path()
+        return node if isinstance(top, Root) and self._tree.roots.get(top.namespace) is top else None
 
     def detail(self, number: int, now: float) -> NodeDetail | None:
         """Describes a node as it is now; None if it is gone."""
         node = self._node(number)
         if node is None:
             return None
-        *_, root = node.path()
-        assert isinstance(root, Root)
         return NodeDetail(
             number,
-            root.namespace,
+            next(each for each in node.path() if isinstance(each, Root)).namespace,
             node.start,
             node.end,
             node.tokens,
@@ -211,6 +221,6 @@ class TreeWalk:
         node = self._node(number)
         if node is None:
             return None
-        *above, root = node.path()
-        assert isinstance(root, Root)
-        return root.namespace, np.concatenate([NO_TOKENS, *(step.tokens for step in reversed(above))])
+        path = list(node.path())
+        namespace = next(each for each in path if isinstance(each, Root)).namespace
+        return namespace, np.concatenate([NO_TOKENS, *(step.tokens for step in reversed(path))])

@@ -6,15 +6,20 @@ those rows.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
 from rootstock.cache.families import ChunkedAttention
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
+from rootstock.cache.hints import Keep
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
 from rootstock.cache.radix_node import Checkpoint, Node, Root
+from rootstock.cache.retention import keep_of
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 
@@ -22,8 +27,17 @@ from rootstock.cache.types import NO_SLOT, BlockIds, SlotId, Tokens
 class WriteBackQueue:
     """Queue of stores. With `through`, published rows are stored at once: evictions are free, a crash loses less."""
 
-    def __init__(self, pools: Pools, stored: StoredIndex, *, through: bool = False) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        stored: StoredIndex,
+        *,
+        through: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stored = stored
+        self._clock = clock
+        self._kept: dict[RecordKey, Keep] = {}
         self.through = through
         self.is_open = True  # if not, the tier takes no stores: evicted rows are dropped
         self._pools = pools
@@ -52,6 +66,11 @@ class WriteBackQueue:
         used, self._used = self._used, []
         return used
 
+    def take_kept(self) -> dict[RecordKey, Keep]:
+        """Takes the retention of records that the tier has already."""
+        kept, self._kept = self._kept, {}
+        return kept
+
     def take_wrong(self) -> list[RecordKey]:
         """Takes the keys of records that must not be loaded any more."""
         wrong, self._wrong = self._wrong, []
@@ -65,16 +84,18 @@ class WriteBackQueue:
         full = self._pools.full
         if not self.is_open or full.family is None or node.passed_by or kept >= len(node.blocks):
             return
-        namespace, tokens = path_tokens(node, node.end)
-        self._add_blocks(namespace, tokens, node.start // self._size + kept, node.blocks[kept:], full)
+        scope, tokens = path_tokens(node, node.end)
+        keep = keep_of(node, self._clock())
+        self._add_blocks(scope, tokens, node.start // self._size + kept, node.blocks[kept:], full, keep)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Adds the rows of a checkpoint before it is dropped."""
         node = checkpoint.node
         assert node is not None
         if self.is_open and not node.passed_by:
-            namespace, tokens = path_tokens(node, checkpoint.position)
-            self._add_checkpoint(namespace, tokens, checkpoint, checkpoint.slot)
+            scope, tokens = path_tokens(node, checkpoint.position)
+            keep = keep_of(checkpoint, self._clock())
+            self._add_checkpoint(scope, tokens, checkpoint, checkpoint.slot, keep)
 
     def add_node(self, node: Node) -> None:
         """Adds all rows of a node that stays: its checkpoints and its blocks, except for a last block that its
@@ -85,8 +106,9 @@ class WriteBackQueue:
         if full.family is not None:
             end = node.end if not node.children else node.end - node.end % self._size
             if end > node.start:
-                namespace, tokens = path_tokens(node, end)
-                self._add_blocks(namespace, tokens, node.start // self._size, node.blocks, full)
+                scope, tokens = path_tokens(node, end)
+                keep = keep_of(node, self._clock())
+                self._add_blocks(scope, tokens, node.start // self._size, node.blocks, full, keep)
         for checkpoint in node.checkpoints.values():
             self.add_checkpoint(checkpoint)
 
@@ -103,31 +125,33 @@ class WriteBackQueue:
             end -= end % size
         if first // size * size < end:
             blocks = slice(first // size, -(-end // size))
-            self._add_blocks(lease.namespace, lease.tokens[:end], blocks.start, lease.table[blocks], full)
+            table, tokens = lease.table[blocks], lease.tokens[:end]
+            keep = _keep_of_claims(lease, end)
+            self._add_blocks(lease.scope, tokens, blocks.start, table, full, keep)
 
     def add_new_checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> None:
         """Adds the rows of a checkpoint at the lease's current position. Reads the state from the lease's working
         slot, since the copy may not have been executed yet. Only with `through`."""
         if self.through and self.is_open:
             tokens = lease.tokens[: checkpoint.position]
-            self._add_checkpoint(lease.namespace, tokens, checkpoint, lease.slot)
+            keep = keep_of(checkpoint, self._clock())
+            self._add_checkpoint(lease.scope, tokens, checkpoint, lease.slot, keep)
 
-    def distrust(
-        self, tokens: Tokens, namespace: Namespace, first: int, *, all_that_follows: bool = False
-    ) -> None:
+    def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go.
-            keys = self.stored.keys_beyond(namespace, first)
+            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, those of
+            # all tenants if they may have continued a public head.
+            keys = self.stored.keys_beyond(None if first < scope.public_tokens else scope.namespace, first)
         else:
-            keys = self.stored.keys_along(tokens, namespace, first)
+            keys = self.stored.keys_along(tokens, scope, first)
         for key in keys:
             self._wrong.append(key)
             self.stored.remove(key)
         self._waiting = {
             key: store
             for key, store in self._waiting.items()
-            if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, namespace)
+            if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, scope)
         }
 
     # ---------------------------------------------------------------------------------------- identity
@@ -137,13 +161,18 @@ class WriteBackQueue:
         return self._pools.block_size
 
     def _add_checkpoint(
-        self, namespace: Namespace, tokens: Tokens, checkpoint: Checkpoint, slot: SlotId
+        self,
+        scope: Scope,
+        tokens: Tokens,
+        checkpoint: Checkpoint,
+        slot: SlotId,
+        keep: Keep | None,
     ) -> None:
         """Adds all rows that a resumption after `tokens` reads, with the state in `slot`."""
         if self._is_storable(checkpoint):
             for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
-                self._add_blocks(namespace, tokens, held.first, held.ids, pool)
-            self._add_state(namespace, tokens, slot)
+                self._add_blocks(scope, tokens, held.first, held.ids, pool, keep)
+            self._add_state(scope.of(len(tokens)), tokens, slot, keep)
 
     def _is_storable(self, checkpoint: Checkpoint) -> bool:
         """Returns True if its blocks hold all their positions. Where a chunk begins inside a block, the positions
@@ -155,9 +184,31 @@ class WriteBackQueue:
         return True
 
     def _add_blocks(
-        self, namespace: Namespace, tokens: Tokens, first: int, ids: BlockIds, pool: FamilyPool
+        self,
+        scope: Scope,
+        tokens: Tokens,
+        first: int,
+        ids: BlockIds,
+        pool: FamilyPool,
+        keep: Keep | None,
     ) -> None:
         """Adds block indices `first` …, the last of which is filled as far as `tokens` go."""
+        public = scope.public_tokens // self._size - first  # blocks that lie within a public head
+        if public > 0:
+            rest = tokens[: (first + public) * self._size]
+            self._add_blocks_of(scope.public, rest, first, ids[:public], pool, keep)
+            first, ids = first + public, ids[public:]
+        self._add_blocks_of(scope.of(len(tokens)), tokens, first, ids, pool, keep)
+
+    def _add_blocks_of(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        first: int,
+        ids: BlockIds,
+        pool: FamilyPool,
+        keep: Keep | None,
+    ) -> None:
         assert pool.family is not None
         if namespace.is_private:
             return
@@ -186,9 +237,9 @@ class WriteBackQueue:
             is_stored = identity.key in self.stored
             if not is_stored and end - start < size and self.stored.covers(pool.index, parent, own):
                 continue
-            self._add(identity, RowPart(pool.index, block, end - start))
+            self._add(identity, RowPart(pool.index, block, end - start), keep)
 
-    def _add_state(self, namespace: Namespace, tokens: Tokens, slot: SlotId) -> None:
+    def _add_state(self, namespace: Namespace, tokens: Tokens, slot: SlotId, keep: Keep | None) -> None:
         pool = self._pools.states
         if pool is None or slot == NO_SLOT or namespace.is_private:
             return
@@ -204,28 +255,44 @@ class WriteBackQueue:
             tokens,
             start,
         )
-        self._add(identity, RowPart(pool.index, slot, 0))
+        self._add(identity, RowPart(pool.index, slot, 0), keep)
 
-    def _add(self, identity: Identity, part: RowPart) -> None:
+    def _add(self, identity: Identity, part: RowPart, keep: Keep | None) -> None:
         key = identity.key
         if key in self.stored:
             self._used.append(key)
+            if keep is not None:
+                self._kept[key] = keep
         else:
-            self._waiting.setdefault(key, Store(identity, part))
+            self._waiting.setdefault(key, Store(identity, part, keep))
 
 
-def path_tokens(node: Node, position: int) -> tuple[Namespace, Tokens]:
-    """Collects the namespace and the tokens 0 … position-1 on the path to `node`. O(position)."""
+def _keep_of_claims(lease: Lease, end: int) -> Keep | None:
+    """Returns the retention that the lease will give to its blocks up to `end`."""
+    claims = [claim for claim in lease.claims if claim.covers(end)]
+    kept = [claim for claim in claims if claim.ttl_s or claim.priority > 0]
+    if not kept:
+        return None
+    best = max(kept, key=lambda claim: (claim.ttl_s > 0, claim.priority, claim.lasts_s))
+    return Keep(best.tenant, best.lasts_s, best.priority)
+
+
+def path_tokens(node: Node, position: int) -> tuple[Scope, Tokens]:
+    """Collects the scope and the tokens 0 … position-1 on the path to `node`. O(position)."""
     tokens = np.empty(position, np.int32)
+    scope: Scope | None = None
     for step in node.path():
         if isinstance(step, Root):
-            return step.namespace, tokens
+            scope = scope or Scope(step.namespace, step.end)
+            if step.is_root:
+                return scope, tokens
+            continue
         end = min(step.end, position)
         tokens[step.start : end] = step.tokens[: end - step.start]
     raise AssertionError("a path without a root")
 
 
-def _is_prefix_of(identity: Identity, tokens: Tokens, namespace: Namespace) -> bool:
-    if identity.namespace != namespace.digest() or identity.end > len(tokens):
+def _is_prefix_of(identity: Identity, tokens: Tokens, scope: Scope) -> bool:
+    if identity.namespace != scope.of(identity.end).digest() or identity.end > len(tokens):
         return False
     return bool((identity.tokens == tokens[identity.start : identity.end]).all())

@@ -19,7 +19,8 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.explain import Explanation
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
+from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
@@ -32,6 +33,7 @@ from rootstock.engine.constraints.progress import AnswerProgress
 from rootstock.engine.detokenizer import Detokenizer
 from rootstock.engine.limits import RequestLimits
 from rootstock.engine.pacing import Pacing
+from rootstock.engine.prompts.salt import is_chosen_by_client
 from rootstock.engine.request import Aborted, Event, Failed, Finished, Request, RequestId, Sink
 from rootstock.engine.request_table import RequestTable
 from rootstock.engine.sampling import Sampler
@@ -114,6 +116,7 @@ class Engine:
             self.proposer = proposer or NgramProposer(cache, config.draft_tokens)
         pacing = None if config.itl_target_s is None else Pacing(config.itl_target_s)
         self.tier_connector = tier_connector
+        self.public_heads = PublicHeads()  # replaced before the first request, if there are any
         self.scheduler = Scheduler(
             cache,
             config.max_batch,
@@ -193,6 +196,11 @@ class Engine:
         """Returns the cache namespace of requests with this salt."""
         return replace(self._namespace, salt=salt)
 
+    def scope(self, tokens: Tokens, salt: str = "") -> Scope:
+        """Returns the namespaces of a prompt: with a salt that a client chose, all of it is private."""
+        public_tokens = 0 if is_chosen_by_client(salt) else self.public_heads.longest(tokens)
+        return Scope(self.namespace(salt), public_tokens)
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Validates and queues a request. `sink` gets its events.
 
@@ -217,7 +225,7 @@ class Engine:
         return Sequence(
             request=request,
             sink=sink,
-            namespace=self.namespace(request.salt),
+            scope=self.scope(request.tokens, request.salt),
             max_tokens=self._limits.max_tokens(request),
             sampler=Sampler(
                 request.sampling,
@@ -271,12 +279,14 @@ class Engine:
     def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
         """Explains which prefix a request with these tokens would hit now, and why no deeper one."""
 
+        scope = self.scope(tokens, salt)
+
         def explain() -> Explanation:
-            namespace = self.namespace(salt)
-            explanation = self._cache.explain(tokens, namespace)
+            match = self._cache.match(tokens, scope.namespace, public_tokens=scope.public_tokens)
+            explanation = self._cache.explain_hit(match)
             if self.tier_connector is None:
                 return explanation
-            _, choice = self.tier_connector.choose(self._cache.match(tokens, namespace))
+            _, choice = self.tier_connector.choose(match)
             return explanation if choice is None else replace(explanation, below=choice)
 
         return self.call(explain)
@@ -334,7 +344,16 @@ class Engine:
 
         With a salt, drops those of one tenant only. Raises ClearUnderWay.
         """
-        namespace = None if salt is None else self.namespace(salt)
+        return self._clear(None if salt is None else self.namespace(salt))
+
+    def clear_public_heads(self) -> Cleared:
+        """Drops the public heads that no running request uses. In memory, the tails of all tenants behind them go, too.
+
+        Raises ClearUnderWay.
+        """
+        return self._clear(Scope(self._namespace).public)
+
+    def _clear(self, namespace: Namespace | None) -> Cleared:
 
         def clear() -> Cleared:
             if self.hit_verifier is not None:
@@ -484,8 +503,8 @@ class Engine:
             except Exception:
                 log.exception("a function to be called after events raised")
 
-    def _distrust(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
-        self._cache.forget(tokens, namespace, first)
+    def _distrust(self, tokens: Tokens, scope: Scope, first: int) -> None:
+        self._cache.forget(tokens, scope.namespace, first, public_tokens=scope.public_tokens)
         if self.tier_connector is not None:
             self.tier_connector.follow()
 

@@ -190,9 +190,7 @@ class Scheduler:
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
-                sequence.hit_protection = self._cache.protect(
-                    self._cache.match(sequence.tokens, sequence.namespace)
-                )
+                sequence.hit_protection = self._cache.protect(self._match(sequence))
 
     def _unprotect_hit(self, sequence: Sequence) -> None:
         if sequence.hit_protection is not None:
@@ -299,7 +297,10 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
-        return self._cache.match(sequence.tokens, sequence.namespace, reusable)
+        scope = sequence.scope
+        return self._cache.match(
+            sequence.tokens, scope.namespace, reusable, public_tokens=scope.public_tokens
+        )
 
     def _wait_for_prefix(self, sequence: Sequence, match: Match, now: float) -> bool:
         """Makes a request wait if a running one is computing at least a block more of its prefix."""

@@ -254,7 +254,7 @@ class StepRunner:
             if self._tier_connector is not None:
                 self._tier_connector.count(sequence.load_choice)
             if self._hit_verifier is not None:
-                self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.namespace)
+                self._hit_verifier.consider(sequence.request.tokens, lease.hit_tokens, sequence.scope)
         if sampled.token in sequence.stop_tokens:
             self._finish(sequence, lease, "stop", sampled.token, text=sequence.rest_of_text())
             return

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.engine.engine import Engine
-from rootstock.server.dashboard.views import Names, View
+from rootstock.server.dashboard.views import Names, View, namespace_json
 
 SLICE_S = 0.002  # of the engine's thread between two steps
 # Of a long step: a longer slice then delays it as little, and the walk ends sooner.
@@ -32,12 +32,13 @@ class Picture:
     at: float  # by the engine's clock
     walk: TreeWalk
     number: NDArray[np.uint32]
-    parent: NDArray[np.int32]  # -1: below the root of its namespace
+    parent: NDArray[np.int32]  # -1: none, or one that the view does not show
     root: NDArray[np.uint16]
     start: NDArray[np.int32]
     end: NDArray[np.int32]
     bytes: NDArray[np.float32]
     idle_s: NDArray[np.float32]
+    session: NDArray[np.uint32]
     flags: NDArray[np.uint8]
 
     @staticmethod
@@ -55,6 +56,7 @@ class Picture:
             np.array(columns.end, np.int32),
             np.array(columns.bytes, np.float32),
             idle.astype(np.float32),
+            np.array(columns.session, np.uint32),
             np.array(columns.flags, np.uint8),
         )
 
@@ -74,6 +76,7 @@ class Picture:
             ("end", "Int32", self.end[rows]),
             ("bytes", "Float32", self.bytes[rows]),
             ("idle", "Float32", self.idle_s[rows]),
+            ("session", "Uint32", self.session[rows]),
             ("root", "Uint16", self.root[rows]),
             ("flags", "Uint8", self.flags[rows]),
         ]
@@ -85,9 +88,7 @@ class Picture:
                 "next_s": round(pause_s, 1),
                 "truncated": self.walk.is_truncated,
                 "roots": [
-                    {"tenant": names.of(each.salt), "adapter": each.adapter}
-                    if view.shows(each.salt)
-                    else None
+                    namespace_json(each, names) if view.shows(each.salt) else None
                     for each in self.walk.namespaces
                 ],
                 "columns": [[name, kind] for name, kind, _ in columns],

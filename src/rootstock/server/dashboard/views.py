@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from fastapi import Request
 
+from rootstock.cache.keys import Namespace
 from rootstock.cache.stats import PoolUsage
 from rootstock.cache.tree_walk import NodeDetail
 from rootstock.cache.types import Tokens
@@ -81,6 +82,11 @@ class Texts:
             {"id": token, "text": token_text(self._tokenizer, token) if self.show_prompts else None}
             for token in map(int, tokens)
         ]
+
+
+def namespace_json(namespace: Namespace, names: Names) -> Json:
+    tenant = "public head" if namespace.is_public else names.of(namespace.salt)
+    return {"tenant": tenant, "adapter": namespace.adapter}
 
 
 def health_json(health: Health) -> Json:
@@ -200,8 +206,7 @@ def node_json(detail: NodeDetail, names: Names, texts: Texts) -> Json:
     head, tail = (tokens[:half], tokens[-half:]) if is_cut else (tokens, tokens[:0])
     return {
         "number": detail.number,
-        "tenant": names.of(detail.namespace.salt),
-        "adapter": detail.namespace.adapter,
+        **namespace_json(detail.namespace, names),
         "start": detail.start,
         "end": detail.end,
         "bytes": detail.bytes,

@@ -82,7 +82,7 @@ function watch() {
   tree.serial = null;
   feed.open(model());
   tree.load();
-  pins.load();
+  pins.load(Boolean(session.pins));
 }
 
 models.addEventListener("change", watch);
@@ -94,7 +94,7 @@ byId("login-form").addEventListener("submit", async (event) => {
   try {
     await post("dashboard/login", undefined, box.value.trim());
     await begin();
-    byId("main").focus();
+    byId("main").focus({ preventScroll: true });
   } catch (error) {
     const failed = /** @type {ServerError} */ (error);
     byId("login-error").textContent = failed.status === 401 ? "The server does not know this key." : failed.message;

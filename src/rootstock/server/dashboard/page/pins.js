@@ -1,6 +1,6 @@
 /** Pinned prefixes: kept until they are released. The panel is hidden where the server has no routes for them. */
 
-import { ServerError, ask, post } from "./api.js";
+import { ask, post } from "./api.js";
 import { byId, confirmed, el, fill, table, toast } from "./dom.js";
 import { bytes, count } from "./format.js";
 
@@ -14,17 +14,18 @@ export class Pins {
 
   get panel() { return /** @type {HTMLElement} */ (document.querySelector(".pins")); }
 
-  async load() {
+  /** @param {boolean} has whether the server has the routes */
+  async load(has = this.known) {
+    this.known = has;
+    this.panel.hidden = !has;
+    if (!has) return;
     let told;
     try {
       told = await (await ask(`v1/cache/pins?model=${encodeURIComponent(this.model())}`)).json();
     } catch (error) {
-      this.known = !(error instanceof ServerError && error.status === 404);
-      this.panel.hidden = true;
+      fill(byId("pins"), el("p", { class: "empty" }, /** @type {Error} */ (error).message));
       return;
     }
-    this.known = true;
-    this.panel.hidden = false;
     const pins = told.pins ?? told.data ?? [];
     if (!pins.length) { fill(byId("pins"), el("p", { class: "empty" }, "No prefix is pinned.")); return; }
     fill(byId("pins"), table([["prefix"], ["tokens", "n"], ["memory", "n"], [""]], pins.map((/** @type {any} */ pin) => el("tr", {},

@@ -9,7 +9,7 @@ const GAP = 0.006; // of the width, between two namespaces
  * @property {number} size
  * @property {Uint32Array} number  @property {Int32Array} parent  @property {Int32Array} start  @property {Int32Array} end
  * @property {Float32Array} bytes  @property {Float32Array} idle  @property {Uint16Array} root  @property {Uint8Array} flags
- * @property {Uint16Array} [session] index in head.sessions; 0: none
+ * @property {Uint32Array} session  0: several, or none
  * @property {Float64Array} total  bytes of a node and of all below it
  * @property {Int32Array} deepest  the largest end of a node and of all below it
  * @property {Float64Array} x0  @property {Float64Array} x1  from 0 to 1

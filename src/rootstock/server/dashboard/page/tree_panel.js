@@ -70,8 +70,6 @@ export class TreePanel {
     byId("tree-count").textContent = `${count(tree.size)} nodes · ${bytes(all)}${tree.head.truncated ? " · only a part is shown" : ""}`;
     this.canvas.setAttribute("aria-label", `Prefix tree with ${count(tree.size)} nodes and ${bytes(all)}`);
     byId("tree-empty").hidden = tree.size > 0;
-    const session = /** @type {HTMLOptionElement} */ (byId("colour").querySelector("[value=session]"));
-    session.disabled = !tree.session;
     this.view.show(tree);
     this.recolour();
     this.showTable();
@@ -96,14 +94,14 @@ export class TreePanel {
       }
       legend(byId("tree-legend"), AGES.map(([, name], k) => [this.view.palette[k], k && k < AGES.length - 1 ? `≤ ${name}` : String(k ? name : `used ≤ ${name} ago`)]));
     } else {
-      const groups = by === "session" && tree.session ? tree.session : tree.root;
+      const groups = by === "session" ? tree.session : tree.root;
       const seen = new Map();
       for (let i = 0; i < tree.size; i++) {
         if (!seen.has(groups[i])) seen.set(groups[i], seen.size % HUES.length);
         of[i] = seen.get(groups[i]);
       }
       this.view.palette = HUES.map((hue) => isDark ? `hsl(${hue} 38% 38%)` : `hsl(${hue} 46% 74%)`);
-      const nameOf = (/** @type {number} */ group) => by === "session" ? (tree.head.sessions?.[group] ?? "no session") : tenantName(tree.head.roots[group]);
+      const nameOf = (/** @type {number} */ group) => by === "session" ? (group ? `session ${group}` : "several sessions, or none") : tenantName(tree.head.roots[group]);
       legend(byId("tree-legend"), [...seen].slice(0, 8).map(([group, k]) => [this.view.palette[k], nameOf(group)]));
     }
     this.view.colourOf = of;

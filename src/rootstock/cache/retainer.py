@@ -1,0 +1,429 @@
+"""Retainer: decides about the hints of each admitted request, within its tenant's share, and applies them.
+
+A lease keeps its whole path while it runs. The grants of its nodes are therefore made when it leaves the tree, and
+cover its answer as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rootstock.cache.hints import (
+    GREATEST_PRIORITY,
+    LEAST_PRIORITY,
+    MAX_RETENTIONS,
+    MAX_TTL_S,
+    CacheHints,
+    HintOutcome,
+    Retention,
+    Verdict,
+)
+from rootstock.cache.lease import Lease, LeaseId
+from rootstock.cache.pools import Pools, Rows
+from rootstock.cache.prefix_tree import PrefixTree
+from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.retention import (
+    ENDED_PRIORITY,
+    OVERDRAWN_PRIORITY,
+    Claim,
+    Grant,
+    Grantee,
+    Level,
+    nearness,
+    strongest,
+)
+from rootstock.cache.sessions import Sessions
+from rootstock.cache.stats import Counters
+
+RETAINED_SHARE = 0.9  # of the budget: the rest is for requests without hints
+ACTIVE_S = 3600.0  # a tenant without a request for so long takes part in no division
+MAX_TENANTS = 1024  # that are known as active
+MOST_SHARES = 8  # however many tenants there are, each may have this part of what can be retained
+NEARLY_FULL = 0.9  # part of its share from which on a tenant counts as overdrawn
+EXPECTED_USE_S = 60.0  # expected pause of requests without a session
+
+
+class Tenants:
+    """Tenants with requests in the last hour. Requests without hints count as one tenant more, unless a tenant with
+    hints uses their namespace too."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._salts: OrderedDict[str, None] = OrderedDict()  # of requests with hints
+        self._others: OrderedDict[str, float] = OrderedDict()  # salts of requests without hints
+
+    def note(self, tenant: str | None, salt: str, now: float) -> None:
+        if tenant is None:
+            if salt not in self._salts:
+                self._others[salt] = now
+                self._others.move_to_end(salt)
+        else:
+            self._seen[tenant] = now
+            self._seen.move_to_end(tenant)
+            self._salts[salt] = None
+            self._salts.move_to_end(salt)
+            self._others.pop(salt, None)
+        for known in (self._seen, self._salts, self._others):
+            while len(known) > MAX_TENANTS:
+                known.popitem(last=False)
+
+    def count(self, now: float) -> int:
+        for known in (self._seen, self._others):
+            while known and next(iter(known.values())) < now - ACTIVE_S:
+                known.popitem(last=False)
+        return max(1, len(self._seen) + bool(self._others))
+
+
+class Retainer:
+    """Decides about hints and applies them to the tree. `share` is the part of the budget that can be retained."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        tree: PrefixTree,
+        counters: Counters,
+        clock: Callable[[], float],
+        sessions: Sessions,
+        share: float,
+    ) -> None:
+        self.tenants = Tenants()
+        self.sessions = sessions
+        self._tree = tree
+        self._ledger = tree.ledger
+        self._counters = counters
+        self._clock = clock
+        self._block_size = pools.block_size
+        self._retainable_bytes = int(share * pools.budget_bytes)
+        self._promised: dict[LeaseId, tuple[str, int]] = {}  # bytes that running leases will retain
+        # Estimate: a prefix needs one checkpoint where a model cannot resume anywhere.
+        windows = tuple(window.most_blocks(pools.block_size) for window in pools.windows)
+        self._checkpoint_bytes = (
+            0 if pools.resume_anywhere else pools.bytes_of(Rows(0, windows, int(pools.states is not None)))
+        )
+
+    def share_bytes(self, now: float) -> int:
+        """Returns the bytes that each tenant may retain."""
+        return self._retainable_bytes // min(self.tenants.count(now), MOST_SHARES)
+
+    # ------------------------------------------------------------------------------------ at admission
+
+    def begin(self, hints: CacheHints | None, lease: Lease) -> None:
+        """Decides about the hints of an admitted request; its lease gets the claims and the outcomes."""
+        now = self._clock()
+        if hints is None:
+            self.tenants.note(None, lease.namespace.salt, now)
+            return
+        self.tenants.note(hints.tenant, lease.namespace.salt, now)
+        self._tree.expire_grants()
+        lease.hints = hints
+        pause_s, session_ttl_s = EXPECTED_USE_S, 0.0
+        if hints.session is not None:
+            session = self.sessions.begin(hints.tenant, hints.session, now)
+            lease.session = session.id
+            pauses = self.sessions.pauses(hints.tenant, session)
+            pause_s, session_ttl_s = pauses.mean_s, pauses.ttl_s
+        decisions = _Decisions(self, lease, hints.tenant, pause_s, now)
+        outcomes = [decisions.decide(wish) for wish in hints.retentions[:MAX_RETENTIONS]]
+        outcomes += [
+            HintOutcome(wish.field, Verdict.REFUSED, f"a request can have {MAX_RETENTIONS} retention hints")
+            for wish in hints.retentions[MAX_RETENTIONS : 2 * MAX_RETENTIONS]
+        ]
+        if hints.session is not None:
+            ttl_s = None if hints.ends_session else session_ttl_s
+            outcomes.append(decisions.decide(Retention(hints.session_field, None, ttl_s)))
+        lease.claims, lease.hint_outcomes = tuple(decisions.claims), tuple(outcomes)
+        if decisions.promised_bytes:
+            self._promised[lease.id] = (hints.tenant, decisions.promised_bytes)
+        for outcome in outcomes:
+            match outcome.verdict:
+                case Verdict.ACCEPTED:
+                    self._counters.accepted_hints += 1
+                case Verdict.CLIPPED:
+                    self._counters.clipped_hints += 1
+                case Verdict.REFUSED:
+                    self._counters.refused_hints += 1
+
+    def room_bytes(self, tenant: str, level: Level, now: float) -> int:
+        """Returns the bytes that the tenant can still retain at a level, at the cost of entries that yield."""
+        held, lowest = self._ledger.bytes_at(tenant), self._ledger.lowest(tenant)
+        kept = sum(held.values())
+        if lowest is not None and _yields(lowest, level, now):
+            is_overdue = lowest.grant is not None and lowest.grant.level == level
+            kept = sum(
+                size for other, size in held.items() if other > level or (other == level and not is_overdue)
+            )
+        promised = sum(size for owner, size in self._promised.values() if owner == tenant)
+        return max(0, self.share_bytes(now) - kept - promised)
+
+    def offer(self, lease: Lease, position: int, size_bytes: int, now: float) -> Grant | None:
+        """Returns the grant of a checkpoint that the lease is about to leave; None: it is not retained."""
+        claims = [claim for claim in lease.claims if claim.covers(position)]
+        if not claims:
+            return None
+        grant = strongest(claims, now)
+        room = self.share_bytes(now) - self._ledger.bytes_of(grant.tenant)
+        return grant if size_bytes <= room or not grant.is_charged else None
+
+    # ----------------------------------------------------------------------------- when a lease leaves
+
+    def retain(self, lease: Lease) -> None:
+        """Gives the nodes and checkpoints on the lease's path their grants. Call it before the lease is detached."""
+        if lease.node is None or lease.hints is None:
+            return
+        now = self._clock()
+        self._tree.expire_grants()
+        path = [node for node in reversed(list(lease.node.path())) if not isinstance(node, Root)]
+        is_whole = _Application(self, lease, path, now).run() if lease.claims else True
+        self._demote_if_overdrawn(lease, is_whole, now)
+
+    def _demote_if_overdrawn(self, lease: Lease, is_whole: bool, now: float) -> None:
+        """Lets the rest of a tenant whose share is full go before the prefixes of others: what it has retained is
+        taken from its own part of the cache, not from theirs."""
+        assert lease.node is not None
+        assert lease.hints is not None
+        if self.tenants.count(now) < 2:
+            return
+        if is_whole and self._ledger.bytes_of(lease.hints.tenant) < NEARLY_FULL * self.share_bytes(now):
+            return
+        for node in lease.node.path():
+            if (
+                isinstance(node, Root)
+                or node.ref_count > 1
+                or (node.grant is not None and node.grant.is_charged)
+            ):
+                break
+            self._demote(node, OVERDRAWN_PRIORITY, replaces=False)
+
+    def end_session(self, lease: Lease) -> None:
+        """Demotes the private part of the lease's session: the nodes that no other request has used."""
+        session, top = lease.session, lease.node
+        if top is None or not session or top.session != session:
+            return
+        while top.parent is not None and not isinstance(top.parent, Root) and top.parent.session == session:
+            top = top.parent
+        own = set(lease.node.path()) if lease.node is not None else set()
+        for node in (top, *walk(top)):
+            if node.session == session and node.ref_count <= (node in own):
+                self._demote(node, ENDED_PRIORITY, replaces=True)
+
+    def _demote(self, node: Node, priority: int, *, replaces: bool) -> None:
+        entries: list[Node | Checkpoint] = [node, *node.checkpoints.values()]
+        for entry in entries:
+            if entry.grant is None or replaces:
+                self._tree.grant(entry, Grant.demotion(priority))
+
+    def end(self, lease: Lease, *, comes_back: bool) -> None:
+        """Ends the lease's part in the accounts. Call it when the lease ends."""
+        self._promised.pop(lease.id, None)
+        hints = lease.hints
+        if hints is None or hints.session is None:
+            return
+        self.sessions.end(lease.session, self._clock(), comes_back=comes_back)
+        if hints.ends_session and not comes_back:
+            self.sessions.forget(hints.tenant, hints.session)
+
+    # -------------------------------------------------------------------------------------------- room
+
+    def make_room(self, tenant: str, level: Level, needed_bytes: int, kept: set[Node], now: float) -> int:
+        """Takes the grants of lower entries away until the tenant can retain so many more bytes. Returns how many it
+        can. Entries in `kept` stay."""
+        ledger, share = self._ledger, self.share_bytes(now)
+        while ledger.bytes_of(tenant) + needed_bytes > share:
+            victim = ledger.lowest(tenant)
+            if victim is None or _node_of(victim) in kept or not _yields(victim, level, now):
+                return max(0, share - ledger.bytes_of(tenant))
+            self._displace(victim, tenant)
+        while ledger.charged_bytes + needed_bytes > self._retainable_bytes:
+            richest = max(ledger.tenants, key=ledger.bytes_of)
+            victim = ledger.lowest(richest)
+            is_richer = ledger.bytes_of(richest) > ledger.bytes_of(tenant) + needed_bytes
+            if victim is None or _node_of(victim) in kept or not is_richer:
+                return max(0, self._retainable_bytes - ledger.charged_bytes)
+            self._displace(victim, richest)
+        return needed_bytes
+
+    def _displace(self, victim: Grantee, tenant: str) -> None:
+        """Takes a grant away, and with a node's those of the same tenant below it, which depend on the node."""
+        assert isinstance(victim, Node | Checkpoint)
+        entries: list[Node | Checkpoint] = [victim]
+        if isinstance(victim, Node):
+            entries += walk(victim)
+            entries += [at for node in (victim, *walk(victim)) for at in node.checkpoints.values()]
+        for entry in entries:
+            if entry.grant is not None and entry.grant.is_charged and entry.grant.tenant == tenant:
+                self._counters.displaced_grants += 1
+                self._tree.ungrant(entry)
+
+    def grant(self, entry: Node | Checkpoint, claims: Sequence[Claim], kept: set[Node], now: float) -> int:
+        """Gives an entry the strongest of the claims. Returns the bytes that its tenant could not pay for, in which
+        case nothing has changed."""
+        grant = strongest(claims, now)
+        old = entry.grant
+        if old is not None and old.is_charged:
+            grant = old.merged(grant)
+        size = self._tree.size_bytes(entry)
+        is_paid = old is not None and old.is_charged and old.tenant == grant.tenant
+        if grant.is_charged and not is_paid:
+            missing = size - self.make_room(grant.tenant, grant.level, size, kept, now)
+            if missing > 0:
+                return missing
+        self._tree.grant(entry, grant)
+        return 0
+
+    def split_affordable(self, node: Node, missing_bytes: int) -> Node | None:
+        """Splits off the part of a node that the share still pays for, in whole blocks; None: there is none."""
+        if not self._tree.token_bytes:
+            return None
+        affordable = self._tree.size_bytes(node) - missing_bytes
+        end = (node.start + affordable // self._tree.token_bytes) // self._block_size * self._block_size
+        return self._tree.split(node, end) if node.start < end < node.end else None
+
+    def needed_bytes(self, lease: Lease, tenant: str, start: int, end: int) -> int:
+        """Returns the bytes that tokens start … end-1 of the lease add to the tenant's account."""
+        tokens = end - start
+        steps = () if lease.node is None else lease.node.path()
+        for node in steps:
+            if node.grant is not None and node.grant.is_charged and node.grant.tenant == tenant:
+                tokens -= max(0, min(end, node.end) - max(start, node.start))
+        return tokens * self._tree.token_bytes + (self._checkpoint_bytes if tokens else 0)
+
+    @property
+    def token_bytes(self) -> int:
+        return self._tree.token_bytes
+
+    def split(self, node: Node, position: int) -> Node:
+        return self._tree.split(node, position)
+
+
+class _Decisions:
+    """Decisions about the hints of one request, in order."""
+
+    def __init__(self, retainer: Retainer, lease: Lease, tenant: str, pause_s: float, now: float) -> None:
+        self._retainer = retainer
+        self._lease = lease
+        self._tenant = tenant
+        self._pause_s = pause_s
+        self._now = now
+        self._covered = 0  # tokens that earlier claims of the request retain
+        self.claims: list[Claim] = []
+        self.promised_bytes = 0
+
+    def decide(self, wish: Retention) -> HintOutcome:
+        def refused(reason: str) -> HintOutcome:
+            return HintOutcome(wish.field, Verdict.REFUSED, reason)
+
+        lease, ttl_s, end = self._lease, wish.ttl_s, wish.end
+        if lease.node is None:
+            return refused("the prefix of this request is not kept in the cache")
+        if ttl_s is not None and not ttl_s > 0:
+            return refused("a time to live is more than 0 seconds")
+        if end is not None and end < 1:
+            return refused("the hint is for no token of the prompt")
+        clipped: list[str] = []
+        if ttl_s is not None and ttl_s > MAX_TTL_S:
+            ttl_s = MAX_TTL_S
+            clipped.append(f"a prefix is retained for {MAX_TTL_S / 3600:g} hours at most")
+        priority = min(max(wish.priority, LEAST_PRIORITY), GREATEST_PRIORITY)
+        if priority != wish.priority:
+            clipped.append(f"priorities go from {LEAST_PRIORITY} to {GREATEST_PRIORITY}")
+        if end is not None and end > lease.prompt_tokens:
+            end = lease.prompt_tokens
+            clipped.append(f"the prompt has {end:,} tokens")
+        claim = Claim(
+            self._tenant,
+            lease.session,
+            end,
+            ttl_s or 0.0,
+            ttl_s or MAX_TTL_S,
+            priority,
+            min(self._pause_s, ttl_s or math.inf),
+        )
+        if claim.ttl_s or priority > 0:
+            kept = self._kept_tokens(claim)
+            asked = lease.prompt_tokens if end is None else end
+            if kept < asked:
+                share = f"the tenant's share of retained prefixes has {self._room(claim):,} bytes left for it"
+                if not kept:
+                    return refused(share)
+                claim = replace(claim, end=kept)
+                clipped.append(f"{share}: {kept:,} of {asked:,} tokens are retained")
+            self._covered = max(self._covered, kept)
+        if claim.ttl_s or priority:
+            self.claims.append(claim)
+        verdict = Verdict.CLIPPED if clipped else Verdict.ACCEPTED
+        return HintOutcome(wish.field, verdict, "; ".join(clipped))
+
+    def _kept_tokens(self, claim: Claim) -> int:
+        """Returns how many tokens of the prompt the tenant's share pays for, and promises their bytes."""
+        asked = self._lease.prompt_tokens if claim.end is None else claim.end
+        if asked <= self._covered:
+            return asked
+        needed = self._retainer.needed_bytes(self._lease, self._tenant, self._covered, asked)
+        room = self._room(claim)
+        if needed > room:
+            short = -(-(needed - room) // max(1, self._retainer.token_bytes))
+            asked = max(self._covered, asked - short)
+            needed = min(needed, room)
+        if asked > self._covered:
+            self.promised_bytes += needed
+        return asked
+
+    def _room(self, claim: Claim) -> int:
+        level = (claim.ttl_s > 0, claim.priority, nearness(claim.gap_s) if claim.ttl_s else 0)
+        room = self._retainer.room_bytes(self._tenant, level, self._now)
+        return max(0, room - self.promised_bytes)
+
+
+class _Application:
+    """Application of a lease's claims to its path."""
+
+    def __init__(self, retainer: Retainer, lease: Lease, path: list[Node], now: float) -> None:
+        self._retainer = retainer
+        self._claims = lease.claims
+        self._path = path
+        self._kept = set(path)
+        self._now = now
+
+    def run(self) -> bool:
+        """Grants what the share pays for, from the root on. Returns False if it does not pay for all."""
+        return all(self._apply(node) for node in self._path)
+
+    def _apply(self, node: Node) -> bool:
+        """Grants one node, in parts where claims end inside it: the splits leave `node` as the last part."""
+        while claims := [claim for claim in self._claims if claim.end is None or claim.end > node.start]:
+            ends = [claim.end for claim in claims if claim.end is not None and claim.end < node.end]
+            part = self._retainer.split(node, min(ends)) if ends else node
+            self._kept.add(part)
+            if not self._grant(part, claims):
+                return False
+            if part is node:
+                break
+        return True
+
+    def _grant(self, part: Node, claims: Sequence[Claim]) -> bool:
+        missing = self._retainer.grant(part, claims, self._kept, self._now)
+        if missing:
+            affordable = self._retainer.split_affordable(part, missing)
+            if affordable is not None:
+                self._kept.add(affordable)
+                self._retainer.grant(affordable, claims, self._kept, self._now)
+            return False
+        checkpoints = [at for at in part.checkpoints.values() if not at.is_spent]
+        missed = [self._retainer.grant(each, claims, self._kept, self._now) for each in reversed(checkpoints)]
+        return not any(missed)
+
+
+def _node_of(entry: Grantee) -> Node | None:
+    return entry.node if isinstance(entry, Checkpoint) else entry if isinstance(entry, Node) else None
+
+
+def _yields(entry: Grantee, level: Level, now: float) -> bool:
+    """Returns True if an entry gives its place to one of `level`: it is below that, or as high and overdue."""
+    grant = entry.grant
+    assert grant is not None
+    if grant.level != level:
+        return grant.level < level
+    return not entry.is_referenced and entry.used_at + grant.gap_s < now
