@@ -88,7 +88,15 @@ class TreeWalk:
         self._roots: dict[Root, int] = {}
         self._stack: list[Node] = []
         self.columns = NodeColumns(
-            array("I"), array("i"), array("H"), array("i"), array("i"), array("f"), array("d"), array("I"), array("B")
+            array("I"),
+            array("i"),
+            array("H"),
+            array("i"),
+            array("i"),
+            array("f"),
+            array("d"),
+            array("I"),
+            array("B"),
         )
         self.is_truncated = False
         for root in itertools.islice(tree.roots.values(), MAX_ROOTS):
@@ -131,6 +139,8 @@ class TreeWalk:
         path: list[Node] = []
         step: Node | None = node
         while step is not None and step not in rows and step not in self._roots:
+            if isinstance(step, Root):  # made after the head above it was reported
+                return
             path.append(step)
             step = step.parent
         if step is None:  # removed

@@ -339,6 +339,10 @@ class Engine:
         """Describes a node of a walk as it is now; None if it is gone."""
         return self.call(lambda: walk.detail(number, self._clock()))
 
+    def node_prefix(self, walk: TreeWalk, number: int) -> tuple[Namespace, Tokens] | None:
+        """Returns the namespace of a node of a walk, and all tokens up to its end; None if it is gone."""
+        return self.call(lambda: walk.prefix(number))
+
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.
 

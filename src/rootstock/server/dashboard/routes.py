@@ -262,6 +262,16 @@ def _data_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
         told = await asyncio.to_thread(node_json, found, dashboard.names, watched.texts)
         return JSONResponse(told, headers=_DATA_HEADERS)
 
+    @router.get("/tree/{number}/prefix")
+    async def prefix(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Sends all token ids up to the end of a node, with which `/v1/cache/pin` pins it."""
+        found = await dashboard.watched(model).trees.prefix(number)
+        if found is None or not View.of(request, tenant).shows(found[0].salt):
+            raise NodeNotFound
+        namespace, tokens = found
+        told = {"tenant": dashboard.names.tenant(namespace.salt), "tokens": tokens.tolist()}
+        return JSONResponse(told, headers=_DATA_HEADERS)
+
     @router.post("/requests/{id}/stop")
     async def stop(id: str, request: Request, tenant: Tenant, model: str | None = None) -> Response:
         """Aborts a request that the sender sees."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rootstock.cache.keys import Namespace
 from rootstock.cache.tree_walk import NodeDetail, TreeWalk
+from rootstock.cache.types import Tokens
 from rootstock.engine.engine import Engine
 from rootstock.server.dashboard.views import Names, View, namespace_json
 
@@ -36,7 +38,7 @@ class Picture:
     root: NDArray[np.uint16]
     start: NDArray[np.int32]
     end: NDArray[np.int32]
-    bytes: NDArray[np.float32]
+    memory: NDArray[np.float32]
     idle_s: NDArray[np.float32]
     session: NDArray[np.uint32]
     flags: NDArray[np.uint8]
@@ -74,7 +76,7 @@ class Picture:
             ("parent", "Int32", place[self.parent[rows]]),
             ("start", "Int32", self.start[rows]),
             ("end", "Int32", self.end[rows]),
-            ("bytes", "Float32", self.bytes[rows]),
+            ("bytes", "Float32", self.memory[rows]),
             ("idle", "Float32", self.idle_s[rows]),
             ("session", "Uint32", self.session[rows]),
             ("root", "Uint16", self.root[rows]),
@@ -141,9 +143,12 @@ class Trees:
             return None
         return await asyncio.to_thread(self._engine.node_detail, picture.walk, number)
 
-    @property
-    def walk(self) -> TreeWalk | None:
-        return None if self._picture is None else self._picture.walk
+    async def prefix(self, number: int) -> tuple[Namespace, Tokens] | None:
+        """Returns the namespace of a node of the latest picture, and all tokens up to its end; None if it is gone."""
+        picture = self._picture
+        if picture is None:
+            return None
+        return await asyncio.to_thread(self._engine.node_prefix, picture.walk, number)
 
     async def _renew(self) -> None:
         try:

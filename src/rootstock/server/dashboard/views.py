@@ -63,7 +63,11 @@ class Names:
     def of(self, salt: str) -> str:
         if not salt:
             return ""
-        return self._names.get(salt, f"salt {salt[:8]}")
+        return self._names.get(salt, f"salt {salt.rpartition(':')[2][:8]}")
+
+    def tenant(self, salt: str) -> str | None:
+        """Returns the tenant with this salt, "" for the salt of none; None: it is not known."""
+        return self._names.get(salt) if salt else ""
 
 
 class Texts:

@@ -26,10 +26,10 @@ export class Pins {
       fill(byId("pins"), el("p", { class: "empty" }, /** @type {Error} */ (error).message));
       return;
     }
-    const pins = told.pins ?? told.data ?? [];
+    const pins = told.pins;
     if (!pins.length) { fill(byId("pins"), el("p", { class: "empty" }, "No prefix is pinned.")); return; }
-    fill(byId("pins"), table([["prefix"], ["tokens", "n"], ["memory", "n"], [""]], pins.map((/** @type {any} */ pin) => el("tr", {},
-      el("td", {}, el("code", {}, String(pin.id))), el("td", { class: "n" }, count(pin.tokens ?? 0)), el("td", { class: "n" }, pin.bytes == null ? "" : bytes(pin.bytes)),
+    fill(byId("pins"), table([["prefix"], ["tenant"], ["tokens", "n"], ["memory", "n"], [""]], pins.map((/** @type {any} */ pin) => el("tr", {},
+      el("td", {}, el("code", {}, String(pin.id).slice(0, 16))), el("td", {}, pin.tenant || "none"), el("td", { class: "n" }, count(pin.tokens ?? 0)), el("td", { class: "n" }, pin.bytes == null ? "" : bytes(pin.bytes)),
       el("td", {}, el("button", { type: "button", class: "stop", "aria-label": `Release ${pin.id}`, onclick: () => this.release(pin) }, "Release")))), "Pinned prefixes"));
   }
 
@@ -42,20 +42,26 @@ export class Pins {
   /** @param {any} node */
   async pin(node) {
     if (!(await confirmed("Pin this prefix?", `Its ${count(node.end)} tokens, from the start to the end of this node, stay in the cache until they are released.`, "Pin"))) return;
-    await this.change(`dashboard/tree/${node.number}/pin?model=${encodeURIComponent(this.model())}`, {}, "The prefix is pinned.");
+    try {
+      const { tenant, tokens } = await (await ask(`dashboard/tree/${node.number}/prefix?model=${encodeURIComponent(this.model())}`)).json();
+      if (tenant == null) throw new Error("The tenant of this prefix is not known here: a client chose its salt.");
+      const headers = tenant ? { "X-Cache-Salt": tenant } : {}; // the operator pins on behalf of the tenant
+      await ask("v1/cache/pin", { method: "POST", headers, json: { model: this.model(), prompt: tokens } });
+    } catch (error) {
+      toast(/** @type {Error} */ (error).message);
+      return;
+    }
+    toast("The prefix is pinned.");
+    this.load();
+    this.onChange();
   }
 
   /** @param {any} pin */
   async release(pin) {
     if (!(await confirmed("Release this prefix?", "It stays in the cache until its memory is needed.", "Release"))) return;
-    await this.change("v1/cache/release", { model: this.model(), id: pin.id }, "The prefix is released.");
-  }
-
-  /** @param {string} path @param {any} json @param {string} done */
-  async change(path, json, done) {
     try {
-      await post(path, json);
-      toast(done);
+      await post("v1/cache/release", { model: this.model(), id: pin.id });
+      toast("The prefix is released.");
       this.load();
       this.onChange();
     } catch (error) {

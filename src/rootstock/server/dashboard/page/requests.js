@@ -20,7 +20,7 @@ export class Requests {
     this.body = el("tbody");
     /** @type {import("./feed.js").State|null} */
     this.state = null;
-    const shown = table([["request"], ["phase"], ["time", "wide"], ["cached", "n"], ["prompt", "n"], ["out", "n"], [""]], [], "Requests");
+    const shown = table([["request"], ["tenant", "optional"], ["phase"], ["time", "wide"], ["cached", "n"], ["prompt", "n"], ["out", "n"], [""]], [], "Requests");
     shown.querySelector("tbody")?.replaceWith(this.body);
     this.empty = el("p", { class: "empty" }, "No request has come yet.");
     fill(byId("requests"), shown, this.empty);
@@ -53,20 +53,20 @@ export class Requests {
     const keep = new Set(shown.map(([id]) => id));
     for (const [id, row] of this.rows) if (!keep.has(id)) { row.row.remove(); this.rows.delete(id); }
     shown.forEach(([id, request], place) => {
-      const row = this.rows.get(id) ?? this.add(id);
+      const row = this.rows.get(id) ?? this.add(id, request.tenant);
       if (this.body.children[place] !== row.row) this.body.insertBefore(row.row, this.body.children[place] ?? null);
       this.update(row, request, now, window_s);
     });
   }
 
-  /** @param {string} id @returns {Row} */
-  add(id) {
+  /** @param {string} id @param {string} tenant @returns {Row} */
+  add(id, tenant) {
     const line = el("div", { class: "line" });
     const cells = [0, 1, 2, 3].map((place) => el("td", { class: place ? "n" : "" }));
     const name = id.length > 18 ? `…${id.slice(-14)}` : id;
     const button = /** @type {HTMLButtonElement} */ (el("button", { type: "button", class: "stop", "aria-label": `Stop request ${name}`, onclick: () => this.stop(id, name) }, "Stop"));
     const first = el("td", { title: id }, el("code", {}, name));
-    const row = el("tr", {}, first, cells[0], el("td", { class: "wide" }, line), cells[1], cells[2], cells[3], el("td", {}, button));
+    const row = el("tr", {}, first, el("td", { class: "optional" }, tenant || "–"), cells[0], el("td", { class: "wide" }, line), cells[1], cells[2], cells[3], el("td", {}, button));
     const made = { row, line, cells, button };
     this.rows.set(id, made);
     return made;

@@ -20,8 +20,12 @@ export class TreePanel {
     this.view = new TreeView(canvas, (node) => this.label(node));
     this.timer = 0;
     this.asked = 0;
-    this.isSeen = true;
-    new IntersectionObserver(([entry]) => { this.isSeen = entry.isIntersecting; }).observe(canvas);
+    this.isSeen = false; // a tree that is not seen is not asked for
+    new IntersectionObserver((entries) => {
+      const seen = Boolean(entries.at(-1)?.isIntersecting), comes = seen && !this.isSeen;
+      this.isSeen = seen;
+      if (comes && this.model()) this.load();
+    }, { rootMargin: "200px" }).observe(canvas);
     byId("colour").addEventListener("change", () => this.recolour());
     byId("zoom-in").addEventListener("click", () => this.view.zoom(0.5));
     byId("zoom-out").addEventListener("click", () => this.view.zoom(2));
