@@ -370,8 +370,8 @@ class Watcher:
                 each.evaluate("document.getElementById('tree').scrollIntoView()")
                 each.wait_for_selector("#tree[data-nodes]", timeout=30_000)
                 each.focus("#tree")
-                for _ in range(3):
-                    each.keyboard.press("ArrowDown")
+                for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+                    each.keyboard.press(key)
                 each.wait_for_selector("#node dl")
                 each.wait_for_selector("#misses mark")
                 each.wait_for_timeout(4000)

@@ -28,7 +28,7 @@ export class Pins {
     }
     const pins = told.pins;
     if (!pins.length) { fill(byId("pins"), el("p", { class: "empty" }, "No prefix is pinned.")); return; }
-    fill(byId("pins"), table([["prefix"], ["tenant"], ["tokens", "n"], ["memory", "n"], [""]], pins.map((/** @type {any} */ pin) => el("tr", {},
+    fill(byId("pins"), table([["prefix"], ["tenant"], ["tokens", "n"], ["memory", "n"], ["release"]], pins.map((/** @type {any} */ pin) => el("tr", {},
       el("td", {}, el("code", {}, String(pin.id).slice(0, 16))), el("td", {}, pin.tenant || "none"), el("td", { class: "n" }, count(pin.tokens ?? 0)), el("td", { class: "n" }, pin.bytes == null ? "" : bytes(pin.bytes)),
       el("td", {}, el("button", { type: "button", class: "stop", "aria-label": `Release ${pin.id}`, onclick: () => this.release(pin) }, "Release")))), "Pinned prefixes"));
   }

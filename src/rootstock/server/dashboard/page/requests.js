@@ -20,7 +20,7 @@ export class Requests {
     this.body = el("tbody");
     /** @type {import("./feed.js").State|null} */
     this.state = null;
-    const shown = table([["request"], ["tenant", "optional"], ["phase"], ["time", "wide"], ["cached", "n"], ["prompt", "n"], ["out", "n"], [""]], [], "Requests");
+    const shown = table([["request"], ["tenant", "optional"], ["phase"], ["time", "wide"], ["cached", "n"], ["prompt", "n"], ["out", "n"], ["stop"]], [], "Requests");
     shown.querySelector("tbody")?.replaceWith(this.body);
     this.empty = el("p", { class: "empty" }, "No request has come yet.");
     fill(byId("requests"), shown, this.empty);
