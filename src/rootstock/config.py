@@ -299,6 +299,8 @@ class ServerConfig:
     aliases: tuple[str, ...] = (ANY_NAME,)  # further names of the model in the API
     # Directories from which operators may load LoRA adapters while the server runs. Empty: none may be loaded.
     adapter_directories: tuple[Path, ...] = ()
+    dashboard: bool = True  # a page at / for browsers
+    show_prompts: bool = False  # the dashboard shows the text of cached prompts
     sse_keep_alive_s: float = 10.0  # longest time in which a stream sends nothing; 0: any
     drain_timeout_s: float = 30.0  # for running requests after SIGTERM
     metrics_tenants: int = 20  # tenants with series of their own in /metrics; further ones are added up

@@ -35,6 +35,9 @@
     │   ├── AdminOnly                   403
     │   ├── KeyNotAllowed               403  the role of a key does not allow the route
     │   ├── ModelNotAllowed             403  the tenant's list of models does not have it
+    │   ├── CsrfTokenMissing            403  a change that a browser's session asks for
+    │   ├── OpenRequestNotFound         404  no request that runs or waits has this id
+    │   ├── NodeNotFound                404  a node of the prefix tree is gone
     │   ├── HostNotAllowed              403  a Host header that is not allowed: DNS rebinding
     │   ├── OriginNotAllowed            403  a web page of another origin
     │   ├── BodyTooLarge                413
@@ -49,6 +52,8 @@
     │   ├── ClearUnderWay               429
     │   ├── ModelUnavailable            503  a model could not be loaded
     │   ├── IdleWorkFull                429  too many prompts wait to be cached in idle time
+    │   ├── TooManyLogins               429  failed logins of one address
+    │   ├── TooManyViewers              429  of the dashboard
     │   ├── TooManyConnections          503
     │   └── TooManyBodyBytes            503  the bodies of all requests together
     ├── InternalError                   500  a bug in the server's own code
@@ -484,6 +489,34 @@ class ModelNotAllowed(RequestError):
         )
 
 
+
+
+class CsrfTokenMissing(RequestError):
+    code = "csrf_token_missing"
+    http_status = 403
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A browser's session may change things only with its token in the header X-CSRF-Token. Reload the page."
+        )
+
+
+class OpenRequestNotFound(RequestError):
+    code = "request_not_found"
+    http_status = 404
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"No request {_SHORT.repr(id)} runs or waits. It may have ended.", param="id")
+
+
+class NodeNotFound(RequestError):
+    code = "node_not_found"
+    http_status = 404
+
+    def __init__(self) -> None:
+        super().__init__("This node of the prefix tree is gone. Ask for the tree again.")
+
+
 class BodyTooLarge(RequestError):
     code = "body_too_large"
     http_status = 413
@@ -618,6 +651,20 @@ class IdleWorkFull(Overloaded):
             f"Too many prompts wait to be cached in idle time: {waiting:,} of yours, of at most {limit:,}. Try again "
             "when some of them are cached."
         )
+
+
+class TooManyLogins(Overloaded):
+    code = "too_many_logins"
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(f"Too many logins with a wrong key. Try again in {wait_s:.0f} seconds.")
+
+
+class TooManyViewers(Overloaded):
+    code = "too_many_viewers"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} pages watch this server already. Close one of them.")
 
 
 class TooManyConnections(Overloaded):

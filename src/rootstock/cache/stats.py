@@ -51,6 +51,15 @@ class FamilyStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """The memory of all pools at one moment."""
+
+    budget_bytes: int
+    used_bytes: int  # of rows that are not free
+    families: tuple[FamilyStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     block_size: int  # tokens
     block_bytes: int  # of a block in every family

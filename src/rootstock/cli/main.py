@@ -176,6 +176,8 @@ def serve(
     log_format: options.LogFormat = _SERVER.log_format,
     log_level: options.LogLevel = _SERVER.log_level,
     access_log: options.AccessLog = _SERVER.access_log,
+    dashboard: options.Dashboard = _SERVER.dashboard,
+    show_prompts: options.ShowPrompts = _SERVER.show_prompts,
 ) -> None:
     """Serve a model, or several, over OpenAI's HTTP API."""
     log_warnings()
@@ -250,6 +252,8 @@ def serve(
         log_format=log_format,
         log_level=log_level,
         access_log=access_log,
+        dashboard=dashboard,
+        show_prompts=show_prompts,
     )
     template = None
     if chat_template is not None:

@@ -520,6 +520,18 @@ ToolParser = Annotated[
         "auto: the format in which the chat template writes calls.",
     ),
 ]
+Dashboard = Annotated[
+    bool,
+    option(SERVER, "--dashboard/--no-dashboard", "Serve a dashboard at / to browsers."),
+]
+ShowPrompts = Annotated[
+    bool,
+    option(
+        SERVER,
+        "--show-prompts",
+        "Show the text of cached prompts in the dashboard. A tenant's key shows the tenant's own prompts only.",
+    ),
+]
 DropVolatile = Annotated[
     bool,
     option(

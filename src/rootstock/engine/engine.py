@@ -26,9 +26,12 @@ from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.cache.public_heads import PublicHeads
 from rootstock.cache.shared_budget import BudgetShare
+from rootstock.cache.stats import PoolUsage
+from rootstock.cache.tree_walk import NodeDetail, TreeWalk
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import EngineConfig
+from rootstock.engine.activity import Activity, LiveRequest, live_request
 from rootstock.engine.adapters import AdapterTable, NamedAdapter
 from rootstock.engine.constraints.compiler import ConstraintCompiler
 from rootstock.engine.constraints.masks import MaskWorker
@@ -110,7 +113,8 @@ class Engine:
         self._clock = clock
         self._limits = _limits(runtime.description, cache, config, tokenizer)
         self._namespace = runtime.description.namespace()
-        self._requests = RequestTable(config.max_batch, config.max_queue)
+        self.activity = Activity(clock)
+        self._requests = RequestTable(config.max_batch, config.max_queue, self.activity.ended)
         self.adapters = AdapterTable()
         self._loading = threading.Lock()  # of adapters: one at a time
         self._has_nameless_adapters = False  # whose last requests run
@@ -194,6 +198,7 @@ class Engine:
             clock,
             self._run_soon,
             self._notify,
+            self.activity.prompt_computed,
         )
 
     # --------------------------------------------------------------------------------------- lifetime
@@ -472,6 +477,39 @@ class Engine:
     def pins(self, tenant: str | None = None) -> list[Pinned]:
         """Returns the pinned prefixes of one tenant, or of all."""
         return self.call(lambda: self._cache.pins(tenant))
+
+    def usage(self) -> PoolUsage:
+        """Reports the memory of the pools: O(1), unlike `stats`."""
+        return self.call(self._cache.usage)
+
+    def requests(self) -> list[LiveRequest]:
+        """Describes the live requests, in order of arrival. Does not wait for the engine's thread."""
+        now = self._clock()
+        return [live_request(sequence, now) for sequence in self._requests.live]
+
+    def now(self) -> float:
+        """Returns the time by the clock of the engine's reports."""
+        return self._clock()
+
+    def walk_tree(self, previous: TreeWalk | None = None) -> TreeWalk:
+        """Begins a walk over the cache's tree, which `continue_walk` goes on with."""
+        return self.call(lambda: TreeWalk(self._cache.tree, self._cache.pools, previous))
+
+    def continue_walk(self, walk: TreeWalk, for_s: float) -> bool:
+        """Walks on for some time between two steps. Returns whether nodes are left."""
+
+        def walk_on() -> bool:
+            return walk.advance(time.perf_counter() + for_s, time.perf_counter)
+
+        return self.call(walk_on)
+
+    def node_detail(self, walk: TreeWalk, number: int) -> NodeDetail | None:
+        """Describes a node of a walk as it is now; None if it is gone."""
+        return self.call(lambda: walk.detail(number, self._clock()))
+
+    def node_prefix(self, walk: TreeWalk, number: int) -> tuple[Namespace, Tokens] | None:
+        """Returns the namespace of a node of a walk, and all tokens up to its end; None if it is gone."""
+        return self.call(lambda: walk.prefix(number))
 
     def clear_cache(self, salt: str | None = None) -> Cleared:
         """Drops every cached prefix that no running request uses, in memory and in the tiers.

@@ -13,7 +13,11 @@ from rootstock.errors import EngineStopped, InvalidParameter, QueueFull, Rootsto
 class RequestTable:
     """Table of the live requests. Any thread adds and looks up requests; the engine's thread ends them."""
 
-    def __init__(self, max_batch: int, max_queue: int) -> None:
+    def __init__(
+        self, max_batch: int, max_queue: int, on_end: Callable[[Sequence, Terminal], None] | None = None
+    ) -> None:
+        """`on_end` is called before a terminal event, on the engine's thread."""
+        self._on_end = on_end
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._live: dict[RequestId, Sequence] = {}
@@ -34,7 +38,7 @@ class RequestTable:
 
     @property
     def live(self) -> list[Sequence]:
-        """The sequences that were accepted and have not ended."""
+        """The sequences that were accepted and have not ended, in order of arrival."""
         with self._lock:
             return list(self._live.values())
 
@@ -70,6 +74,8 @@ class RequestTable:
         """Removes a sequence and emits its terminal event."""
         with self._lock:
             self._live.pop(sequence.request.id, None)
+        if self._on_end is not None:
+            self._on_end(sequence, event)
         sequence.end(event)
 
     def fail(self, sequence: Sequence, error: RootstockError) -> None:

@@ -145,6 +145,7 @@ class Scheduler:
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
         self._others_decode: Callable[[], bool] = lambda: False
+        self.explains_misses_of: int | None = None  # tokens; None: only requests that ask are explained
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -266,6 +267,8 @@ class Scheduler:
             tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
             step.scheduled.append(ScheduledSequence(sequence, lease, tokens))
             step.budget -= new
+            if sequence.prefill_at is None:
+                sequence.prefill_at = step.now
         self._end_with_first_token(step)
 
     def _chunk(self, step: _Step, sequence: Sequence, lease: Lease, at_least: int) -> int:
@@ -311,9 +314,9 @@ class Scheduler:
             if isinstance(sequence.state, WaitingForPrefix) and not sequence.state.is_over:
                 continue
             match = self._match(sequence)
-            if sequence.request.diagnose and sequence.admitted_at is None:
+            if sequence.admitted_at is None and self._is_explained(sequence, match):
                 sequence.explanation = self._cache.explain_hit(match)
-            if self._wait_for_prefix(sequence, match) or self._admit_to_load(step, sequence, match):
+            if self._wait_for_prefix(sequence, match, step.now) or self._admit_to_load(step, sequence, match):
                 continue
             admitted = self._cache.admit(
                 match, self._watermark, sequence.request.boundaries, hints=sequence.request.hints
@@ -335,6 +338,11 @@ class Scheduler:
         """Drops a pin if nothing runs: a request that could not run even alone would wait forever."""
         return not self._running and not step.loading and self._cache.drop_pin()
 
+    def _is_explained(self, sequence: Sequence, match: Match) -> bool:
+        least = self.explains_misses_of
+        missed = len(sequence.request.tokens) - match.length
+        return sequence.request.diagnose or (least is not None and missed >= least)
+
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
         scope = sequence.scope
@@ -342,13 +350,15 @@ class Scheduler:
             sequence.tokens, scope.namespace, reusable, public_tokens=scope.public_tokens
         )
 
-    def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
+    def _wait_for_prefix(self, sequence: Sequence, match: Match, now: float) -> bool:
         """Makes a request wait if a running one is computing at least a block more of its prefix."""
         pending = match.pending
         if pending is None or match.waiting_gain < self._cache.block_size or not sequence.prompt_scored:
             return False
         # The producer is running: its blocks are ready no later than this request's own would be.
         sequence.state = WaitingForPrefix(pending.producer, pending.until)
+        if sequence.admitted_at is None and sequence.waited_at is None:
+            sequence.waited_at = now
         self._cache.request_checkpoint(pending.producer, pending.until)
         return True
 
@@ -367,6 +377,8 @@ class Scheduler:
             return False
         self._start(step, sequence, admitted)
         sequence.state = Loading(admitted.lease, hit.position, admitted.loads)
+        if sequence.cached_tokens is None:
+            sequence.load_began_at = step.now
         step.to_load.append(sequence)
         return True
 

@@ -97,7 +97,7 @@ class Sequence:
     plan: Plan = NOTHING  # to be executed before its next forward
     hit_protection: HitProtection | None = None
     load_choice: LoadChoice | None = None  # the last decision about loading
-    explanation: Explanation | None = None  # of the hit, if the request asks for a diagnosis
+    explanation: Explanation | None = None  # of the hit, for a diagnosis
     hint_outcomes: tuple[HintOutcome, ...] = ()  # of its first admission
     may_load: bool = True  # from a tier: False after a load that took too long
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)  # of its drafts
@@ -109,6 +109,9 @@ class Sequence:
     first_token_at: float | None = None
     memory_tokens: int = 0  # of cached_tokens: found in memory
     loaded_from_host_share: float = 0.0  # of the bytes that were loaded
+    waited_at: float | None = None  # since when it waits, or waited, for a prefix that another one computes
+    load_began_at: float | None = None
+    prefill_at: float | None = None  # start of the step with its first chunk
 
     def __post_init__(self) -> None:
         self.prompt_scored = self.request.prompt_logprobs is None
@@ -146,6 +149,11 @@ class Sequence:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The diagnosis of the first admission; None if the request does not ask for it."""
+        return self.explained if self.request.diagnose else None
+
+    @property
+    def explained(self) -> Diagnosis | None:
+        """The diagnosis of the first admission; None if that was not explained."""
         if self.explanation is None or self.cached_tokens is None:
             return None
         told = replace(self.explanation, below=self.load_choice)

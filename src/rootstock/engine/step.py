@@ -72,6 +72,7 @@ class StepRunner:
         clock: Callable[[], float],
         run_soon: Callable[[Callable[[], None]], None],
         notify: Callable[[], None],
+        prompt_computed: Callable[[Sequence], None],
     ) -> None:
         """`run_soon` queues a function for the engine's thread. `notify` is called after each group of events."""
         self._runtime = runtime
@@ -91,6 +92,7 @@ class StepRunner:
         self._pacing = pacing
         self._clock = clock
         self._notify = notify
+        self._prompt_computed = prompt_computed
         self.counters = StepCounters()
         self.is_stalled = False  # nothing can run before a load has ended
         self.is_blocked = False  # nothing can run before a request of another model has ended
@@ -282,6 +284,7 @@ class StepRunner:
             sequence.prompt_scores = []
         if sequence.first_token_at is None:
             self._count_prompt(sequence)
+            self._prompt_computed(sequence)
         if sampled is None:  # the request only scores or caches a prompt
             self._finish(sequence, lease, "length", text=sequence.rest_of_text())
             return

@@ -24,6 +24,7 @@ from rootstock.errors import (
     AdminOnly,
     BodyTooLarge,
     ContentTypeNotJson,
+    CsrfTokenMissing,
     Draining,
     HostNotAllowed,
     InvalidOption,
@@ -36,12 +37,14 @@ from rootstock.errors import (
     RateLimited,
     RootstockError,
     TooManyBodyBytes,
+    TooManyLogins,
     Unauthorized,
 )
 from rootstock.server.access_rules import NO_LIMITS, AccessRules, Role, digest_of, read_rules
 from rootstock.server.drain import Drain
 from rootstock.server.errors import BodyRefused, ErrorForms, error_response
 from rootstock.server.rate_limits import Meter, RateLimiter
+from rootstock.server.sessions import LOGIN_PATH, Session, Sessions
 from rootstock.units import MIB
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,8 @@ log = logging.getLogger(__name__)
 Headers = Mapping[bytes, bytes]
 
 SALT_HEADER = "X-Cache-Salt"
-OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz"})  # need no API key
+OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/dashboard/session"})  # need no API key
+OPEN_FILES = "/dashboard/page/"  # of the dashboard: everybody may read its scripts
 METRICS_PATHS = frozenset({"/metrics"})  # that a key of the role metrics may use besides
 MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or answered
 
@@ -57,6 +61,7 @@ MAX_HELD_BODY_BYTES = 256 * MIB  # of all requests that are being received or an
 _STATE, _METER, _MODELS = "rootstock_caller", "rootstock_meter", "rootstock_models"
 _CLEAR = "/v1/cache/clear"
 _ANTHROPIC = "/v1/messages"  # with which the routes of Anthropic's API begin
+_SESSION = "rootstock_session"  # a browser's session
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE_OF_BROWSERS = (b"same-origin", b"none")  # none: the user's own action, such as a bookmark
 _JSON = re.compile(rb"application/(?:[a-z0-9!#$&^_.+-]+\+)?json", re.IGNORECASE)
@@ -189,6 +194,17 @@ def caller_of(request: Request) -> Caller:
     return caller if isinstance(caller, Caller) else Caller()
 
 
+def is_identified(request: Request) -> bool:
+    """Returns whether the guard knows the sender: on an open path, a request without a key has none."""
+    return isinstance(getattr(request.state, _STATE, None), Caller)
+
+
+def session_of(request: Request) -> Session | None:
+    """Returns the browser's session by which the sender is known; None: there is none, or a key was sent."""
+    session = getattr(request.state, _SESSION, None)
+    return session if isinstance(session, Session) else None
+
+
 async def tenant_of(
     request: Request,
     _named: Annotated[
@@ -269,7 +285,9 @@ class Guard:
         max_held_body_bytes: int = MAX_HELD_BODY_BYTES,
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sessions: Sessions | None = None,
     ) -> None:
+        self._sessions = Sessions() if sessions is None else sessions
         self._app = app
         self._forms = forms
         self._drain = drain
@@ -291,10 +309,15 @@ class Guard:
             async with self._reading_keys:
                 if not self._keys.is_current:  # no other request has read it meanwhile
                     await anyio.to_thread.run_sync(self._keys.reload)
-        caller = self._keys.caller(headers)
+        session = self._sessions.find(headers)
+        caller = self._keys.caller(headers if session is None else {b"x-api-key": session.key})
         if isinstance(caller, Caller):
-            scope.setdefault("state", {})[_STATE] = caller
+            scope.setdefault("state", {}).update({_STATE: caller, _SESSION: session})
         refusal = self._refusal(scope["method"], scope["path"], headers, caller)
+        if scope["path"] == LOGIN_PATH and not isinstance(refusal, HostNotAllowed | OriginNotAllowed):
+            refusal = self._refusal_of_login(scope, caller) or refusal
+        elif refusal is None and session is not None and scope["method"] not in _SAFE_METHODS:
+            refusal = None if session.allows_change(headers) else CsrfTokenMissing()
         if refusal is not None:
             await error_response(refusal, self._forms.of(scope["path"]))(scope, receive, send)
             return
@@ -361,6 +384,15 @@ class Guard:
         finally:
             self._held_bytes -= held_bytes
 
+    def _refusal_of_login(self, scope: Scope, caller: Caller | Unauthorized) -> RootstockError | None:
+        address = str((scope.get("client") or ("",))[0])
+        wait_s = self._sessions.must_wait_s(address)
+        if wait_s > 0:
+            return TooManyLogins(wait_s)
+        if isinstance(caller, Unauthorized):
+            self._sessions.failed(address)
+        return None
+
     def _refusal(
         self, method: str, path: str, headers: Headers, caller: Caller | Unauthorized
     ) -> RootstockError | None:
@@ -368,7 +400,7 @@ class Guard:
             return HostNotAllowed(_text(headers[b"host"]))
         if self._is_foreign(method, headers):
             return OriginNotAllowed(_text(headers.get(b"origin", b"another site")))
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FILES):
             if isinstance(caller, Unauthorized):
                 return caller
             if caller.allowed_paths is not None and path not in caller.allowed_paths:

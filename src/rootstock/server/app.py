@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
+from rootstock.server.dashboard.routes import install_dashboard, wants_html
 from rootstock.server.docs_page import install_docs
 from rootstock.server.drain import Drain
 from rootstock.server.errors import (
@@ -47,6 +49,7 @@ from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
+from rootstock.server.sessions import Sessions
 from rootstock.server.tracing import Tracing
 from rootstock.server.warming import Warmer, warm_routes
 from rootstock.server.wire import MAX_TOKENS_HEADER
@@ -71,9 +74,10 @@ def create_app(
     metrics = Metrics(models, lambda: store.stats, config.metrics_tenants)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
+    sessions = Sessions()
     app.state.default_model = None if models.are_several else models.names[0]
     keys = keys or Keys(config)
-    app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys)
+    app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
 
     def limit_retained(rules: AccessRules) -> None:
         models.limit_retained(rules.retained)
@@ -110,6 +114,8 @@ def create_app(
     app.include_router(warm_routes(models, responses, app.state.warmer))
     app.include_router(_state_routes(models, metrics, config))
     app.include_router(probe_routes(models.health, drain))
+    page = install_dashboard(app, models, config, sessions) if config.dashboard else None
+    app.include_router(_root_route(page))
     install_docs(app)
     return app
 
@@ -147,6 +153,20 @@ def _generation_routes(answerer: Answerer) -> APIRouter:
     return router
 
 
+def _root_route(page: Callable[[Request], Response] | None) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def root(request: Request) -> Response:
+        if page is not None and wants_html(request):
+            return page(request)
+        return JSONResponse(
+            {"server": "rootstock", "docs": "/docs", "health": "/health"}, headers={"Vary": "Accept"}
+        )
+
+    return router
+
+
 def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:
     router = APIRouter(tags=["State"], route_class=BoundedJsonRoute, responses=documented_errors())
 
@@ -171,10 +191,6 @@ def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig)
             **slot.card,
             "display_name": name,
         }
-
-    @router.get("/", include_in_schema=False)
-    async def root() -> dict[str, str]:
-        return {"server": "rootstock", "docs": "/docs", "health": "/health"}
 
     @router.get("/v1/models")
     def all_models() -> dict[str, Any]:

@@ -1,0 +1,424 @@
+"""H1: the dashboard in headless Chromium under live load, with a tree of 100,000 nodes.
+
+The server is real: its engine runs the oracle runtime, whose forwards are slowed down so that requests last. The tree
+is made through the cache's own admissions before the engine starts. Agents of three tenants then ask over HTTP.
+
+Playwright opens the page with the operator's key, and judges that every panel updates, that the tree is drawn at
+20 frames a second while it is zoomed and moved, that a miss is explained, that stopping, pinning and clearing work,
+and that the chat answers. axe-core must find no serious violation in any of four modes: desktop and phone, dark and
+light. A page with a tenant's key must show that tenant's prefixes alone. The page's own work is measured as a share
+of the time.
+
+It needs the package playwright, a Chromium, and axe-core's axe.min.js:
+
+    python bench/show/h1_dashboard.py --chromium /usr/bin/chromium --axe node_modules/axe-core/axe.min.js
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from common import ROOT, argument_parser, at_least, at_most, conclude, could_not, exactly
+
+from rootstock.cache import KVCache
+from rootstock.cache.lease import Admitted, ReleaseReason
+from rootstock.config import EngineConfig, ServerConfig
+from rootstock.engine.build import Assembly
+from rootstock.engine.engine import Engine
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.server.app import create_app
+from rootstock.server.dashboard.feed import Feed
+from rootstock.server.dashboard.views import Names, Texts, View
+from rootstock.server.listen import running
+from rootstock.testing.byte_tokenizer import ByteTokenizer
+from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime
+
+SHOW = "H1"
+NODES = 100_000
+BLOCK = 8
+TENANTS = ("research", "support", "build-agents")
+KEYS = {f"key-of-{name}": name for name in TENANTS}
+ADMIN = "operators-key"
+FORWARD_S = 0.02
+HOURS_OF_AGE = 3.0
+WAIT_MS = 20_000
+SYSTEM = "You are a coding agent. You have a shell and an editor. " * 24
+FINDINGS = """async () => (await axe.run()).violations.map(
+  (found) => [found.id, found.impact, found.nodes.map((node) => `${node.target} ${node.any[0]?.message}`)]
+)"""
+# Frames while the tree is zoomed in, moved, and zoomed out: a wheel event before each.
+FRAMES = """async () => {
+  const canvas = document.getElementById("tree"), box = canvas.getBoundingClientRect();
+  canvas.scrollIntoView({block: "center"});
+  const y = canvas.getBoundingClientRect().top + 200, x = box.left + box.width * 0.4;
+  const wheel = (more) => new WheelEvent("wheel", {clientX: x, clientY: y, cancelable: true, ...more});
+  const frame = () => new Promise(requestAnimationFrame);
+  await frame();
+  const times = [];
+  let drawn = 0;
+  for (let i = 0; i < 180; i++) {
+    const began = performance.now(), zooms = i < 60 || i >= 120;
+    canvas.dispatchEvent(wheel({deltaY: i < 60 ? -60 : zooms ? 60 : 30, shiftKey: !zooms}));
+    await frame();
+    await frame();
+    times.push((performance.now() - began) / 2);
+    drawn = Math.max(drawn, Number(canvas.dataset.drawn));
+  }
+  return {times, drawn};
+}"""
+
+
+def main() -> None:
+    options = argument_parser(__doc__)
+    options.add_argument("--chromium", default=os.environ.get("ROOTSTOCK_CHROMIUM", shutil.which("chromium")))
+    options.add_argument("--axe", default=os.environ.get("ROOTSTOCK_AXE"), help="axe-core's axe.min.js")
+    options.add_argument("--nodes", type=int, default=NODES)
+    options.add_argument("--pictures", type=Path, default=ROOT / "docs" / "img")
+    given = options.parse_args()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        could_not(SHOW, "the package playwright is not installed")
+    if given.chromium is None or given.axe is None:
+        could_not(SHOW, "--chromium and --axe name a browser and axe.min.js")
+    server = ServerConfig(
+        admin_key=ADMIN, tenant_keys=KEYS, show_prompts=True, aliases=(), allowed_hosts=("127.0.0.1",)
+    )
+    made, nodes = slow_engine(given.nodes)
+    print(f"a tree of {nodes:,} nodes", flush=True)
+    figures: dict[str, Any] = {"nodes": nodes}
+    with (
+        made.engine,
+        running(create_app(made, server), made.engine) as url,
+        agents(url),
+    ):
+        with sync_playwright() as play:
+            browser = play.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
+            figures |= Watcher(browser, url, Path(given.axe).read_text(), given.pictures).watch()
+            browser.close()
+        figures["work_share"] = round(work_share(made), 5)
+    conclude(
+        SHOW,
+        figures,
+        {
+            "panels": exactly(sorted(PANELS)),
+            "nodes": at_least(given.nodes),
+            "frames_per_s": at_least(20),
+            "axe_serious": exactly(0),
+            "console_errors": exactly(0),
+            "explained": exactly(True),
+            "stopped": exactly(True),
+            "cleared": exactly(True),
+            "chat_answered": exactly(True),
+            "tenant_sees_own_only": exactly(True),
+            "pictures_below_200_kb": exactly(True),
+            "work_share": at_most(0.01),
+        },
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the server
+
+
+def slow_engine(nodes: int) -> tuple[Assembly, int]:
+    """Returns an engine with a tree of so many nodes, whose forwards take FORWARD_S."""
+    offset = -HOURS_OF_AGE * 3600
+    runtime = FakeRuntime(
+        ByteTokenizer.vocab_size,
+        16_384,
+        families=(FULL, STATE),
+        eos_token_ids=ByteTokenizer().eos_token_ids,
+        fault=lambda _batch: time.sleep(FORWARD_S),
+    )
+    budget = (nodes * 2 * BLOCK + 200_000) * 16 + 4_000 * 16
+
+    def clock() -> float:
+        return time.monotonic() + offset
+
+    cache = KVCache(runtime.description.families, budget, BLOCK, clock=clock)
+    runtime.allocate(cache.rows, BLOCK)
+    engine = Engine(runtime, cache, EngineConfig(max_batch=8, chunk_tokens=256), ByteTokenizer())
+    rng = np.random.default_rng(0)
+    salts = [salt_of(name, None) for name in TENANTS]
+    heads = [rng.integers(0, 256, int(rng.integers(100, 500))) for _ in range(24)]
+    sessions = [
+        (
+            salts[int(rng.integers(0, 3))],
+            np.concatenate([heads[int(rng.integers(0, 24))], rng.integers(0, 256, 40)]),
+        )
+        for _ in range(nodes // 40)
+    ]
+    made = 0
+    while cache.usage().used_bytes < budget * 0.9 and made < nodes * 1.02:
+        salt, head = sessions[int(len(sessions) * rng.random() ** 2)]
+        tokens = np.concatenate([head, rng.integers(0, 256, int(rng.integers(4, 12)))]).astype(np.int32)
+        admitted = cache.admit(cache.match(tokens, engine.namespace(salt)))
+        assert isinstance(admitted, Admitted)
+        cache.commit(admitted.lease, tokens[admitted.lease.num_computed_tokens :])
+        cache.release(admitted.lease, ReleaseReason.FINISHED)
+        made += 1
+        offset = -HOURS_OF_AGE * 3600 * (1 - made / (nodes * 1.02))
+    offset = 0.0
+    found = cache.stats().nodes
+    made_of = Assembly(
+        engine,
+        ByteTokenizer(),
+        runtime.description,
+        pool_tokens=cache.capacity_tokens,
+        pool_bytes=budget,
+        tier=None,
+        block_size=BLOCK,
+    )
+    return made_of, found
+
+
+@contextlib.contextmanager
+def agents(url: str) -> Iterator[None]:
+    """Asks for chats of every tenant until the block ends: with a shared head, and with a date in the head."""
+    ended = threading.Event()
+
+    def ask(name: str, index: int) -> None:
+        with httpx.Client(base_url=url, timeout=60, headers={"x-api-key": f"key-of-{name}"}) as client:
+            for turn in itertools.count():
+                date = f"Now it is {turn % 60:02}:{index:02}. " if index == 1 else ""
+                text = f"Fix the bug number {turn % 7} in module {index}. " + "The log says so. " * (turn % 5)
+                messages = [{"role": "system", "content": date + SYSTEM}, {"role": "user", "content": text}]
+                with contextlib.suppress(httpx.HTTPError):
+                    client.post(
+                        "/v1/chat/completions", json={"messages": messages, "max_tokens": 40 + 30 * index}
+                    )
+                if ended.wait(0.2 * index):
+                    return
+
+    threads = [
+        threading.Thread(target=ask, args=(name, index), daemon=True)
+        for name in TENANTS
+        for index in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def work_share(made: Assembly) -> float:
+    """Returns the time that a feed takes for one page, as a share of ten seconds."""
+    feed = Feed(made.engine, Names(ServerConfig()), Texts(made.tokenizer, show_prompts=True))
+
+    async def watch() -> float:
+        began = time.perf_counter()
+        async for _ in feed.events(View(None), lambda: time.perf_counter() - began < 10):
+            pass
+        return feed.cost.seconds / (time.perf_counter() - began)
+
+    return asyncio.run(watch())
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def until(page: Any, expression: str) -> None:
+    """Waits until JavaScript is true. Playwright's own waiting would be refused by the page's security policy."""
+    give_up = time.monotonic() + 120
+    while not page.evaluate(expression):
+        if time.monotonic() > give_up:
+            raise TimeoutError(expression)
+        page.wait_for_timeout(100)
+
+
+PANELS = {
+    "memory": "#memory .value",
+    "rates": "#rates .value",
+    "requests": "#requests tbody",
+    "misses": "#misses .miss code",
+    "tree": "#tree-count",
+}
+
+
+@dataclass
+class Watcher:
+    """A person with a browser, who looks at each panel and uses each button."""
+
+    browser: Any
+    url: str
+    axe: str
+    pictures: Path
+
+    def watch(self) -> dict[str, Any]:
+        errors: list[str] = []
+        page = self.page(1440, 1000, "light", errors)
+        self.log_in(page, ADMIN)
+        figures: dict[str, Any] = {"panels": self.updating(page)}
+        page.wait_for_selector("#misses mark", timeout=WAIT_MS)
+        figures["explained"] = "tokens" in page.inner_text("#misses .miss")
+        frames = page.evaluate(FRAMES)
+        figures["frames_per_s"] = round(1000 / statistics.mean(frames["times"]), 1)
+        figures["slowest_frame_ms"] = round(max(frames["times"]), 1)
+        figures["most_boxes_drawn"] = frames["drawn"]
+        page.click("#fit")
+        self.use_keys(page)
+        figures["chat_answered"] = self.chat(page)
+        figures["stopped"] = self.stop(page)
+        figures["axe_serious"], sizes = self.modes(page, errors)
+        figures["axe_found"] = sorted(self.found)
+        figures["pictures_below_200_kb"] = all(size < 200_000 for size in sizes)
+        figures["tenant_sees_own_only"] = self.tenant(page, errors)
+        figures["cleared"] = self.clear(page)
+        figures["console_errors"] = len(errors)
+        for error in errors:
+            print("console:", error, flush=True)
+        return figures
+
+    def page(self, width: int, height: int, scheme: str, errors: list[str]) -> Any:
+        context = self.browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(self.url)
+        return page
+
+    def log_in(self, page: Any, key: str) -> None:
+        page.fill("#key", key)
+        page.click("#login-form button")
+        page.wait_for_selector("#panels:not([hidden])")
+        page.wait_for_selector("#tree[data-nodes]", timeout=120_000)
+
+    def updating(self, page: Any) -> list[str]:
+        """Returns the panels whose text changes within some seconds."""
+        before = {
+            name: page.inner_text(f"{where} >> nth=0")
+            for name, where in PANELS.items()
+            if page.query_selector(where)
+        }
+        changed: set[str] = set()
+        for _ in range(90):
+            page.wait_for_timeout(500)
+            for name, where in PANELS.items():
+                found = page.query_selector(where)
+                if found is not None and found.inner_text() != before.get(name):
+                    changed.add(name)
+            if len(changed) == len(PANELS):
+                break
+        return sorted(changed)
+
+    def use_keys(self, page: Any) -> None:
+        page.focus("#tree")
+        for key in ("ArrowDown", "ArrowDown", "ArrowRight", "Enter"):
+            page.keyboard.press(key)
+        page.wait_for_selector("#node dl")
+        assert "Branch" in page.inner_text("#tree-live")
+        page.keyboard.press("Home")
+
+    def chat(self, page: Any) -> bool:
+        page.fill("#chat-max", "24")
+        for _ in range(2):
+            page.fill("#chat-text", "How are you today? " * 10)
+            page.click("#chat-send")
+            page.wait_for_selector("#chat-send:not([disabled])", timeout=60_000)
+        told = page.inner_text("#chat-log .message.assistant:last-child .figures")
+        print("chat:", told, flush=True)
+        return (
+            "first token after" in told and "prompt tokens cached" in told and not told.startswith("waiting")
+        )
+
+    def stop(self, page: Any) -> bool:
+        page.evaluate("document.querySelector('#requests tr:not(.ended) .stop:not([hidden])').click()")
+        page.click("#confirm-yes")
+        until(page, "document.getElementById('requests').innerText.includes('stopped')")
+        return True
+
+    def modes(self, page: Any, errors: list[str]) -> tuple[int, list[int]]:
+        self.found: set[str] = set()
+        serious, sizes = 0, []
+        storage = page.context.storage_state()
+        for kind, (width, height) in {"desktop": (1440, 1000), "phone": (390, 844)}.items():
+            for scheme in ("light", "dark"):
+                context = self.browser.new_context(
+                    viewport={"width": width, "height": height},
+                    color_scheme=scheme,
+                    storage_state=storage,
+                    reduced_motion="reduce",
+                    is_mobile=kind == "phone",
+                    has_touch=kind == "phone",
+                )
+                each = context.new_page()
+                each.set_default_timeout(WAIT_MS)
+                each.on(
+                    "console",
+                    lambda message: errors.append(message.text) if message.type == "error" else None,
+                )
+                each.goto(self.url)
+                each.evaluate("document.getElementById('tree').scrollIntoView()")
+                each.wait_for_selector("#tree[data-nodes]", timeout=30_000)
+                each.focus("#tree")
+                for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
+                    each.keyboard.press(key)
+                each.wait_for_selector("#node dl")
+                each.wait_for_selector("#misses mark")
+                each.wait_for_timeout(4000)
+                each.evaluate("document.activeElement.blur()")
+                each.evaluate(self.axe)
+                told = each.evaluate(FINDINGS)
+                for name, impact, targets in told:
+                    self.found.add(f"{name} ({impact})")
+                    print(f"axe, {kind} {scheme}: {name}, {impact}: {targets[:3]}", flush=True)
+                    serious += impact in ("serious", "critical")
+                sizes.append(self.picture(each, f"dashboard-{kind}-{scheme}.png", whole=True))
+                context.close()
+        return serious, sizes
+
+    def picture(self, page: Any, name: str, whole: bool) -> int:
+        """Saves a screenshot with 255 colours, and returns its size."""
+        from PIL import Image
+
+        self.pictures.mkdir(parents=True, exist_ok=True)
+        taken = Image.open(io.BytesIO(page.screenshot(full_page=whole))).convert("RGB")
+        path = self.pictures / name
+        taken.quantize(255, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
+        return path.stat().st_size
+
+    def tenant(self, page: Any, errors: list[str]) -> bool:
+        """Returns whether a page with a tenant's key shows fewer nodes, one tenant, and no memory of all."""
+        other = self.page(1200, 900, "light", errors)
+        self.log_in(other, f"key-of-{TENANTS[0]}")
+        other.wait_for_timeout(3000)
+        nodes = int(other.get_attribute("#tree", "data-nodes"))
+        all_nodes = int(page.get_attribute("#tree", "data-nodes"))
+        other.select_option("#colour", "tenant")
+        names = other.inner_text("#tree-legend")
+        memory = other.inner_text("#memory")
+        print(f"tenant: {nodes:,} of {all_nodes:,} nodes, {names!r}, {memory!r}", flush=True)
+        others = any(name in other.inner_text("#panels") for name in TENANTS[1:])
+        other.context.close()
+        return 0 < nodes < all_nodes and names.strip() == TENANTS[0] and "operator" in memory and not others
+
+    def clear(self, page: Any) -> bool:
+        before = int(page.get_attribute("#tree", "data-nodes"))
+        page.click("#clear")
+        page.click("#confirm-yes")
+        until(page, "document.getElementById('toast').textContent.includes('free again')")
+        until(page, f"Number(document.getElementById('tree').dataset.nodes) < {before // 10}")
+        return True
+
+
+if __name__ == "__main__":
+    main()

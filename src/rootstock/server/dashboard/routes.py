@@ -1,0 +1,286 @@
+"""Routes of the dashboard: the page and its files, the session, the live feed, the tree, and stopping a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rootstock._version import __version__
+from rootstock.config import ServerConfig
+from rootstock.engine.activity import MIN_MISSED_TOKENS
+from rootstock.engine.engine import Engine
+from rootstock.engine.request import RequestId
+from rootstock.errors import (
+    InvalidParameter,
+    ModelNotFound,
+    NodeNotFound,
+    OpenRequestNotFound,
+    RouteNotFound,
+    TooManyViewers,
+)
+from rootstock.server.access import OPEN_FILES, Tenant, is_identified, session_of
+from rootstock.server.dashboard.feed import MAX_VIEWERS, Feed
+from rootstock.server.dashboard.trees import Trees
+from rootstock.server.dashboard.views import Names, Texts, View, node_json
+from rootstock.server.models import ModelRegistry
+from rootstock.server.sessions import SESSION_S, Sessions, cookie_name
+from rootstock.server.wire import Json, ServedModel
+
+_MAX_ID_CHARS = 256
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# The page loads its own files only, and runs no script that is written into it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+    "Vary": "Accept",
+}
+_DATA_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page, as it is sent."""
+
+    body: bytes = field(repr=False)
+    media_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        headers = {**_PAGE_HEADERS, "ETag": self.etag}
+        if self.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, headers=headers, media_type=self.media_type)
+
+
+def page_files() -> dict[str, PageFile]:
+    """Reads the files of the page, which are a part of the package."""
+    found = {}
+    for each in files(__package__).joinpath("page").iterdir():
+        kind = _TYPES.get(each.name.rpartition(".")[2])
+        if kind is not None:
+            body = each.read_bytes()
+            found[each.name] = PageFile(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A model, and the pictures that the dashboard makes of its engine."""
+
+    model: ServedModel
+    feed: Feed
+    trees: Trees
+    texts: Texts
+
+
+class Dashboard:
+    """The watched models of a server. A model is watched from the first page that asks for it."""
+
+    def __init__(self, models: ModelRegistry, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+        self.names = Names(config)
+        self._watched: dict[Engine, _Watched] = {}
+        for model in models.loaded:
+            _explain_misses(model.engine)
+
+    @property
+    def model_names(self) -> list[str]:
+        return [model.name for model in self._models.loaded]
+
+    def watched(self, name: str | None) -> _Watched:
+        """Returns a loaded model, the first one without a name. Raises ModelNotFound."""
+        loaded = self._models.loaded
+        model = next((each for each in loaded if name in (None, each.name)), None)
+        if model is None:
+            raise ModelNotFound(str(name), self.model_names)
+        self._watched = {engine: each for engine, each in self._watched.items() if each.model in loaded}
+        found = self._watched.get(model.engine)
+        if found is None:
+            texts = Texts(model.model_tokenizer, self._config.show_prompts)
+            feed, trees = Feed(model.engine, self.names, texts), Trees(model.engine, self.names)
+            found = self._watched[model.engine] = _Watched(model, feed, trees, texts)
+            _explain_misses(model.engine)
+        return found
+
+
+def _explain_misses(engine: Engine) -> None:
+    engine.scheduler.explains_misses_of = MIN_MISSED_TOKENS
+
+
+class FeedResponse(StreamingResponse):
+    """A stream of events that is closed as soon as the client has left."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(
+            events, headers={**_DATA_HEADERS, "X-Accel-Buffering": "no"}, media_type="text/event-stream"
+        )
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+def wants_html(request: Request) -> bool:
+    """Returns whether the sender is a browser that opens a page. Other clients accept anything, or JSON."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def install_dashboard(
+    app: FastAPI, models: ModelRegistry, config: ServerConfig, sessions: Sessions
+) -> Callable[[Request], Response]:
+    """Adds the routes below /dashboard. Returns the answer to a browser that asks for /."""
+    dashboard, pages = Dashboard(models, config), page_files()
+    app.include_router(_page_routes(pages))
+    app.include_router(_session_routes(dashboard, config, sessions))
+    app.include_router(_data_routes(dashboard, sessions))
+    return pages["index.html"].response
+
+
+def _page_routes(pages: dict[str, PageFile]) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get(OPEN_FILES + "{name}")
+    async def page_file(name: str, request: Request) -> Response:
+        if name not in pages:
+            raise RouteNotFound(f"GET {request.url.path}")
+        return pages[name].response(request)
+
+    return router
+
+
+def _session_routes(dashboard: Dashboard, config: ServerConfig, sessions: Sessions) -> APIRouter:
+    router = APIRouter(prefix="/dashboard", include_in_schema=False)
+
+    def described(request: Request, tenant: str, csrf: str | None) -> Json:
+        if not is_identified(request):
+            return {"version": __version__, "login": True}
+        view = View.of(request, tenant)
+        return {
+            "version": __version__,
+            "login": False,
+            "csrf": csrf,
+            "models": dashboard.model_names,
+            "sees": "all" if view.is_all else "tenant" if view.salts else "nothing",
+            "tenant": tenant,
+            "show_prompts": config.show_prompts,
+            "pins": any(getattr(route, "path", "") == "/v1/cache/pins" for route in request.app.routes),
+        }
+
+    @router.get("/session")
+    async def session(request: Request, tenant: Tenant) -> Response:
+        """Tells a page whether it must log in, and the token for its changes."""
+        found = session_of(request)
+        told = described(request, tenant, None if found is None else found.csrf)
+        return JSONResponse(told, headers=_DATA_HEADERS)
+
+    @router.post("/login")
+    async def login(request: Request, tenant: Tenant) -> Response:
+        """Opens a session for the key in the headers, which the guard has accepted."""
+        headers = dict(reversed(request.scope["headers"]))
+        sent = headers.get(b"x-api-key", b"").strip()
+        if not sent:
+            raise InvalidParameter("x-api-key", "", "the key that the session stands for")
+        opened = sessions.open(sent)
+        response = JSONResponse(described(request, tenant, opened.csrf), headers=_DATA_HEADERS)
+        response.set_cookie(
+            cookie_name(headers),
+            opened.token,
+            max_age=int(SESSION_S),
+            httponly=True,
+            samesite="strict",
+            # The scheme that the browser sees: behind a proxy the server itself speaks HTTP.
+            secure=request.headers.get("origin", "").startswith("https://"),
+        )
+        return response
+
+    @router.post("/logout")
+    async def logout(request: Request) -> Response:
+        """Ends the session."""
+        found = session_of(request)
+        if found is not None:
+            sessions.close(found)
+        response = JSONResponse({"login": True}, headers=_DATA_HEADERS)
+        response.delete_cookie(cookie_name(dict(reversed(request.scope["headers"]))), httponly=True)
+        return response
+
+    return router
+
+
+def _data_routes(dashboard: Dashboard, sessions: Sessions) -> APIRouter:
+    router = APIRouter(prefix="/dashboard", include_in_schema=False)
+
+    @router.get("/events")
+    async def events(request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Sends the live feed of a model as server-sent events."""
+        feed = dashboard.watched(model).feed
+        if feed.is_full:
+            raise TooManyViewers(MAX_VIEWERS)
+        session = session_of(request)
+
+        def may_go_on() -> bool:
+            return session is None or sessions.is_open(session)
+
+        return FeedResponse(feed.events(View.of(request, tenant), may_go_on))
+
+    @router.get("/tree")
+    async def tree(request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Sends the latest picture of the prefix tree."""
+        serial, body = await dashboard.watched(model).trees.encoded(View.of(request, tenant))
+        return Response(
+            body, headers={**_DATA_HEADERS, "X-Serial": str(serial)}, media_type="application/octet-stream"
+        )
+
+    @router.get("/tree/{number}")
+    async def node(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Describes a node of the tree, with its tokens."""
+        watched = dashboard.watched(model)
+        found = await watched.trees.detail(number)
+        if found is None or not View.of(request, tenant).shows(found.namespace.salt):
+            raise NodeNotFound
+        told = await asyncio.to_thread(node_json, found, dashboard.names, watched.texts)
+        return JSONResponse(told, headers=_DATA_HEADERS)
+
+    @router.get("/tree/{number}/prefix")
+    async def prefix(number: int, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Sends all token ids up to the end of a node, with which `/v1/cache/pin` pins it."""
+        found = await dashboard.watched(model).trees.prefix(number)
+        if found is None or not View.of(request, tenant).shows(found[0].salt):
+            raise NodeNotFound
+        namespace, tokens = found
+        told = {"tenant": dashboard.names.tenant(namespace.salt), "tokens": tokens.tolist()}
+        return JSONResponse(told, headers=_DATA_HEADERS)
+
+    @router.post("/requests/{id}/stop")
+    async def stop(id: str, request: Request, tenant: Tenant, model: str | None = None) -> Response:
+        """Aborts a request that the sender sees."""
+        engine, view = dashboard.watched(model).model.engine, View.of(request, tenant)
+        if len(id) > _MAX_ID_CHARS or not any(
+            str(each.id) == id and view.shows(each.salt) for each in engine.requests()
+        ):
+            raise OpenRequestNotFound(id)
+        engine.abort(RequestId(id))
+        return JSONResponse({"stopped": id}, headers=_DATA_HEADERS)
+
+    return router

@@ -1,0 +1,186 @@
+"""The picture of an engine's prefix tree: a walk over it that all pages share, as columns of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootstock.cache.keys import Namespace
+from rootstock.cache.tree_walk import NodeDetail, TreeWalk
+from rootstock.cache.types import Tokens
+from rootstock.engine.engine import Engine
+from rootstock.server.dashboard.views import Names, View, namespace_json
+
+SLICE_S = 0.002  # of the engine's thread between two steps
+# Of a long step: a longer slice then delays it as little, and the walk ends sooner.
+_SHARE_OF_STEP, _LONGEST_SLICE_S = 0.01, 0.02
+LEAST_PAUSE_S, MOST_PAUSE_S = 2.0, 60.0
+PAUSE_PER_WORK = 100  # walks take 1 % of the engine's time at most
+FORGET_S = 60.0  # without a page that asks
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A finished walk as arrays, one entry for each node. A parent's row comes before its children's."""
+
+    serial: int
+    at: float  # by the engine's clock
+    walk: TreeWalk
+    number: NDArray[np.uint32]
+    parent: NDArray[np.int32]  # -1: none, or one that the view does not show
+    root: NDArray[np.uint16]
+    start: NDArray[np.int32]
+    end: NDArray[np.int32]
+    memory: NDArray[np.float32]
+    idle_s: NDArray[np.float32]
+    session: NDArray[np.uint32]
+    flags: NDArray[np.uint8]
+
+    @staticmethod
+    def of(walk: TreeWalk, serial: int, now: float) -> Picture:
+        columns = walk.columns
+        idle = np.maximum(now - np.array(columns.last_used), 0)
+        return Picture(
+            serial,
+            now,
+            walk,
+            np.array(columns.number, np.uint32),
+            np.array(columns.parent, np.int32),
+            np.array(columns.root, np.uint16),
+            np.array(columns.start, np.int32),
+            np.array(columns.end, np.int32),
+            np.array(columns.bytes, np.float32),
+            idle.astype(np.float32),
+            np.array(columns.session, np.uint32),
+            np.array(columns.flags, np.uint8),
+        )
+
+    def encode(self, view: View, names: Names, pause_s: float) -> bytes:
+        """Returns the nodes that a view shows: the length of the head, the head as JSON, and the columns.
+
+        All numbers are little-endian. The head names the columns in their order.
+        """
+        shown = np.array([view.shows(each.salt) for each in self.walk.namespaces], bool)
+        rows = np.flatnonzero(shown[self.root]) if len(self.root) else np.zeros(0, np.int64)
+        place = np.full(len(self.root) + 1, -1, np.int32)  # the last entry is that of parent -1
+        place[rows] = np.arange(len(rows))
+        columns: list[tuple[str, str, NDArray[np.generic]]] = [
+            ("number", "Uint32", self.number[rows]),
+            ("parent", "Int32", place[self.parent[rows]]),
+            ("start", "Int32", self.start[rows]),
+            ("end", "Int32", self.end[rows]),
+            ("bytes", "Float32", self.memory[rows]),
+            ("idle", "Float32", self.idle_s[rows]),
+            ("session", "Uint32", self.session[rows]),
+            ("root", "Uint16", self.root[rows]),
+            ("flags", "Uint8", self.flags[rows]),
+        ]
+        head = json.dumps(
+            {
+                "nodes": len(rows),
+                "serial": self.serial,
+                "at": round(self.at, 3),
+                "next_s": round(pause_s, 1),
+                "truncated": self.walk.is_truncated,
+                "roots": [
+                    namespace_json(each, names) if view.shows(each.salt) else None
+                    for each in self.walk.namespaces
+                ],
+                "columns": [[name, kind] for name, kind, _ in columns],
+            }
+        ).encode()
+        parts = [len(head).to_bytes(_ALIGNMENT, "little"), _padded(head)]
+        parts += [_padded(_little(column)) for _, _, column in columns]
+        return b"".join(parts)
+
+
+def _little(column: NDArray[np.generic]) -> bytes:
+    return (column if sys.byteorder == "little" else column.byteswap()).tobytes()
+
+
+def _padded(part: bytes) -> bytes:
+    return part + bytes(-len(part) % _ALIGNMENT)
+
+
+class Trees:
+    """The latest picture of one engine's tree. Used on an event loop's thread."""
+
+    def __init__(self, engine: Engine, names: Names) -> None:
+        self._engine = engine
+        self._names = names
+        self._picture: Picture | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._forget: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when the next walk may begin, by time.monotonic
+        self._pause_s = LEAST_PAUSE_S
+
+    async def latest(self) -> Picture:
+        """Returns the latest picture, and begins a new one if it is due. Raises EngineStopped."""
+        self._forget_later()
+        if self._task is None and time.monotonic() >= self._due:
+            self._task = asyncio.create_task(self._renew())
+        if self._picture is None and self._task is not None:
+            await asyncio.shield(self._task)
+        assert self._picture is not None
+        return self._picture
+
+    async def encoded(self, view: View) -> tuple[int, bytes]:
+        """Returns the serial of the latest picture, and its bytes for a view."""
+        picture = await self.latest()
+        return picture.serial, await asyncio.to_thread(picture.encode, view, self._names, self._pause_s)
+
+    async def detail(self, number: int) -> NodeDetail | None:
+        """Describes a node of the latest picture as it is now; None if it is gone."""
+        picture = self._picture
+        if picture is None:
+            return None
+        return await asyncio.to_thread(self._engine.node_detail, picture.walk, number)
+
+    async def prefix(self, number: int) -> tuple[Namespace, Tokens] | None:
+        """Returns the namespace of a node of the latest picture, and all tokens up to its end; None if it is gone."""
+        picture = self._picture
+        if picture is None:
+            return None
+        return await asyncio.to_thread(self._engine.node_prefix, picture.walk, number)
+
+    async def _renew(self) -> None:
+        try:
+            previous = self._picture
+            serial = 1 if previous is None else previous.serial + 1
+            made, work_s = await asyncio.to_thread(self._walk, previous, serial)
+            self._picture = made
+            self._pause_s = min(max(work_s * PAUSE_PER_WORK, LEAST_PAUSE_S), MOST_PAUSE_S)
+            self._due = time.monotonic() + self._pause_s
+        finally:
+            self._task = None
+
+    def _walk(self, previous: Picture | None, serial: int) -> tuple[Picture, float]:
+        """Walks in slices between the engine's steps. Returns the picture and the time of the engine's thread."""
+        engine, work_s = self._engine, 0.0
+        walk = engine.walk_tree(None if previous is None else previous.walk)
+        slice_s, goes_on = SLICE_S, True
+        while goes_on:
+            began = time.perf_counter()
+            goes_on = engine.continue_walk(walk, slice_s)
+            step_s = time.perf_counter() - began - slice_s
+            work_s += slice_s
+            slice_s = min(max(step_s * _SHARE_OF_STEP, SLICE_S), _LONGEST_SLICE_S)
+            if goes_on:
+                time.sleep(0)  # another thread may have the interpreter
+        return Picture.of(walk, serial, engine.now()), work_s
+
+    def _forget_later(self) -> None:
+        if self._forget is not None:
+            self._forget.cancel()
+
+        def forget() -> None:
+            self._picture, self._due = None, 0.0
+
+        self._forget = asyncio.get_running_loop().call_later(FORGET_S, forget)

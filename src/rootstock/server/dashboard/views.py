@@ -1,0 +1,226 @@
+"""The data of the dashboard as JSON: the part of an engine's state that one sender may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from fastapi import Request
+
+from rootstock.cache.keys import Namespace
+from rootstock.cache.stats import PoolUsage
+from rootstock.cache.tree_walk import NodeDetail
+from rootstock.cache.types import Tokens
+from rootstock.cache.volatile import VolatileSpan
+from rootstock.config import ServerConfig
+from rootstock.engine.activity import Activity, LiveRequest, Miss, Outcome
+from rootstock.engine.prompts.explained import volatile_in_words
+from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.stats import Health
+from rootstock.engine.tiers.connector import TierStats
+from rootstock.engine.tokenizer import ModelTokenizer, token_text
+from rootstock.server.access import is_operator
+from rootstock.server.wire import Json
+
+WINDOWS_S = (60, 300, 900)
+MAX_REQUESTS = 100  # of the live ones that a page shows; the first come first
+MAX_SHOWN_TOKENS = 256  # of a node: half of them from its end
+MAX_SHOWN_CHARS = 2_000
+MAX_SPANS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The part of an engine's state that one sender may see. Equal views are shown the same."""
+
+    salts: frozenset[str] | None  # None: of all
+
+    def shows(self, salt: str) -> bool:
+        return self.salts is None or salt in self.salts
+
+    @property
+    def is_all(self) -> bool:
+        return self.salts is None
+
+    @staticmethod
+    def of(request: Request, tenant: str) -> View:
+        """Returns the view of a sender: all for the operator, else the tenant's own.
+
+        A client that is bound to no tenant and is not the operator shares its prefixes with others like it: it sees
+        none.
+        """
+        if is_operator(request):
+            return View(None)
+        return View(frozenset({salt_of(tenant, None)} if tenant else ()))
+
+
+class Names:
+    """The names of salts: those of the tenants that have a key, and a part of the hash for others."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._names = {salt_of(tenant, None): tenant for tenant in config.tenant_keys.values()}
+
+    def of(self, salt: str) -> str:
+        if not salt:
+            return ""
+        return self._names.get(salt, f"salt {salt.rpartition(':')[2][:8]}")
+
+    def tenant(self, salt: str) -> str | None:
+        """Returns the tenant with this salt, "" for the salt of none; None: it is not known."""
+        return self._names.get(salt) if salt else ""
+
+
+class Texts:
+    """The tokens of prompts as the dashboard shows them: ids, and text where the server's option allows it."""
+
+    def __init__(self, tokenizer: ModelTokenizer, show_prompts: bool) -> None:
+        self._tokenizer = tokenizer
+        self.show_prompts = show_prompts
+
+    def whole(self, tokens: Tokens) -> str | None:
+        return self._tokenizer.decode(tokens.tolist())[:MAX_SHOWN_CHARS] if self.show_prompts else None
+
+    def pieces(self, tokens: Iterable[int]) -> list[Json]:
+        """Returns each token with its own text."""
+        return [
+            {"id": token, "text": token_text(self._tokenizer, token) if self.show_prompts else None}
+            for token in map(int, tokens)
+        ]
+
+
+def namespace_json(namespace: Namespace, names: Names) -> Json:
+    tenant = "public head" if namespace.is_public else names.of(namespace.salt)
+    return {"tenant": tenant, "adapter": namespace.adapter}
+
+
+def health_json(health: Health) -> Json:
+    return {"alive": health.alive, "detail": health.detail}
+
+
+def pool_json(usage: PoolUsage, tier: TierStats | None) -> Json:
+    """Returns the memory of the pools by family, and of the tiers below them."""
+    families = [
+        {
+            "name": family.name,
+            "live": family.live_rows * family.row_bytes,
+            "cached": family.cached_rows * family.row_bytes,
+        }
+        for family in usage.families
+    ]
+    told: Json = {"budget": usage.budget_bytes, "used": usage.used_bytes, "families": families}
+    if tier is not None:
+        told["tier"] = {
+            "state": tier.state,
+            "used": tier.used_bytes,
+            "foreign": tier.foreign_bytes,
+            "cap": tier.cap_bytes,
+            "storing": tier.waiting_store_bytes,
+            "loading": tier.loading,
+        }
+    return told
+
+
+def rates_json(activity: Activity, view: View) -> Json:
+    """Returns tokens of prompts by source: for each window, and for each span of the history."""
+    return {
+        "windows": {str(s): asdict(activity.hits(s, view.salts)) for s in WINDOWS_S},
+        "history": [
+            [hits.memory, hits.loaded, hits.computed] if hits.requests else []
+            for hits in activity.history(view.salts)
+        ],
+    }
+
+
+def requests_json(
+    live: Iterable[LiveRequest], ended: Iterable[LiveRequest], view: View, names: Names
+) -> dict[str, Json]:
+    """Returns the open requests, the first ones first, and those that ended lately, by id."""
+    shown = [request for request in live if view.shows(request.salt)]
+    found = {request.id: request for request in ended if view.shows(request.salt)}
+    found.update((request.id, request) for request in shown[:MAX_REQUESTS])
+    return {str(id): _request(request, names) for id, request in found.items()}
+
+
+def _request(request: LiveRequest, names: Names) -> Json:
+    return {
+        "tenant": names.of(request.salt),
+        "spans": [
+            [span.phase.value, round(span.began, 3), None if span.ended is None else round(span.ended, 3)]
+            for span in request.spans
+        ],
+        "open": request.outcome is Outcome.OPEN,
+        "outcome": request.outcome.value,
+        "prompt": request.prompt_tokens,
+        "cached": request.cached_tokens,
+        "computed": request.computed_tokens,
+        "completion": request.completion_tokens,
+        "max": request.max_tokens,
+        "preempted": request.is_preempted,
+    }
+
+
+def misses_json(misses: Iterable[Miss], view: View, names: Names, texts: Texts) -> dict[str, Json]:
+    return {str(miss.id): _miss(miss, names, texts) for miss in misses if view.shows(miss.salt)}
+
+
+def _miss(miss: Miss, names: Names, texts: Texts) -> Json:
+    told = miss.diagnosis
+    volatile = told.volatile
+    return {
+        "tenant": names.of(miss.salt),
+        "at": round(miss.at, 3),
+        "cause": told.cause,
+        "message": told.message,
+        "prompt": told.prompt_tokens,
+        "cached": told.cached_tokens,
+        "missed": told.missed_tokens,
+        "position": told.position,
+        "before": texts.pieces(miss.before),
+        "asked": texts.pieces(miss.asked),
+        "others": texts.pieces(miss.cached),
+        "volatile": None
+        if volatile is None
+        else {
+            "asked": texts.pieces(volatile.asked),
+            "cached": texts.pieces(volatile.cached),
+            "agreed": volatile.agreed,
+        },
+    }
+
+
+def volatile_json(spans: Iterable[VolatileSpan], view: View, names: Names, texts: Texts) -> list[Json]:
+    shown = [span for span in spans if view.shows(span.namespace.salt)][:MAX_SPANS]
+    return [
+        {
+            "tenant": names.of(span.namespace.salt),
+            "position": span.position,
+            "count": span.count,
+            "recomputed": span.recomputed_tokens,
+            "before": texts.whole(span.before),
+            "examples": [texts.whole(example) for example in span.examples],
+            "hint": volatile_in_words(span),
+        }
+        for span in shown
+    ]
+
+
+def node_json(detail: NodeDetail, names: Names, texts: Texts) -> Json:
+    tokens, half = detail.tokens, MAX_SHOWN_TOKENS // 2
+    is_cut = len(tokens) > MAX_SHOWN_TOKENS
+    head, tail = (tokens[:half], tokens[-half:]) if is_cut else (tokens, tokens[:0])
+    return {
+        "number": detail.number,
+        **namespace_json(detail.namespace, names),
+        "start": detail.start,
+        "end": detail.end,
+        "bytes": detail.bytes,
+        "hits": detail.hits,
+        "idle_s": round(detail.idle_s, 1),
+        "leases": detail.leases,
+        "children": detail.children,
+        "head": head.tolist(),
+        "tail": tail.tolist(),
+        "text": texts.whole(head),
+        "tail_text": texts.whole(tail),
+        "checkpoints": [asdict(each) for each in detail.checkpoints],
+    }
