@@ -10,7 +10,7 @@ import pytest
 from cli.running import Run
 from rootstock.cli import several
 from rootstock.cli.models_file import MAX_FILE_BYTES, MAX_MODELS, read_models
-from rootstock.config import CacheConfig, EngineConfig, ModelConfig, ServedModelConfig, TierConfig
+from rootstock.config import AdapterConfig, CacheConfig, EngineConfig, ModelConfig, ServedModelConfig, TierConfig
 from rootstock.errors import ConfigFileInvalid, InvalidOption
 from rootstock.units import GIB
 
@@ -56,7 +56,8 @@ def test_a_model_has_options_of_its_own_and_else_those_of_the_server(tmp_path: P
     assert (large.model.kv_dtype, large.model.memory_check, large.model.device) == ("int8", False, "cpu")
     assert (large.chat_template, large.context_limit, large.tool_parser) == ("{{ messages }}", 4096, "hermes")
     assert (large.kv_share, large.load, large.idle_unload_s, large.pin) == (2.0, "demand", 600.0, True)
-    assert (large.aliases, large.adapters) == (("gpt-4o", "claude"), {"law": "/adapters/law"})
+    assert large.aliases == ("gpt-4o", "claude")
+    assert large.model.adapters == (AdapterConfig("law", Path("/adapters/law")),)
     assert (found["own"].kv_budget_bytes, found["own"].aliases) == (2 * GIB, ("x",))
 
 
@@ -122,7 +123,7 @@ def test_models_of_the_command_line_and_of_a_file_are_served_together(
 ) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "models.yaml").write_text("three: {model: x, load: demand}")
-    models, *_, server, _ = configured(
+    models, *_, server, _, _ = configured(
         tmp_path / "one", "org/two", "--models", tmp_path / "models.yaml", "--dtype", "float16",
         "--alias", "gpt-4o=one",
     )  # fmt: skip
@@ -133,7 +134,7 @@ def test_models_of_the_command_line_and_of_a_file_are_served_together(
 
 
 def test_a_server_with_several_models_answers_to_no_other_name(configured: Any) -> None:
-    *_, server, _ = configured("a", "b")
+    *_, server, _, _ = configured("a", "b")
     assert server.aliases == ()
 
 

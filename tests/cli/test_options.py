@@ -57,7 +57,8 @@ VALUES = {
     "served-model-name": "a name",
     "alias": "gpt-4o,claude-sonnet",
     "api-key": "secret-1",
-    "api-keys-file": "{keys}",
+    "api-keys": "{keys}",
+    "public-prompts": "prompts.jsonl",
     "admin-key": "secret-2",
     "explain": "all",
     "max-body": "2MiB",
@@ -76,6 +77,12 @@ VALUES = {
     "log-format": "json",
     "log-level": "debug",
     "access-log": "true",
+    "adapter": "law=adapters/law",
+    "adapter-directory": "a folder of adapters",
+    "idle-work": "false",
+    "dashboard": "false",
+    "show-prompts": "true",
+    "drain-timeout": "5s",
 }
 
 
@@ -121,7 +128,7 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     configured: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {parameter.opts[0].lstrip("-") for parameter in SERVE.params}
-    assert options - {"model", "more_models", "models", "config", "tier-compress"} == set(VALUES)
+    assert options - {"model", "more_models", "models", "warm", "config", "tier-compress"} == set(VALUES)
     expected = configured("a model", *flags(files))
     assert expected != configured("a model")
 
@@ -154,7 +161,7 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     monkeypatch.setenv("ROOTSTOCK_CONFIG", str(file))
     monkeypatch.setenv("ROOTSTOCK_MAX_QUEUE", "3")
     monkeypatch.setenv("ROOTSTOCK_PORT", "3")
-    model, _, engine, _, server, _, _ = configured("--port", 4)
+    model, _, engine, _, server, *_ = configured("--port", 4)
     assert (model.model, engine.max_batch, engine.max_queue, server.port) == ("of the file", 2, 3, 4)
     assert configured("of the command line")[0].model == "of the command line"
 
@@ -180,7 +187,7 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
     file.write_text(
         "allowed-origins: [https://a.example, 'https://b.example']\nspeculate: off\nno-cache: yes\n"
     )
-    _, cache, engine, _, server, _, _ = configured("m", "--config", file)
+    _, cache, engine, _, server, *_ = configured("m", "--config", file)
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert (engine.draft_tokens, cache.enabled) == (0, False)
     assert server.aliases == ("*",)
@@ -265,7 +272,7 @@ def test_help_shows_every_option_and_its_variable_uncut(
     shown = rootstock("serve", "--help").out
     for name in VALUES:
         assert re.search(rf"--{name}\b", shown)
-        assert re.search(rf"\b{variable(name)}\]", shown)
+        assert re.search(rf"\b{variable(name)}[],]", shown)
     for name in VLLM_NAMES:
         assert f"--{name}" in shown
     panels = re.findall(r"╭─ ([\w ]+) ─", shown)

@@ -319,7 +319,7 @@ def test_a_request_that_is_failed_before_it_was_begun_stays_ended(monkeypatch: p
     bench = Bench()
     late: list[Client] = []
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         late.append(bench.ask(numbers(9, 12)))
         breaks()
 

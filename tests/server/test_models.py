@@ -190,8 +190,8 @@ def test_state_routes_tell_of_all_models_or_of_one(two: Several) -> None:
     assert_error(two.client.get("/v1/cache/stats?model=z"), 404, "model_not_found")
     assert two.client.get("/health").json()["alive"]
     metrics = two.client.get("/metrics").text
-    assert 'rootstock_alive{model="a"} 1.0' in metrics
-    assert 'rootstock_alive{model="b"} 1.0' in metrics
+    assert 'rootstock_alive{model_name="a"} 1.0' in metrics
+    assert 'rootstock_alive{model_name="b"} 1.0' in metrics
     cleared = two.client.post("/v1/cache/clear", json={"model": "a"}).json()
     assert cleared["blocks"] == stats["models"]["a"]["cache"]["cached_blocks"]
     after = two.client.get("/v1/cache/stats").json()["models"]

@@ -35,6 +35,9 @@ VLLM_NAMES = {
     "no-enable-prefix-caching": "no-cache",
 }
 
+# A name that an option has had → its name now.
+EARLIER_NAMES = {"api-keys-file": "api-keys"}
+
 
 class SamplingSource(StrEnum):
     model = "model"
@@ -42,8 +45,8 @@ class SamplingSource(StrEnum):
 
 
 def our_name(name: str) -> str:
-    """Returns our name of an option, given by our name or by vLLM's. Both are without leading dashes."""
-    return VLLM_NAMES.get(name, name)
+    """Returns our name of an option, given by it, by vLLM's or by an earlier one. All are without leading dashes."""
+    return VLLM_NAMES.get(name) or EARLIER_NAMES.get(name, name)
 
 
 class Command(TyperCommand):
@@ -72,23 +75,19 @@ def _place_of(ctx: typer.Context, parameter: Any) -> str | None:
     return f"environment variable {names}"
 
 
-def option(panel: str, name: str, help: str, *, earlier: str | None = None, **more: Any) -> Any:
-    """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache".
-
-    `earlier` is a name that the option has had, and that goes on working."""
+def option(panel: str, name: str, help: str, **more: Any) -> Any:
+    """Makes a shared option, also set by ROOTSTOCK_<NAME>. `name` may have a negative form: "--cache/--no-cache"."""
     ours = name.split("/")[0].removeprefix("--")
     theirs = ", ".join(f"--{vllm}" for vllm, own in VLLM_NAMES.items() if own in (ours, f"no-{ours}"))
     variables = [
         f"{ENV_PREFIX}_{each.removeprefix('--').upper().replace('-', '_')}"
-        for each in (ours, earlier)
-        if each is not None
+        for each in (ours, *(old for old, now in EARLIER_NAMES.items() if now == ours))
     ]
     return typer.Option(
         name,
-        *([] if earlier is None else [earlier]),
         help=f"{help} vLLM: {theirs}." if theirs else help,
         rich_help_panel=panel,
-        envvar=variables[0] if earlier is None else variables,
+        envvar=variables if len(variables) > 1 else variables[0],
         allow_from_autoenv=False,
         **more,
     )
@@ -305,7 +304,7 @@ HostBudget = Annotated[
 IdleWork = Annotated[
     bool,
     option(
-        SCHEDULING,
+        CACHE,
         "--idle-work/--no-idle-work",
         "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and those "
         "of --warm and /v1/cache/warm.",
@@ -409,7 +408,6 @@ ApiKeys = Annotated[
         "--api-keys",
         "File of API keys with their tenants, roles and limits, in YAML or JSON, or with a line 'KEY TENANT' per "
         "key. Read again whenever it changes.",
-        earlier="--api-keys-file",
         metavar="FILE",
     ),
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
 from rootstock.config import MAX_MODEL_NAME_CHARS, ServerConfig
@@ -19,6 +19,7 @@ from rootstock.server.models import ModelRegistry
 from rootstock.server.request_bodies import BoundedJsonRoute
 
 _MAX_PATH_CHARS = 4_096
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARS)]
 
@@ -41,8 +42,8 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
     )
 
     # Plain functions run on another thread: they read files and wait for the engine's.
-    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-    def load(body: LoadAdapterRequest, request: Request) -> str:
+    @router.post("/v1/load_lora_adapter", responses=_TEXT)
+    def load(body: LoadAdapterRequest, request: Request) -> Response:
         """Loads a LoRA adapter from an allowed directory. Requests choose it by its name as their model."""
         refuse_unless(is_operator(request), config)
         if not config.adapter_directories:
@@ -58,10 +59,10 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         if body.lora_name in models.names:
             raise AdapterExists(body.lora_name)
         models.find(body.model).engine.load_adapter(body.lora_name, directory)
-        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-    def unload(body: UnloadAdapterRequest, request: Request) -> str:
+    @router.post("/v1/unload_lora_adapter", responses=_TEXT)
+    def unload(body: UnloadAdapterRequest, request: Request) -> Response:
         """Removes a LoRA adapter by its name. Its running requests go on to their ends."""
         refuse_unless(is_operator(request), config)
         if not config.adapter_directories:
@@ -70,7 +71,7 @@ def adapter_routes(models: ModelRegistry, config: ServerConfig) -> APIRouter:
         for model in models.loaded:
             if model.engine.adapters.find(body.lora_name) is not None:
                 model.engine.unload_adapter(body.lora_name)
-                return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+                return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
         raise AdapterNotLoaded(body.lora_name)
 
     return router
