@@ -234,7 +234,14 @@ def greedy_hints(client: Client, turn: Turn) -> CacheHints:
 
 def greedy(seed: int, hints: Callable[[Client, Turn], CacheHints | None]) -> list[Client]:
     return [
-        Client(f"greedy-{number}", "greedy", greedy_turns(np.random.default_rng([seed, 9, number])), hints, 1.0, 0.0)
+        Client(
+            f"greedy-{number}",
+            "greedy",
+            greedy_turns(np.random.default_rng([seed, 9, number])),
+            hints,
+            1.0,
+            0.0,
+        )
         for number in range(2)
     ]
 
@@ -296,7 +303,10 @@ def main() -> None:
     )
     figures["lost_points_without_hints"] = round(
         100
-        * (figures["hit_rate_no_hints_beside_flood_without_hints"] - figures["hit_rate_no_hints_beside_greedy"]),
+        * (
+            figures["hit_rate_no_hints_beside_flood_without_hints"]
+            - figures["hit_rate_no_hints_beside_greedy"]
+        ),
         2,
     )
     conclude(

@@ -79,7 +79,9 @@ class Pins:
                 "release a pin first, or pin a shorter prefix"
             )
         if self.pinned_bytes + size_bytes > self._share_bytes:
-            return PinRefused("the pins of all tenants leave no room for it: pin a shorter prefix, or try later")
+            return PinRefused(
+                "the pins of all tenants leave no room for it: pin a shorter prefix, or try later"
+            )
         return None
 
     def find(self, pin: PinId) -> Pinned | None:

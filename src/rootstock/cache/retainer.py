@@ -154,7 +154,9 @@ class Retainer:
         kept = sum(held.values())
         if lowest is not None and _yields(lowest, level, now):
             is_overdue = lowest.grant is not None and lowest.grant.level == level
-            kept = sum(size for other, size in held.items() if other > level or (other == level and not is_overdue))
+            kept = sum(
+                size for other, size in held.items() if other > level or (other == level and not is_overdue)
+            )
         promised = sum(size for owner, size in self._promised.values() if owner == tenant)
         return max(0, self.share_bytes(now) - kept - promised)
 
@@ -223,9 +225,7 @@ class Retainer:
 
     # -------------------------------------------------------------------------------------------- room
 
-    def make_room(
-        self, tenant: str, level: Level, needed_bytes: int, kept: set[Node], now: float
-    ) -> int:
+    def make_room(self, tenant: str, level: Level, needed_bytes: int, kept: set[Node], now: float) -> int:
         """Takes the grants of lower entries away until the tenant can retain so many more bytes. Returns how many it
         can. Entries in `kept` stay."""
         ledger, share = self._ledger, self.share_bytes(now)

@@ -38,9 +38,7 @@ class Pauses:
     @property
     def ttl_s(self) -> float:
         """A time within which the next request comes in all likelihood, bounded."""
-        return min(
-            max(self.mean_s + _DEVIATIONS * self.deviation_s, LEAST_SESSION_TTL_S), MAX_SESSION_TTL_S
-        )
+        return min(max(self.mean_s + _DEVIATIONS * self.deviation_s, LEAST_SESSION_TTL_S), MAX_SESSION_TTL_S)
 
 
 @dataclass(slots=True)

@@ -312,7 +312,8 @@ class HostTier:
         and never change."""
         with self._changed:
             there = list(self._held.values())
-        return [held.record for held in there if held.is_intact]
+        now_s = self._clock()
+        return [held.record_with_keep(now_s) for held in there if held.is_intact]
 
     def close(self) -> None:
         """Drops every record, without calling `gone`."""

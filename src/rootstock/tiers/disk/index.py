@@ -330,9 +330,7 @@ class Index:
                 place = row.place
                 size, used_s = place.stored_bytes, row.last_use_s
                 self._add(
-                    Known(
-                        row.key, rowid, place.segment, size, row.last, used_s, retention=row.retention
-                    )
+                    Known(row.key, rowid, place.segment, size, row.last, used_s, retention=row.retention)
                 )
 
     def delete(self, keys: Sequence[RecordKey]) -> None:
