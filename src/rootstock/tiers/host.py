@@ -1,9 +1,9 @@
 """Host RAM tier: between an accelerator and the disk, or on its own.
 
 Records are copied in. The least recently used are evicted first, those that hints keep after all others, and passed
-to `on_evicted`. The cap covers everything: payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so
-the cap holds at every instant. A record that is being evicted counts, and can be loaded, until `on_evicted` has
-returned.
+to `on_evicted`. The cap covers everything: payloads, and an allowance for the memory of a record beside its payload.
+Space is freed before a copy, so the cap holds at every instant. A record that is being evicted counts, and can be
+loaded, until `on_evicted` has returned.
 
 Nothing here outlives the process: `Stored` means that a load finds the record.
 """
