@@ -15,8 +15,6 @@ from rootstock.cache.hints import MAX_RETENTIONS, MAX_TTL_S, CacheHints, Retenti
 from rootstock.cache.lease import ReleaseReason
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
-pytestmark = pytest.mark.behaviour(27)
-
 
 @dataclass
 class Clock:
@@ -31,9 +29,7 @@ def make(
 ) -> KVCache:
     families = families or (FullAttention(1, 1),)
     budget = blocks * sum(row_bytes(family, 4) for family in families)
-    return KVCache(
-        families, budget, 4, clock=clock, retained_share=retained_share, pinned_share=pinned_share
-    )
+    return KVCache(families, budget, 4, clock=clock, retained_share=retained_share, pinned_share=pinned_share)
 
 
 def kept(
@@ -54,6 +50,7 @@ def fill(cache: KVCache, clock: Clock, first: int = 50, prompts: int = 6) -> Non
         run(cache, prompt(number))
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_within_its_time_to_live_is_evicted_after_all_others() -> None:
     clock = Clock()
     cache = make(clock)
@@ -63,6 +60,7 @@ def test_a_prefix_within_its_time_to_live_is_evicted_after_all_others() -> None:
     assert hit(cache, prompt(50)) == 0
 
 
+@pytest.mark.behaviour(27)
 def test_without_a_hint_it_would_have_been_evicted() -> None:
     clock = Clock()
     cache = make(clock)
@@ -71,6 +69,7 @@ def test_without_a_hint_it_would_have_been_evicted() -> None:
     assert hit(cache, prompt(1)) == 0
 
 
+@pytest.mark.behaviour(27)
 def test_after_its_time_to_live_it_has_its_ordinary_rank() -> None:
     clock = Clock()
     cache = make(clock)
@@ -82,6 +81,7 @@ def test_after_its_time_to_live_it_has_its_ordinary_rank() -> None:
     assert cache.stats().retained_bytes == 0
 
 
+@pytest.mark.behaviour(27)
 def test_each_use_starts_the_time_to_live_anew_also_one_without_hints() -> None:
     clock = Clock()
     cache = make(clock)
@@ -94,6 +94,7 @@ def test_each_use_starts_the_time_to_live_anew_also_one_without_hints() -> None:
     assert hit(cache, prompt(1)) == 15
 
 
+@pytest.mark.behaviour(27)
 def test_a_long_answer_does_not_use_up_the_time_to_live() -> None:
     clock = Clock()
     cache = make(clock)
@@ -108,6 +109,7 @@ def test_a_long_answer_does_not_use_up_the_time_to_live() -> None:
     assert hit(cache, prompt(1)) == 15
 
 
+@pytest.mark.behaviour(27)
 def test_only_the_marked_prefix_is_retained() -> None:
     clock = Clock()
     cache = make(clock)
@@ -120,6 +122,7 @@ def test_only_the_marked_prefix_is_retained() -> None:
     assert hit(cache, prompt(1)) == 10
 
 
+@pytest.mark.behaviour(27)
 def test_without_an_end_the_answer_is_retained_as_well() -> None:
     clock = Clock()
     cache = make(clock)
@@ -129,6 +132,7 @@ def test_without_an_end_the_answer_is_retained_as_well() -> None:
     assert hit(cache, np.concatenate((prompt(1), answer, ints(1)))) == 24
 
 
+@pytest.mark.behaviour(27)
 def test_of_retained_prefixes_the_lower_priority_goes_first() -> None:
     clock = Clock()
     cache = make(clock, 10)
@@ -141,6 +145,7 @@ def test_of_retained_prefixes_the_lower_priority_goes_first() -> None:
     assert hit(cache, prompt(2)) < 15
 
 
+@pytest.mark.behaviour(27)
 def test_priorities_order_prefixes_without_a_time_to_live() -> None:
     clock = Clock()
     cache = make(clock, 12)
@@ -152,6 +157,7 @@ def test_priorities_order_prefixes_without_a_time_to_live() -> None:
     assert [hit(cache, prompt(number)) for number in (1, 2, 3)] == [15, 15, 0]
 
 
+@pytest.mark.behaviour(27)
 def test_a_request_without_hints_ends_a_priority_below_the_ordinary_one() -> None:
     clock = Clock()
     cache = make(clock, 12)
@@ -161,6 +167,7 @@ def test_a_request_without_hints_ends_a_priority_below_the_ordinary_one() -> Non
     assert nodes(cache)[0].grant is None
 
 
+@pytest.mark.behaviour(27)
 def test_a_later_hint_never_shortens_a_promise() -> None:
     clock = Clock()
     cache = make(clock)
@@ -171,6 +178,7 @@ def test_a_later_hint_never_shortens_a_promise() -> None:
     assert hit(cache, prompt(1)) == 15
 
 
+@pytest.mark.behaviour(27)
 def test_a_hit_of_a_retained_prefix_that_runs_out_of_memory_is_still_evictable() -> None:
     """A retained prefix is a wish: running requests get its memory if nothing else is left."""
     clock = Clock()
@@ -185,6 +193,7 @@ def test_a_hit_of_a_retained_prefix_that_runs_out_of_memory_is_still_evictable()
     cache.release(lease, ReleaseReason.ABORTED)
 
 
+@pytest.mark.behaviour(27)
 def test_explain_tells_the_retention_of_a_found_prefix_and_its_loss() -> None:
     clock = Clock()
     cache = make(clock, 12)
@@ -213,10 +222,12 @@ def outcome(cache: KVCache, hints: CacheHints, tokens: int = 16) -> tuple[Verdic
     return only.verdict, only.reason
 
 
+@pytest.mark.behaviour(27)
 def test_a_hint_that_fits_is_accepted() -> None:
     assert outcome(make(Clock()), kept(300.0)) == (Verdict.ACCEPTED, "")
 
 
+@pytest.mark.behaviour(27)
 @pytest.mark.parametrize(
     ("hints", "reason"),
     [
@@ -231,6 +242,7 @@ def test_a_hint_beyond_a_limit_is_clipped_to_it(hints: CacheHints, reason: str) 
     assert reason in why
 
 
+@pytest.mark.behaviour(27)
 @pytest.mark.parametrize("hints", [kept(0.0), kept(-1.0), kept(math.nan), kept(300.0, end=0)])
 def test_a_hint_without_a_meaning_is_refused(hints: CacheHints) -> None:
     cache = make(Clock())
@@ -240,6 +252,7 @@ def test_a_hint_without_a_meaning_is_refused(hints: CacheHints) -> None:
     assert cache.stats().retained_bytes == 0
 
 
+@pytest.mark.behaviour(27)
 def test_an_endless_time_to_live_is_clipped() -> None:
     clock = Clock()
     cache = make(clock)
@@ -249,6 +262,7 @@ def test_an_endless_time_to_live_is_clipped() -> None:
     assert hit(cache, prompt(1)) == 0
 
 
+@pytest.mark.behaviour(27)
 def test_hints_beyond_their_number_are_refused() -> None:
     cache = make(Clock())
     many = CacheHints(retentions=tuple(Retention(f"field{i}", 4, 300.0) for i in range(3 * MAX_RETENTIONS)))
@@ -257,6 +271,7 @@ def test_hints_beyond_their_number_are_refused() -> None:
     assert verdicts == [Verdict.ACCEPTED] * MAX_RETENTIONS + [Verdict.REFUSED] * MAX_RETENTIONS
 
 
+@pytest.mark.behaviour(27)
 def test_without_a_prefix_cache_every_hint_is_refused() -> None:
     cache = KVCache([FullAttention(1, 1)], 80, 4, reuse=False)
     assert outcome(cache, kept(300.0))[0] is Verdict.REFUSED
@@ -265,6 +280,7 @@ def test_without_a_prefix_cache_every_hint_is_refused() -> None:
 # -------------------------------------------------------------------------------------------- tenants
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_beyond_the_share_of_its_tenant_is_clipped_to_it() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.5)  # 40 tokens
@@ -277,6 +293,7 @@ def test_a_prefix_beyond_the_share_of_its_tenant_is_clipped_to_it() -> None:
     assert hit(cache, prompt(1, 60)) == 40
 
 
+@pytest.mark.behaviour(27)
 def test_a_share_that_is_full_refuses_more_until_something_is_overdue() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.4)  # 32 tokens
@@ -289,6 +306,7 @@ def test_a_share_that_is_full_refuses_more_until_something_is_overdue() -> None:
     assert cache.stats().displaced_grants == 1
 
 
+@pytest.mark.behaviour(27)
 def test_a_higher_priority_takes_the_place_of_a_lower_one_in_the_share() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.4)
@@ -299,6 +317,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one_in_the_share() -> None
     assert hit(cache, prompt(2)) == 15
 
 
+@pytest.mark.behaviour(27)
 def test_active_tenants_divide_the_share() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.8)  # 64 tokens
@@ -311,6 +330,7 @@ def test_active_tenants_divide_the_share() -> None:
     assert lease.hint_outcomes[0].verdict is Verdict.ACCEPTED
 
 
+@pytest.mark.behaviour(27)
 def test_requests_without_hints_count_as_one_more_tenant() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.8)
@@ -319,6 +339,7 @@ def test_requests_without_hints_count_as_one_more_tenant() -> None:
     assert "32 of 48 tokens" in lease.hint_outcomes[0].reason
 
 
+@pytest.mark.behaviour(27)
 def test_the_rest_of_a_tenant_whose_share_is_full_goes_before_the_prefixes_of_others() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.4)  # 16 tokens each
@@ -331,6 +352,7 @@ def test_the_rest_of_a_tenant_whose_share_is_full_goes_before_the_prefixes_of_ot
     assert cache.stats().retained_bytes == 16
 
 
+@pytest.mark.behaviour(27)
 def test_running_requests_of_a_tenant_are_promised_no_more_than_its_share() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.4)
@@ -344,6 +366,7 @@ def test_running_requests_of_a_tenant_are_promised_no_more_than_its_share() -> N
     assert cache.stats().retained_bytes == 32
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_that_two_tenants_retain_is_paid_for_once() -> None:
     clock = Clock()
     cache = make(clock)
@@ -358,6 +381,7 @@ def test_a_prefix_that_two_tenants_retain_is_paid_for_once() -> None:
 # -------------------------------------------------------------------------------------------- families
 
 
+@pytest.mark.behaviour(27)
 @pytest.mark.parametrize("families", [(FULL, STATE), (FULL, window(5)), (FULL, window(5), STATE)])
 def test_a_retained_prefix_can_be_resumed_in_every_family(families: tuple[Family, ...]) -> None:
     clock = Clock()
@@ -370,6 +394,7 @@ def test_a_retained_prefix_can_be_resumed_in_every_family(families: tuple[Family
     assert checkpoints(cache)[8].is_retained
 
 
+@pytest.mark.behaviour(27)
 def test_a_checkpoint_that_its_conversation_has_passed_is_not_retained() -> None:
     clock = Clock()
     cache = make(clock, 40, FULL, STATE)
@@ -384,6 +409,7 @@ def test_a_checkpoint_that_its_conversation_has_passed_is_not_retained() -> None
 # -------------------------------------------------------------------------------- the tree's operations
 
 
+@pytest.mark.behaviour(27)
 def test_the_accounts_follow_splits_and_evictions() -> None:
     clock = Clock()
     cache = make(clock, 20)
@@ -398,6 +424,7 @@ def test_the_accounts_follow_splits_and_evictions() -> None:
     assert cache.stats().retained_bytes == 0
 
 
+@pytest.mark.behaviour(27)
 def test_a_discarded_lease_retains_nothing() -> None:
     cache = make(Clock())
     lease, _ = admit(cache, prompt(1), hints=kept(300.0))
@@ -407,6 +434,7 @@ def test_a_discarded_lease_retains_nothing() -> None:
     assert cache.stats().retained_bytes == 0
 
 
+@pytest.mark.behaviour(27)
 def test_a_reset_forgets_all_retention() -> None:
     cache = make(Clock())
     run(cache, prompt(1), hints=kept(300.0))
@@ -416,6 +444,7 @@ def test_a_reset_forgets_all_retention() -> None:
     assert cache.stats().retained_bytes == 0
 
 
+@pytest.mark.behaviour(27)
 def test_a_preempted_request_keeps_its_prefix() -> None:
     clock = Clock()
     cache = make(clock)
@@ -426,6 +455,7 @@ def test_a_preempted_request_keeps_its_prefix() -> None:
     assert hit(cache, prompt(1)) == 15
 
 
+@pytest.mark.behaviour(27)
 def test_the_heaps_of_the_ledger_drop_stale_entries() -> None:
     clock = Clock()
     cache = make(clock)

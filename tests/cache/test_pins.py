@@ -13,8 +13,6 @@ from rootstock.cache.lease import ReleaseReason
 from rootstock.cache.pins import MAX_PINS, Pinned, PinRefused
 from rootstock.testing.fake_runtime import FULL, STATE, window
 
-pytestmark = pytest.mark.behaviour(27)
-
 OTHER = Namespace("weights", "float32", salt="other")
 
 
@@ -32,6 +30,7 @@ def refusal(cache: KVCache, number: int, tokens: int = 16, tenant: str = "") -> 
     return found.reason
 
 
+@pytest.mark.behaviour(27)
 @pytest.mark.parametrize("families", [(FULL,), (FULL, STATE), (FULL, window(5)), (FULL, window(5), STATE)])
 def test_a_pinned_prefix_is_not_evicted_before_it_is_released(families: tuple[Family, ...]) -> None:
     clock = Clock()
@@ -49,6 +48,7 @@ def test_a_pinned_prefix_is_not_evicted_before_it_is_released(families: tuple[Fa
     assert cache.pool.free_blocks == cache.pool.total_blocks
 
 
+@pytest.mark.behaviour(27)
 def test_available_rows_are_still_free_and_cached_rows_exactly() -> None:
     cache = make(Clock(), 20)
     run(cache, prompt(1))
@@ -63,6 +63,7 @@ def test_available_rows_are_still_free_and_cached_rows_exactly() -> None:
     cache.check()
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_that_ends_inside_a_block_is_pinned_to_its_token() -> None:
     clock = Clock()
     cache = make(clock, 24)
@@ -75,6 +76,7 @@ def test_a_prefix_that_ends_inside_a_block_is_pinned_to_its_token() -> None:
     cache.check()
 
 
+@pytest.mark.behaviour(27)
 def test_as_much_as_is_cached_is_pinned() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1, 16))
@@ -82,17 +84,20 @@ def test_as_much_as_is_cached_is_pinned() -> None:
     assert (pin.tokens, pin.asked_tokens) == (16, 24)
 
 
+@pytest.mark.behaviour(27)
 def test_a_hybrid_pins_the_deepest_position_that_it_can_resume_at() -> None:
     cache = make(Clock(), 40, FULL, STATE)
     run(cache, prompt(1, 16), boundaries={9: "mark"})
     assert pinned(cache, 1, 12).tokens == 9
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_that_is_not_cached_is_refused() -> None:
     assert "warm it" in refusal(make(Clock()), 1)
     assert "switched off" in refusal(KVCache((FULL,), 4096, 4, reuse=False), 1)
 
 
+@pytest.mark.behaviour(27)
 def test_pinning_a_prefix_again_gives_the_same_pin() -> None:
     cache = make(Clock())
     run(cache, prompt(1))
@@ -102,6 +107,7 @@ def test_pinning_a_prefix_again_gives_the_same_pin() -> None:
     assert cache.stats().pinned_bytes == 16
 
 
+@pytest.mark.behaviour(27)
 def test_the_pins_of_a_tenant_are_bounded() -> None:
     cache = make(Clock(), 20)  # 20 tokens can be pinned
     run(cache, prompt(1))
@@ -112,6 +118,7 @@ def test_the_pins_of_a_tenant_are_bounded() -> None:
     pinned(cache, 2)
 
 
+@pytest.mark.behaviour(27)
 def test_active_tenants_divide_what_can_be_pinned() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1), hints=kept(1.0, tenant="a"))
@@ -121,6 +128,7 @@ def test_active_tenants_divide_what_can_be_pinned() -> None:
     assert "can pin 20" in refusal(cache, 3, tenant="a")
 
 
+@pytest.mark.behaviour(27)
 def test_all_pins_together_are_bounded_and_the_reason_tells_nothing_of_others() -> None:
     cache = make(Clock(), 20)
     run(cache, prompt(1))
@@ -130,6 +138,7 @@ def test_all_pins_together_are_bounded_and_the_reason_tells_nothing_of_others() 
     assert "16" not in reason
 
 
+@pytest.mark.behaviour(27)
 def test_the_number_of_pins_is_bounded() -> None:
     cache = make(Clock(), 2000)
     run(cache, prompt(1, MAX_PINS + 10))
@@ -143,6 +152,7 @@ def test_the_number_of_pins_is_bounded() -> None:
     cache.check()
 
 
+@pytest.mark.behaviour(27)
 def test_a_tenant_releases_and_lists_its_own_pins_only() -> None:
     cache = make(Clock(), 80)
     run(cache, prompt(1))
@@ -153,6 +163,7 @@ def test_a_tenant_releases_and_lists_its_own_pins_only() -> None:
     assert cache.release_pin(pin.id, "a")
 
 
+@pytest.mark.behaviour(27)
 def test_a_pin_is_no_use_and_no_hit() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1))
@@ -162,6 +173,7 @@ def test_a_pin_is_no_use_and_no_hit() -> None:
     assert (after.admissions, after.hit_tokens, after.leases) == (before.admissions, before.hit_tokens, 0)
 
 
+@pytest.mark.behaviour(27)
 def test_clearing_a_namespace_ends_its_pins_and_no_others() -> None:
     cache = make(Clock(), 80)
     run(cache, prompt(1))
@@ -178,6 +190,7 @@ def test_clearing_a_namespace_ends_its_pins_and_no_others() -> None:
     assert cache.pool.free_blocks == cache.pool.total_blocks
 
 
+@pytest.mark.behaviour(27)
 def test_a_prefix_found_to_be_wrong_loses_its_pin() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1))
@@ -188,6 +201,7 @@ def test_a_prefix_found_to_be_wrong_loses_its_pin() -> None:
     assert hit(cache, prompt(1)) == 0
 
 
+@pytest.mark.behaviour(27)
 def test_a_reset_drops_all_pins() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1))
@@ -197,6 +211,7 @@ def test_a_reset_drops_all_pins() -> None:
     assert not cache.release_pin(pin.id)
 
 
+@pytest.mark.behaviour(27)
 def test_explain_tells_that_a_prefix_is_pinned() -> None:
     cache = make(Clock(), 40)
     run(cache, prompt(1))
@@ -206,6 +221,7 @@ def test_explain_tells_that_a_prefix_is_pinned() -> None:
     assert found.is_pinned
 
 
+@pytest.mark.behaviour(27)
 def test_a_request_can_be_computed_on_a_pinned_prefix() -> None:
     cache = make(Clock(), 40, FULL, STATE)
     run(cache, prompt(1))

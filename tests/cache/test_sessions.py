@@ -21,8 +21,6 @@ from rootstock.cache.sessions import (
 from rootstock.cache.types import Tokens
 from rootstock.testing.fake_runtime import FULL, STATE
 
-pytestmark = pytest.mark.behaviour(27)
-
 
 def of_session(name: str = "agent", *, ends: bool = False, tenant: str = "") -> CacheHints:
     return CacheHints(tenant, name, "session", ends)
@@ -33,6 +31,7 @@ def turn(number: int, upto: int) -> Tokens:
     return prompt(number, upto)
 
 
+@pytest.mark.behaviour(27)
 def test_the_retention_of_a_session_follows_its_pauses() -> None:
     """A session whose tool takes ten minutes is kept for more than ten minutes, without a time to live."""
     clock = Clock()
@@ -47,12 +46,14 @@ def test_the_retention_of_a_session_follows_its_pauses() -> None:
     assert hit(cache, turn(1, 24)) == 0
 
 
+@pytest.mark.behaviour(27)
 def test_a_session_hint_has_an_outcome() -> None:
     cache = make(Clock())
     (only,) = run(cache, prompt(1), hints=of_session()).hint_outcomes
     assert (only.field, only.verdict) == ("session", Verdict.ACCEPTED)
 
 
+@pytest.mark.behaviour(27)
 def test_within_a_share_the_session_that_comes_back_soonest_is_kept() -> None:
     clock = Clock()
     cache = make(clock, 20, retained_share=0.4)  # room for one of them
@@ -68,6 +69,7 @@ def test_within_a_share_the_session_that_comes_back_soonest_is_kept() -> None:
     assert hit(cache, turn(1, 29)) < 28
 
 
+@pytest.mark.behaviour(27)
 def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
     clock = Clock()
     cache = make(clock, 24)
@@ -84,6 +86,7 @@ def test_the_end_of_a_session_demotes_what_only_the_session_has_used() -> None:
     assert cache.stats().sessions == 1
 
 
+@pytest.mark.behaviour(27)
 def test_a_retention_hint_of_the_last_request_outlives_its_session() -> None:
     clock = Clock()
     cache = make(clock)
@@ -93,6 +96,7 @@ def test_a_retention_hint_of_the_last_request_outlives_its_session() -> None:
     assert hit(cache, prompt(1)) == 8
 
 
+@pytest.mark.behaviour(27)
 def test_a_request_of_another_session_takes_a_demoted_prefix_up() -> None:
     clock = Clock()
     cache = make(clock)
@@ -101,6 +105,7 @@ def test_a_request_of_another_session_takes_a_demoted_prefix_up() -> None:
     assert all(node.grant is None for node in nodes(cache))
 
 
+@pytest.mark.behaviour(27)
 def test_equal_session_names_of_two_tenants_are_two_sessions() -> None:
     clock = Clock()
     cache = make(clock)
@@ -113,6 +118,7 @@ def test_equal_session_names_of_two_tenants_are_two_sessions() -> None:
     assert hit(cache, prompt(1, 12)) == 8
 
 
+@pytest.mark.behaviour(27)
 def test_a_running_request_of_the_session_keeps_its_prefix() -> None:
     clock = Clock()
     cache = make(clock)
@@ -124,6 +130,7 @@ def test_a_running_request_of_the_session_keeps_its_prefix() -> None:
     cache.check()
 
 
+@pytest.mark.behaviour(27)
 def test_the_end_of_a_session_demotes_its_checkpoints() -> None:
     clock = Clock()
     cache = make(clock, 24, FULL, STATE)
@@ -132,6 +139,7 @@ def test_the_end_of_a_session_demotes_its_checkpoints() -> None:
     assert all(at.grant is not None and not at.grant.is_charged for at in checkpoints(cache).values())
 
 
+@pytest.mark.behaviour(27)
 def test_a_preemption_is_no_pause() -> None:
     clock = Clock()
     cache = make(clock)
@@ -148,6 +156,7 @@ def test_a_preemption_is_no_pause() -> None:
     cache.release(lease, ReleaseReason.ABORTED)
 
 
+@pytest.mark.behaviour(27)
 def test_a_refused_admission_begins_no_session() -> None:
     cache = make(Clock(), 4)
     match = cache.match(prompt(1, 32), NAMESPACE)
@@ -155,6 +164,7 @@ def test_a_refused_admission_begins_no_session() -> None:
     assert cache.stats().sessions == 0
 
 
+@pytest.mark.behaviour(27)
 def test_pauses_are_estimated_by_mean_and_deviation() -> None:
     pauses = Pauses()
     assert pauses.mean_s == FIRST_PAUSE_S
@@ -170,6 +180,7 @@ def test_pauses_are_estimated_by_mean_and_deviation() -> None:
     assert pauses.ttl_s == LEAST_SESSION_TTL_S
 
 
+@pytest.mark.behaviour(27)
 def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
     sessions = Sessions()
     for now in (0.0, 300.0, 600.0):
@@ -181,6 +192,7 @@ def test_a_new_session_is_expected_to_pause_like_those_of_its_tenant() -> None:
     assert sessions.pauses("b", foreign).mean_s == FIRST_PAUSE_S
 
 
+@pytest.mark.behaviour(27)
 def test_the_number_of_sessions_is_bounded_for_each_tenant() -> None:
     sessions = Sessions()
     first = sessions.begin("a", "0", 0.0)

@@ -71,14 +71,14 @@ class TreeAndPool(RuleBasedStateMachine):
         blocks=st.integers(3, 40),
         retained_share=st.sampled_from([0.1, 0.5, 1.0]),
     )
-    def start(
-        self, model: tuple[Family, ...], block_size: int, blocks: int, retained_share: float
-    ) -> None:
+    def start(self, model: tuple[Family, ...], block_size: int, blocks: int, retained_share: float) -> None:
         self.time = 0.0
         self.size = block_size
         self.families = token_families(model)
         budget = blocks * sum(row_bytes(family, block_size) for family in model)
-        self.cache = KVCache(model, budget, block_size, clock=lambda: self.time, retained_share=retained_share)
+        self.cache = KVCache(
+            model, budget, block_size, clock=lambda: self.time, retained_share=retained_share
+        )
         # Content of each position of each block: the whole prefix that ends there, or None for garbage.
         self.memory: list[list[list[Prefix | None]]] = [
             [[None] * block_size for _ in range(rows)]

@@ -1,4 +1,4 @@
-"""Retention: the grants of nodes and checkpoints that requests asked to keep, and the bytes that each tenant has kept.
+"""Retention: grants of nodes and checkpoints that requests asked to keep, and the bytes that each tenant has kept.
 
 A *claim* is the part of a request's hints that the cache has granted. Each node and checkpoint that it covers gets a
 *grant*. Grants last for a time after the last use. The rank of an entry depends on its grant and not on the clock, so
@@ -93,8 +93,8 @@ class Grant:
         return max(self.until, used_at + self.lasts_s)
 
     def merged(self, later: Grant) -> Grant:
-        """Returns this grant with a later one of the same entry. A promise is kept: `until` never falls. A later grant
-        of the same tenant and session replaces the rest, any other one only adds to it."""
+        """Returns this grant with a later one of the same entry. A promise is kept: `until` never falls. A later
+        grant of the same tenant and session replaces the rest, any other one only adds to it."""
         until = max(self.until, later.until)
         if (later.tenant, later.session) == (self.tenant, self.session):
             return replace(later, until=until)
@@ -113,8 +113,8 @@ class Grant:
 
 
 def strongest(claims: Sequence[Claim], now: float) -> Grant:
-    """Returns the grant of an entry that several claims of one request cover: of the highest level, and as long as any
-    of them."""
+    """Returns the grant of an entry that several claims of one request cover: of the highest level, and as long as
+    any of them."""
     best = max((claim.grant(now) for claim in claims), key=lambda grant: grant.level)
     lasts_s = max(claim.lasts_s for claim in claims if bool(claim.ttl_s) == bool(best.ttl_s))
     return replace(

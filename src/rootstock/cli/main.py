@@ -132,6 +132,8 @@ def serve(
     kv_dtype: options.KVDtype = _MODEL.kv_dtype,
     state_dtype: options.StateDtype = _MODEL.state_dtype,
     block_size: options.BlockSize = _CACHE.block_size,
+    retained_share: options.RetainedShare = _CACHE.retained_share,
+    pinned_share: options.PinnedShare = _CACHE.pinned_share,
     cache: options.PrefixCache = _CACHE.enabled,
     disk_dir: options.DiskDir = None,
     disk_budget: options.DiskBudget = "50GiB",
@@ -205,7 +207,13 @@ def serve(
         memory_check=memory_check,
         adapters=tuple(map(parse_adapter, adapter or ())),
     )
-    cache_config = CacheConfig(block_size, _budget_bytes(kv_budget), enabled=cache)
+    cache_config = CacheConfig(
+        block_size,
+        _budget_bytes(kv_budget),
+        enabled=cache,
+        retained_share=retained_share,
+        pinned_share=pinned_share,
+    )
     engine_config = EngineConfig(
         max_batch,
         chunk_tokens,

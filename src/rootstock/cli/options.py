@@ -262,6 +262,22 @@ StateDtype = Annotated[
     option(CACHE, "--state-dtype", "Data type of cached recurrent states: auto (the model's) or bfloat16."),
 ]
 BlockSize = Annotated[int, option(CACHE, "--block-size", "Tokens per cache block.")]
+RetainedShare = Annotated[
+    float,
+    option(
+        CACHE,
+        "--retained-share",
+        "Part of the KV budget that cache hints may retain, from 0 to 1. Active tenants divide it.",
+    ),
+]
+PinnedShare = Annotated[
+    float,
+    option(
+        CACHE,
+        "--pinned-share",
+        "Part of the KV budget that can be pinned, from 0 to 1. Active tenants divide it.",
+    ),
+]
 PrefixCache = Annotated[
     bool,
     option(

@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     block_size: int
     budget_bytes: int | str | None
     enabled: bool
+    retained_share: float
+    pinned_share: float
     # TierConfig
     disk_dir: str | Path | None
     disk_budget_bytes: int | str

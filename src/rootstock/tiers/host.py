@@ -1,9 +1,9 @@
 """Host RAM tier: between an accelerator and the disk, or on its own.
 
 Records are copied in. The least recently used are evicted first, those that hints keep after all others, and passed
-to `on_evicted`. The cap covers everything: payloads, and an allowance for the memory of a record beside its payload. Space is freed before a copy, so
-the cap holds at every instant. A record that is being evicted counts, and can be loaded, until `on_evicted` has
-returned.
+to `on_evicted`. The cap covers everything: payloads, and an allowance for the memory of a record beside its payload.
+Space is freed before a copy, so the cap holds at every instant. A record that is being evicted counts, and can be
+loaded, until `on_evicted` has returned.
 
 Nothing here outlives the process: `Stored` means that a load finds the record.
 """
@@ -312,7 +312,8 @@ class HostTier:
         and never change."""
         with self._changed:
             there = list(self._held.values())
-        return [held.record for held in there if held.is_intact]
+        now_s = self._clock()
+        return [held.record_with_keep(now_s) for held in there if held.is_intact]
 
     def close(self) -> None:
         """Drops every record, without calling `gone`."""
