@@ -225,7 +225,7 @@ def served(model: Path, budget_bytes: int | None = None, chunk_tokens: int = 512
         CacheConfig(BLOCK_SIZE, budget_bytes),
         EngineConfig(chunk_tokens=chunk_tokens),
     )
-    app = create_app(made.engine, made.tokenizer, made.description, block_size=BLOCK_SIZE)
+    app = create_app(made)
     own, engine_module.Sampler = engine_module.Sampler, Scripted  # type: ignore[misc, attr-defined]
     try:
         with made.engine, running(app, made.engine) as url:

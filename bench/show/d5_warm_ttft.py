@@ -25,8 +25,8 @@ from llamas import write_streaming_llama
 from streaming_client import ClientProcess
 
 from asking import greedy
-from rootstock.cache import KVCache
 from rootstock.config import CacheConfig, ModelConfig
+from rootstock.engine.build import assemble
 from rootstock.engine.engine import Engine
 from rootstock.engine.request import Event, Failed, Finished, TokenEvent
 from rootstock.engine.tokenizer import HFTokenizer
@@ -50,11 +50,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_streaming_llama(Path(folder) / given.model, given.model)
         runtime = load_model(ModelConfig(str(path), device="cpu", dtype="bfloat16"))
-        config = CacheConfig()
-        cache = KVCache(runtime.description.families, 2 * 1024**3, config.block_size)
-        runtime.allocate(cache.rows, config.block_size)
-        model_tokenizer = HFTokenizer.load(str(path))
-        engine = Engine(runtime, cache, tokenizer=model_tokenizer)
+        made = assemble(runtime, HFTokenizer.load(str(path)), CacheConfig(budget_bytes=2 * 1024**3))
+        engine = made.engine
         batches: list[Batch] = []
         forward = runtime.forward
 
@@ -62,7 +59,7 @@ def main() -> None:
             batches.append(batch)
             return forward(batch)
 
-        with engine, running(create_app(engine, model_tokenizer, runtime.description), engine) as url:
+        with engine, running(create_app(made), engine) as url:
             runtime.forward = remembered  # type: ignore[method-assign]
             ask_engine(engine, prompt(0))
             ask_engine(engine, prompt(1))

@@ -66,7 +66,7 @@ def main() -> None:
             CacheConfig(budget_bytes=2 * 1024**3),
             EngineConfig(max_batch=STREAMS),
         )
-        app = create_app(made.engine, made.tokenizer, made.description)
+        app = create_app(made)
         with made.engine, running(app, made.engine) as url:
             figures = measure(made.engine, url, given.rounds, given.tokens)
     figures |= {"model": given.model, "streams": STREAMS, "threads": torch.get_num_threads()}

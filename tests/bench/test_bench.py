@@ -164,7 +164,7 @@ def test_machine_and_source_name_no_hosts_or_folders() -> None:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     made = engine_of()
-    with made.engine, running(create_app(made.engine, made.tokenizer, made.description), made.engine) as url:
+    with made.engine, running(create_app(made), made.engine) as url:
         yield url
 
 

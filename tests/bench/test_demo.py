@@ -67,7 +67,7 @@ def test_agents_keep_their_own_histories_and_share_the_system_prompt() -> None:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 1 << 16)
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=4 << 20), EngineConfig())
     told: list[Progress] = []
-    app = create_app(made.engine, made.tokenizer, made.description)
+    app = create_app(made)
     with made.engine, running(app, made.engine) as url:
         run_agents(AGENTS, url, made.description.name, told.append)
     assert not [each for each in told if isinstance(each, GaveUp)]

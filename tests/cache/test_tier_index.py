@@ -17,7 +17,7 @@ from rootstock.cache.families import (
     RecurrentState,
     SlidingWindow,
 )
-from rootstock.cache.keys import Identity, Kind, Namespace, identify
+from rootstock.cache.keys import Identity, Kind, Namespace, Scope, identify
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import Tokens
 
@@ -65,7 +65,7 @@ class Disk(StoredIndex):
         limit: int | None = None,
         namespace: Namespace = NAMESPACE,
     ) -> TierHit | None:
-        return self.tier_hit(tokens, namespace, resumable, found, len(tokens) - 1 if limit is None else limit)
+        return self.tier_hit(tokens, Scope(namespace), resumable, found, len(tokens) - 1 if limit is None else limit)
 
     def hit(self, tokens: Tokens, resumable: int = 0, found: int = 0, limit: int | None = None) -> TierHit:
         hit = self.ask(tokens, resumable, found, limit)
@@ -350,10 +350,10 @@ def test_keys_along_a_prompt_beyond_a_position() -> None:
     blocks = disk.put_blocks(FULL, PROMPT[:16])
     state = disk.put_state(PROMPT[:14])
     elsewhere = disk.put(FULL, ints(PROMPT[:8], 50, 51, 52, 53), 8)
-    assert set(disk.keys_along(PROMPT, NAMESPACE, 10)) == {blocks[2].key, blocks[3].key, state.key}
-    assert set(disk.keys_along(PROMPT, NAMESPACE, 12)) == {blocks[3].key, state.key}
-    assert disk.keys_along(PROMPT, NAMESPACE, 16) == []
-    assert elsewhere.key in disk.keys_along(ints(PROMPT[:8], 50), NAMESPACE, 8)
+    assert set(disk.keys_along(PROMPT, Scope(NAMESPACE), 10)) == {blocks[2].key, blocks[3].key, state.key}
+    assert set(disk.keys_along(PROMPT, Scope(NAMESPACE), 12)) == {blocks[3].key, state.key}
+    assert disk.keys_along(PROMPT, Scope(NAMESPACE), 16) == []
+    assert elsewhere.key in disk.keys_along(ints(PROMPT[:8], 50), Scope(NAMESPACE), 8)
 
 
 # -- other block sizes -------------------------------------------------------------------------------------------
@@ -493,4 +493,4 @@ def test_a_record_with_another_identity_is_not_hit(wrong: dict[str, Any]) -> Non
     identity = disk.put(FULL, PROMPT[:4], 0)
     disk.remove(identity.key)
     disk.add(replace(identity, **wrong))
-    assert disk.tier_hit(PROMPT, NAMESPACE, 0, 0, len(PROMPT) - 1) is None
+    assert disk.tier_hit(PROMPT, Scope(NAMESPACE), 0, 0, len(PROMPT) - 1) is None

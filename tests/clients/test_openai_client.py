@@ -25,7 +25,7 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 def url() -> Iterator[str]:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 20), EngineConfig())
-    app = create_app(made.engine, made.tokenizer, made.description, ServerConfig(api_key=KEY, aliases=()))
+    app = create_app(made, ServerConfig(api_key=KEY, aliases=()))
     with made.engine, running(app, made.engine) as url:
         yield f"{url}/v1"
 

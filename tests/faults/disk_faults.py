@@ -33,7 +33,7 @@ from engine.helpers import Client, alone
 from engine.tiered import Tiered
 from faults.faulty_files import FaultyFiles
 from rootstock.cache.families import Family
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, prefix_digest
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.engine.request import Finished
@@ -197,7 +197,7 @@ class Case:
             index.add(identity)
         self.rng.shuffle(self.prompts)  # type: ignore[arg-type]
         for i, prompt in enumerate(self.prompts):
-            hit = index.tier_hit(prompt, NAMESPACE, 0, 0, len(prompt) - 1)
+            hit = index.tier_hit(prompt, Scope(NAMESPACE), 0, 0, len(prompt) - 1)
             if hit is not None:
                 self.prompts[0], self.prompts[i] = self.prompts[i], self.prompts[0]
                 keys = [block.identity.key for block in hit.blocks]

@@ -8,6 +8,7 @@ have got alone, and at the end every row of every pool is accounted for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from property.provenance import SALTS, Provenance, heads_of
 from property.simulated_tier import Failing, SimulatedTier, SimulatedTierConnector
 from rootstock.cache import KVCache
 from rootstock.cache.families import Family, SlidingWindow, row_bytes
@@ -25,6 +27,7 @@ from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
 from rootstock.engine.engine import Engine
+from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.request import (
     Aborted,
     Event,
@@ -45,6 +48,7 @@ from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, wi
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
+SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
 class Injected(Exception):
@@ -73,6 +77,9 @@ class Outcome:
     returned_rows: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    idle_tokens: int = 0
+    idle_hit_tokens: int = 0
+    idle_evicted_tokens: int = 0
 
     def add(self, other: Outcome) -> None:
         for name in self.__dataclass_fields__:
@@ -93,6 +100,19 @@ class TierOutcome(Outcome):
     records_gone: int = 0
     lives: int = 0
     verified: int = 0
+
+
+@dataclass
+class ScopedOutcome(Outcome):
+    """Further counts of a schedule with public heads."""
+
+    public_hits: int = 0
+    private_hits: int = 0
+
+
+@dataclass
+class ScopedTierOutcome(TierOutcome, ScopedOutcome):
+    """Counts of a schedule with public heads and a tier."""
 
 
 @dataclass
@@ -129,11 +149,28 @@ def run_schedule(
     return outcome
 
 
+def run_scoped_schedule(seed: int, *, tiered: bool) -> Outcome:
+    """Plays a schedule of several tenants whose prompts begin with public heads. Asserts that no request hits, waits
+    for or drafts what another tenant has computed behind a head."""
+    provenance = Provenance(heads_of(SHARED, np.random.default_rng([seed, 3])))
+    outcome: ScopedTierOutcome | ScopedOutcome = ScopedTierOutcome() if tiered else ScopedOutcome()
+    if isinstance(outcome, ScopedTierOutcome):
+        run_tiered_schedule(seed, outcome=outcome, provenance=provenance)
+    else:
+        rng = np.random.default_rng(seed)
+        _live(rng, seed, _families(rng), _faults(rng), outcome, [], provenance=provenance)
+    outcome.public_hits += provenance.public_hits
+    outcome.private_hits += provenance.private_hits
+    return outcome
+
+
 def run_tiered_schedule(
     seed: int,
     check_every_step: bool = True,
     families: tuple[Family, ...] | None = None,
     drafts: bool = False,
+    outcome: TierOutcome | None = None,
+    provenance: Provenance | None = None,
 ) -> TierOutcome:
     """Plays a schedule with a tier that refuses, loses and damages records, through restarts and crashes. Requests
     after a restart continue earlier ones."""
@@ -148,13 +185,24 @@ def run_tiered_schedule(
         overdue=float(rng.choice([0.0, 0.02])),
     )
     tier = SimulatedTier(rng, failing)
-    outcome = TierOutcome()
+    outcome = outcome or TierOutcome()
     clients: list[Client] = []
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     for _ in range(int(rng.integers(1, 4))):
         outcome.lives += 1
         clients = _live(
-            rng, seed, families, fault, outcome, clients, check_every_step, tier, failing, block_size, drafts
+            rng,
+            seed,
+            families,
+            fault,
+            outcome,
+            clients,
+            check_every_step,
+            tier,
+            failing,
+            block_size,
+            drafts,
+            provenance,
         )
     outcome.stored += failing.stored
     outcome.refused_stores += failing.refused
@@ -169,11 +217,12 @@ def _live(
     fault: Callable[[Batch], None],
     outcome: Outcome,
     before: list[Client],
-    check_every_step: bool,
+    check_every_step: bool = True,
     tier: SimulatedTier | None = None,
     failing: Failing | None = None,
     block_size: int | None = None,
     drafts: bool = False,
+    provenance: Provenance | None = None,
 ) -> list[Client]:
     """Runs one engine from its start to its end. Returns all clients up to now."""
     runtime = FakeRuntime(VOCAB, families=families, eos_token_ids=(EOS,), fault=fault)
@@ -181,7 +230,7 @@ def _live(
         block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     blocks = int(rng.integers(max(2, 24 // block_size), 30 + 120 // block_size))
     ticks = iter(range(10**9))
-    cache = KVCache(
+    cache = (KVCache if provenance is None else provenance.cache())(
         families,
         blocks * sum(row_bytes(family, block_size) for family in families),
         block_size,
@@ -203,6 +252,7 @@ def _live(
         context_limit=max(2, blocks * block_size),  # also for models without a limit of their own
         seed=seed,
         draft_tokens=None if drafts else 0,
+        idle_work=seed // 3 % 2 == 0,
     )
     verify_hits = 0.0 if tier is None else float(rng.choice([0.0, 0.5]))
     clock = itertools.count(0.0).__next__  # every forward takes as long, so that every draft pays
@@ -217,13 +267,19 @@ def _live(
         proposer=guesses if seed % 4 < 3 else None,
     )
     guesses.limit = engine.context_limit
+    if provenance is not None:
+        engine.public_heads = provenance.heads
     clients: list[Client] = []
+    idle_rng = np.random.default_rng([seed, 2])
     to_come = int(rng.integers(3, 16))
     while to_come or engine.scheduler.has_work:
         action = rng.random()
         if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
-            client = Client(_request(rng, [*before, *clients], engine.context_limit))
+            salts = ("", "", "", "tenant") if provenance is None else SALTS
+            client = Client(_request(rng, [*before, *clients], engine.context_limit, salts))
+            _warm(idle_rng, engine, [client])
+            _work_while_idle(idle_rng, engine)
             try:
                 engine.submit(client.request, client.events.append)
                 clients.append(client)
@@ -235,21 +291,28 @@ def _live(
             engine.clear_cache()
         elif action < 0.435:
             engine.clear_cache("tenant")
+        elif action < 0.44 and provenance is not None:
+            engine.clear_public_heads()
         engine.step()
+        _warm(idle_rng, engine, [*before, *clients])
+        _work_while_idle(idle_rng, engine)
         if connector is not None:
             connector.run()
             verifier = engine.hit_verifier
             while verifier and verifier.has_work and not engine.scheduler.has_work and rng.random() < 0.8:
-                engine.verify_hits()
+                engine.work_idly()
         outcome.waited_for_prefix += sum(
             type(s.state).__name__ == "WaitingForPrefix" for s in engine.scheduler.sequences()
         )
         assert cache.pools.backed_bytes <= cache.budget_bytes, "more memory is taken than the budget allows"
+        if provenance is not None:
+            provenance.judge_waiting(engine)
         if check_every_step:
             cache.check()
             engine.scheduler.check()
     for client in clients:
         _judge(client, runtime, outcome, engine.context_limit)
+    engine.idle_work.pause()
     if connector is not None:
         if engine.hit_verifier is not None:
             engine.hit_verifier.pause()
@@ -259,6 +322,9 @@ def _live(
         connector.reader.drain()  # loads for requests that are gone
         engine.step()
         assert not connector.loading
+    if engine.idle_prefills is not None:
+        engine.idle_prefills.close()
+        assert not engine.idle_prefills.waiting
     stats = cache.stats()
     assert stats.live_blocks == 0, "blocks are in use when nothing runs"
     assert stats.leases == 0
@@ -282,6 +348,30 @@ def _live(
     assert cache.pools.owned_bytes == 0, "rows were lost"
     assert cache.pool.free_blocks == cache.pool.total_blocks, "blocks were lost"
     return [*before, *clients]
+
+
+def _warm(rng: np.random.Generator, engine: Engine, clients: Listed[Client]) -> None:
+    """Asks at times for idle work on the prompt of a request, whole or in part, or with other tokens at its end."""
+    if engine.idle_prefills is None or not clients or rng.random() < 0.7:
+        return
+    of = clients[int(rng.integers(len(clients)))].request
+    tokens = of.tokens[: int(rng.integers(1, len(of.tokens) + 1))]
+    if rng.random() < 0.5:
+        tokens = np.concatenate((tokens, rng.integers(0, VOCAB, int(rng.integers(1, 30)), np.int32)))
+    boundaries = tuple(each for each in of.boundaries if each.position <= len(tokens))
+    kind = list(IdleKind)[int(rng.integers(len(IdleKind)))]
+    owner = None if rng.random() < 0.5 else "owner"
+    with contextlib.suppress(RootstockError):
+        engine.prefill_in_idle_time(IdlePrefill(kind, tokens, of.salt, owner, boundaries))
+
+
+def _work_while_idle(rng: np.random.Generator, engine: Engine) -> None:
+    """Does some idle work, unless a request is in the engine."""
+    if engine.idle_prefills is None or engine.scheduler.has_work:
+        return
+    engine.step()  # the commands that queue it
+    while engine.idle_prefills.has_work and rng.random() < 0.9:
+        engine.work_idly()
 
 
 class Guesses:
@@ -355,8 +445,10 @@ def _families(rng: np.random.Generator) -> tuple[Family, ...]:
     return tuple(dict.fromkeys(families))
 
 
-def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Request:
-    shared = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
+def _request(
+    rng: np.random.Generator, clients: list[Client], limit: int, salts: Listed[str] = ("",)
+) -> Request:
+    shared = SHARED
     kind = rng.random()
     if kind < 0.45 or not clients:
         head = shared[: rng.integers(0, min(60, limit))]
@@ -383,7 +475,7 @@ def _request(rng: np.random.Generator, clients: list[Client], limit: int) -> Req
             stop_tokens=(3,) if rng.random() < 0.2 else (),
             ignore_eos=bool(rng.random() < 0.7),
         ),
-        salt=str(rng.choice(["", "", "", "tenant"])),
+        salt=str(rng.choice(salts)),
         boundaries=tuple(
             Boundary(int(at), CheckpointKind(str(rng.choice(["system", "user", "tool"]))))
             for at in np.unique(rng.integers(1, len(tokens) + 1, int(rng.integers(0, 4))))

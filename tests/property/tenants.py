@@ -338,7 +338,7 @@ def world(setting: Setting, families: Sequence[Family]) -> Iterator[World]:
     block_bytes = sum(row_bytes(family, 8) for family in families)
     # Room for everything: one tenant's requests may evict another's blocks, which is documented and not compared.
     made = assemble(runtime, model_tokenizer, CacheConfig(8, 8_000 * block_bytes), EngineConfig())
-    app = create_app(made.engine, made.tokenizer, made.description, setting.server, block_size=8)
+    app = create_app(made, setting.server)
     with (
         made.engine,
         running(app, made.engine) as url,

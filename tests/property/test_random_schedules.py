@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from property.schedules import Outcome, run_schedule, run_tiered_schedule
+from property.schedules import Outcome, run_schedule, run_scoped_schedule, run_tiered_schedule
 
 SCHEDULES = 20_000 if os.environ.get("ROOTSTOCK_SOAK") else 1_000
 TIERED_SCHEDULES = SCHEDULES // 5
@@ -42,6 +42,20 @@ def test_random_schedules_give_the_tokens_of_a_run_alone_and_lose_no_block(shard
 def test_a_tier_that_fails_at_random_never_changes_the_tokens_of_a_request(shard: int) -> None:
     seeds = range(shard, TIERED_SCHEDULES, TIERED_SHARDS)
     play(lambda seed: run_tiered_schedule(seed, drafts=seed // TIERED_SHARDS % 2 == 1), seeds)
+
+
+@pytest.mark.behaviour(9)
+@pytest.mark.parametrize("shard", range(TIERED_SHARDS))
+def test_tenants_share_public_heads_and_nothing_behind_them(shard: int) -> None:
+    seeds = range(shard, TIERED_SCHEDULES, TIERED_SHARDS)
+    play(lambda seed: run_scoped_schedule(seed, tiered=False), seeds)
+
+
+@pytest.mark.behaviour(9)
+@pytest.mark.parametrize("shard", range(TIERED_SHARDS))
+def test_tenants_share_public_heads_and_nothing_behind_them_in_a_tier(shard: int) -> None:
+    seeds = range(shard, TIERED_SCHEDULES, TIERED_SHARDS)
+    play(lambda seed: run_scoped_schedule(seed, tiered=True), seeds)
 
 
 def test_a_request_with_a_loaded_prefix_can_release_its_path_to_get_memory() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from rootstock.cache.families import Family, row_bytes
 from rootstock.config import CacheConfig, EngineConfig, ServerConfig
@@ -60,6 +61,7 @@ class Served:
     client: httpx.Client
     assembly: Assembly
     runtime: FakeRuntime
+    app: FastAPI
 
     def chat(self, text: str, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/chat/completions", json={"messages": user(text), **fields})
@@ -140,13 +142,13 @@ def served_by_oracle(
     if isinstance(fault, Held):
         fault.engine = made.engine
     server = server or ServerConfig(aliases=())
-    app = create_app(made.engine, made.tokenizer, made.description, server, defaults, block_size=8)
+    app = create_app(replace(made, defaults=defaults or SamplingDefaults()), server)
     with (
         made.engine,
         running(app, made.engine, limits=limits) as url,
         httpx.Client(base_url=url, timeout=HANG_S) as client,
     ):
-        yield Served(url, client, made, runtime)
+        yield Served(url, client, made, runtime, app)
 
 
 @pytest.fixture(scope="module")

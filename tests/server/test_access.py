@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rootstock.config import MAX_SALT_LENGTH, ServerConfig, read_tenant_keys
-from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.prompts.salt import is_chosen_by_client, salt_of
 from rootstock.errors import InvalidOption
 from rootstock.testing.byte_tokenizer import ByteTokenizer
 
@@ -75,7 +75,9 @@ def test_each_pair_of_tenant_and_salt_has_a_hash_of_its_own() -> None:
     salts = {(tenant, salt): salt_of(tenant, salt) for tenant, salt in itertools.product(parts, parts)}
     assert salts["", ""] == salt_of("", None) == ""
     assert len(set(salts.values())) == len(salts)
-    assert {len(salt) for salt in salts.values()} == {0, 64}
+    assert {len(salt) for salt in salts.values()} == {0, 64, 71}
+    for (_, of_client), salt in salts.items():
+        assert is_chosen_by_client(salt) == bool(of_client)
 
 
 def test_a_too_long_salt_is_refused_with_the_limit(serve: Any) -> None:
@@ -96,7 +98,7 @@ def test_a_too_long_salt_is_refused_with_the_limit(serve: Any) -> None:
         cached(served, cache_salt=long[1:])
         cached(served, salted(long[1:]))
         roots = served.assembly.engine._cache.tree.roots
-        assert {len(namespace.salt) for namespace in roots} == {64}
+        assert {len(namespace.salt) for namespace in roots} == {64, 71}
 
 
 def test_a_repeated_salt_header_is_refused(serve: Any) -> None:

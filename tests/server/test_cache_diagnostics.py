@@ -297,7 +297,7 @@ def test_tokens_that_are_computed_although_the_disk_has_them_are_a_cause(tmp_pat
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 300, eos_token_ids=(ByteTokenizer.END,))
     cache = CacheConfig(block_size=8, budget_bytes=40 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTokenizer(), cache, None, TierConfig(tmp_path / "tier"))
-    app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
+    app = create_app(made)
     with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
         api = APIS[name](client)
         first = api.ask()

@@ -72,8 +72,8 @@ def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], None]:
     offer_to = Generation.offer_to
 
     class NotedBridge(Bridge):
-        def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
-            super().__init__(loop, engine)
+        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+            super().__init__(loop)
             loops.append(loop)
 
     def noted(self: Generation, shortcut: Shortcut) -> None:
@@ -103,7 +103,7 @@ def test_a_stream_has_the_same_bytes_with_and_without_the_shortcut(
         assert bool(written) == ("logprobs" not in body)
         count = len(written)
         made = served.assembly
-        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
+        app = create_app(made)
         by_tasks = asyncio.run(ask(app, path, body))  # from a server without the extension
         assert len(written) == count
         assert told(over_a_socket) == told(by_tasks)
@@ -324,7 +324,7 @@ def test_each_token_is_timed_once_by_the_shortcut_or_the_task(fails: bool) -> No
 
     async def run() -> None:
         metrics = _Metrics()
-        generation = Generation(_Engine(), None, metrics)  # type: ignore[arg-type]
+        generation = Generation(None, metrics)  # type: ignore[arg-type]
         generation._open.add(0)
 
         def take(events: list[Indexed]) -> bool:

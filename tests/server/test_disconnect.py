@@ -127,7 +127,7 @@ def test_a_cancelled_server_task_aborts_too(serve: Any) -> None:
     """uvicorn cancels tasks at its end."""
     with serve(fault=Held(free_forwards=8)) as served:
         made = served.assembly
-        app = create_app(made.engine, made.tokenizer, made.description)
+        app = create_app(made)
 
         async def call(stream: bool) -> None:
             body = {"prompt": "forever", "stream": stream, **ENDLESS}

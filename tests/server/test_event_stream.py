@@ -95,16 +95,16 @@ class _Nothing:
 def test_requests_that_are_submitted_after_the_client_left_are_aborted() -> None:
     generation: Generation
     engine = _Engine(lambda: generation.close())
-    generation = Generation(engine, _Nothing(), _Nothing())  # type: ignore[arg-type]
+    generation = Generation(_Nothing(), _Nothing())  # type: ignore[arg-type]
     requests = [Request(RequestId(str(i)), np.array([1], np.int32)) for i in range(3)]
-    generation.submit(requests)
+    generation.submit(engine, requests)  # type: ignore[arg-type]
     assert engine.submitted == ["0", "1", "2"]
     assert sorted(set(engine.aborted)) == ["0", "1", "2"]
 
 
 def test_events_for_a_closed_loop_do_not_pile_up() -> None:
     loop = asyncio.new_event_loop()
-    bridge = Bridge(loop, _Nothing())  # type: ignore[arg-type]
+    bridge = Bridge(loop)
     loop.close()
     for _ in range(3):
         bridge.send(Mailbox(), (0, TokenEvent(ID, 1, "x")))
@@ -145,8 +145,9 @@ def test_a_keep_alive_is_sent_when_no_text_was_sent_for_the_time() -> None:
 
     async def run() -> None:
         keep_alive = KeepAlive(send, write, EVERY_S, lambda: "keep-alive")
-        generation = Generation(_Engine(lambda: None), _Nothing(), _Untimed())  # type: ignore[arg-type]
-        generation.submit([Request(ID, np.array([1], np.int32))])
+        generation = Generation(_Nothing(), _Untimed())  # type: ignore[arg-type]
+        engine = _Engine(lambda: None)
+        generation.submit(engine, [Request(ID, np.array([1], np.int32))])  # type: ignore[arg-type]
         generation.keep_alive(keep_alive)
 
         def written(events: list[Indexed]) -> bool:

@@ -114,7 +114,7 @@ def client() -> Iterator[httpx.Client]:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 200_000, eos_token_ids=(ByteTokenizer.END,))
     made = assemble(runtime, ByteTokenizer(), CacheConfig(budget_bytes=1 << 26), EngineConfig())
     config = ServerConfig(tool_parser="hermes")
-    app = create_app(made.engine, made.tokenizer, made.description, config)
+    app = create_app(made, config)
     with (
         made.engine,
         running(app, made.engine) as url,

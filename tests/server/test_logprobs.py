@@ -159,7 +159,7 @@ def test_a_client_that_disconnects_while_its_prompt_is_scored_aborts_all_choices
     scoring.may_score.clear()
     with serve(EngineConfig(chunk_tokens=16), fault=scoring) as served:
         made = served.assembly
-        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
+        app = create_app(made)
         body = {"prompt": PROMPT, "n": 4, "stream": stream, **ECHO, "max_tokens": 3000}
         leave = partial(asyncio.to_thread, scoring.before_scoring.wait, HANG_S)
         asyncio.run(ask(app, TEXT, body, leave=leave))
@@ -210,7 +210,7 @@ def test_a_large_answer_is_encoded_once_in_pieces_beside_the_loop(
     with serve() as served:
         made = served.assembly
         asker = Piecewise()
-        app = create_app(made.engine, made.tokenizer, made.description, block_size=8)
+        app = create_app(made)
         answer = asyncio.run(asker.ask(app, body))
     assert len(answer) > 10 * CHUNK_CHARACTERS
     assert max(map(len, asker.pieces)) < 2 * CHUNK_CHARACTERS

@@ -404,7 +404,7 @@ def test_stats_keep_the_keys_of_counters(tmp_path: Path) -> None:
     runtime = FakeRuntime(ByteTokenizer.vocab_size, 4096)
     config = CacheConfig(block_size=8, budget_bytes=200 * row_bytes(FULL, 8))
     made = assemble(runtime, ByteTokenizer(), config, None, TierConfig(tmp_path / "tier"))
-    app = create_app(made.engine, made.tokenizer, made.description)
+    app = create_app(made)
     with made.engine, running(app, made.engine) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
         connector = made.engine.tier_connector
         assert connector is not None

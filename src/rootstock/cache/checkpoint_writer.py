@@ -54,6 +54,8 @@ class CheckpointWriter:
         for boundary in boundaries:
             if lease.hit_tokens < boundary.position <= lease.num_tokens:
                 lease.checkpoint_positions[boundary.position] = boundary.kind
+        if lease.hit_tokens < match.scope.public_tokens:  # all tenants diverge there
+            lease.checkpoint_positions[match.scope.public_tokens] = CheckpointKind.SYSTEM
 
     def plan_loaded_positions(self, lease: Lease, tier_hit: TierHit) -> None:
         """Adds the position of a tier hit, which other requests will pass as well, and the point where the prompt
@@ -146,7 +148,7 @@ class CheckpointWriter:
         made = Checkpoint(
             lease.node,
             position,
-            prefix_digest(lease.namespace, lease.computed_tokens),
+            prefix_digest(lease.scope.of(position), lease.computed_tokens),
             kind,
             windows,
             slot,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import prefix_digest
 from rootstock.cache.lease import Lease
 from rootstock.cache.pools import Pools
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
+from rootstock.cache.radix_node import Checkpoint, Node, Root
 from rootstock.cache.retention import Level
 
 
@@ -24,7 +24,8 @@ def check_cache(pools: Pools, tree: PrefixTree, leases: Sequence[Lease]) -> None
     attached = [lease.node for lease in leases if lease.node is not None]
     for root in tree.roots.values():
         assert root.ref_count == sum(list(node.path())[-1] is root for node in attached)
-        count.nodes_below(root)
+    for node in tree.nodes():
+        count.node(node)
     _check_retention(tree)
     for lease in leases:
         count.lease(lease)
@@ -56,15 +57,14 @@ class _Count:
         self._held = [np.zeros(pool.pool.total_blocks, np.int32) for pool in pools.every]
         self._used = [np.zeros(pool.pool.total_blocks, np.int32) for pool in pools.every]
 
-    def nodes_below(self, root: Root) -> None:
-        for node in walk(root):
-            self._held[0][node.blocks] += 1
-            for checkpoint in node.checkpoints.values():
-                self._check_checkpoint(checkpoint, node, root.namespace)
-                for i in self._windows:
-                    self._held[1 + i][checkpoint.windows[i].ids] += 1
-                if self._pools.states is not None:
-                    self._held[-1][checkpoint.slot] += 1
+    def node(self, node: Node) -> None:
+        self._held[0][node.blocks] += 1
+        for checkpoint in node.checkpoints.values():
+            self._check_checkpoint(checkpoint, node)
+            for i in self._windows:
+                self._held[1 + i][checkpoint.windows[i].ids] += 1
+            if self._pools.states is not None:
+                self._held[-1][checkpoint.slot] += 1
 
     def lease(self, lease: Lease) -> None:
         owned = [*lease.table.tolist(), *lease.replaced]
@@ -81,6 +81,8 @@ class _Count:
                 self._used[-1][lease.resumed_from.slot] += 1
         if lease.node is not None:
             assert lease.node.end == lease.num_cached_tokens
+            own = next(step.namespace for step in lease.node.path() if isinstance(step, Root))
+            assert own == lease.scope.of(lease.num_cached_tokens) or not lease.num_cached_tokens
             needed = {int(b) for node in lease.node.path() for b in node.blocks}
             assert needed <= set(owned), "a lease does not own a block of a node that it references"
 
@@ -91,8 +93,9 @@ class _Count:
             assert (held == pool_held).all(), f"{name}: rows held do not match the tree"
             assert (used == pool_used).all(), f"{name}: rows used do not match the leases"
 
-    def _check_checkpoint(self, checkpoint: Checkpoint, node: Node, namespace: Namespace) -> None:
+    def _check_checkpoint(self, checkpoint: Checkpoint, node: Node) -> None:
         size = self._pools.block_size
+        namespace = next(step.namespace for step in node.path() if isinstance(step, Root))
         tokens = np.concatenate([step.tokens for step in reversed(list(node.path()))])
         assert checkpoint.digest == prefix_digest(namespace, tokens[: checkpoint.position])
         for window, held in zip(self._pools.windows, checkpoint.windows, strict=True):

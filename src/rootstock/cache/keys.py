@@ -6,7 +6,7 @@ partly filled, or the recurrent state after exactly so many tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NewType
 
@@ -26,6 +26,7 @@ class Namespace:
     adapter: str = ""
     salt: str = ""  # of the tenant: an isolation boundary chosen by the caller
     is_private: bool = False  # kept in memory only; no other request can name it
+    is_public: bool = False  # of the heads of prompts that all tenants share; no salt leads into it
 
     @classmethod
     def of_model(
@@ -47,12 +48,36 @@ class Namespace:
         parts = [self.weights, self.kv_dtype, self.rope_regime, self.adapter, self.salt]
         if self.is_private:
             parts.append("private")
+        if self.is_public:
+            parts.append("public")
         h = xxhash.xxh3_128()
         for part in parts:
             raw = part.encode()
             h.update(len(raw).to_bytes(8, "little"))
             h.update(raw)
         return h.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The namespaces of a sequence: of its first `public_tokens` positions, a public head, and of all others."""
+
+    namespace: Namespace
+    public_tokens: int = 0
+
+    @property
+    def public(self) -> Namespace:
+        """The namespace of public heads."""
+        return replace(self.namespace, salt="", is_public=True)
+
+    @property
+    def first(self) -> Namespace:
+        """The namespace of the sequence's first position."""
+        return self.public if self.public_tokens else self.namespace
+
+    def of(self, end: int) -> Namespace:
+        """Returns the namespace of memory that depends on the positions before `end`, and on no others."""
+        return self.public if 0 < end <= self.public_tokens else self.namespace
 
 
 def prefix_digest(namespace: Namespace, prefix: Tokens) -> bytes:

@@ -29,7 +29,7 @@ from rootstock.cache.explain import Explanation, FoundRetention, explain_match
 from rootstock.cache.families import Family
 from rootstock.cache.hints import CacheHints
 from rootstock.cache.integrity import check_cache
-from rootstock.cache.keys import Namespace, prefix_digest
+from rootstock.cache.keys import Namespace, Scope, prefix_digest
 from rootstock.cache.lease import Admitted, Deferred, Lease, LeaseId, Match, ReleaseReason
 from rootstock.cache.pins import PINNED_SHARE, PinId, Pinned, PinRefused, Pins, pin_id
 from rootstock.cache.plan import NOTHING, Plan, Store
@@ -40,6 +40,7 @@ from rootstock.cache.resume_point import resume_point
 from rootstock.cache.retainer import MOST_SHARES, RETAINED_SHARE, Retainer
 from rootstock.cache.retention import keep_of
 from rootstock.cache.sessions import Sessions
+from rootstock.cache.shared_budget import BudgetShare
 from rootstock.cache.stats import CacheStats, Counters, FamilyStats
 from rootstock.cache.tier_index import StoredIndex, TierHit
 from rootstock.cache.types import NO_TOKENS, Tokens
@@ -54,8 +55,8 @@ class KVCache:
     among the families' pools beforehand, for devices that cannot move memory between them. With `reuse=False`
     no prefix is ever published or found, as in an engine without a prefix cache. `stored` is the index of the tier
     below; with it, plans carry stores of evicted rows, and with `through` of all published rows. `retained_share` and
-    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. Raises
-    BudgetTooSmall.
+    `pinned_share` are the parts of the budget that hints and pins may keep, divided among tenants. `share` is the
+    cache's part in a budget of several caches, all of whose bytes are `budget_bytes`. Raises BudgetTooSmall.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class KVCache:
         through: bool = False,
         retained_share: float = RETAINED_SHARE,
         pinned_share: float = PINNED_SHARE,
+        share: BudgetShare | None = None,
     ) -> None:
         self._retained_share = retained_share
         self._pinned_share = pinned_share
@@ -85,17 +87,22 @@ class KVCache:
         self._policy = MostValuableLast() if policy is None else policy
         self._clock = clock
         self._fixed_rows = rows
+        self.share = share
         self._lease_ids = itertools.count()
         self._start_empty()
 
     def _start_empty(self) -> None:
-        pools = self.pools = Pools(self.families, self.budget_bytes, self.block_size, self._fixed_rows)
+        pools = self.pools = Pools(
+            self.families, self.budget_bytes, self.block_size, self._fixed_rows, self.share
+        )
         self.write_back = (
             None
             if self.stored is None
             else WriteBackQueue(pools, self.stored, through=self._through, clock=self._clock)
         )
         tree = self.tree = PrefixTree(pools, self._policy, self._clock, self.counters, self.write_back)
+        if self.share is not None:
+            self.share.attach(tree)
         self.volatile = VolatileSpans()
         self._leases: dict[LeaseId, Lease] = {}
         self._sessions = Sessions()
@@ -132,32 +139,45 @@ class KVCache:
         return self.pools.resume_anywhere
 
     @property
+    def others_live_bytes(self) -> int:
+        """Bytes of a shared budget that running requests of other models use."""
+        return 0 if self.share is None else self.share.others_live_bytes
+
+    @property
     def capacity_tokens(self) -> int:
         """Positions that one request can have when it is alone."""
         return self.pools.capacity_blocks * self.block_size
 
     # ----------------------------------------------------------------------------------------- queries
 
-    def match(self, tokens: Tokens, namespace: Namespace, at_most: int | None = None) -> Match:
+    def match(
+        self, tokens: Tokens, namespace: Namespace, at_most: int | None = None, *, public_tokens: int = 0
+    ) -> Match:
         """Finds the position at which these tokens can resume. Changes nothing.
 
         The last token is always left to compute, since the request needs its logits; `at_most` lowers the limit
-        further, for requests that need the logits of earlier positions.
+        further, for requests that need the logits of earlier positions. The first `public_tokens` are shared with all
+        salts.
         """
+        return self._match(tokens, Scope(namespace, public_tokens), at_most)
+
+    def _match(self, tokens: Tokens, scope: Scope, at_most: int | None = None) -> Match:
         limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        reached = self.tree.find(tokens, namespace)
+        reached = self.tree.find(tokens, scope)
         if reached is None:
-            return Match(tokens, namespace, 0, 0, None, None, self.tree.version, max(limit, 0))
+            return Match(tokens, scope, 0, 0, None, None, self.tree.version, max(limit, 0))
         node, found = reached
         at_most = max(min(found, limit), 0)
         if self.pools.resume_anywhere:
-            pending = self.tree.pending(node, found, found, tokens, limit) if self._leases else None
-            return Match(tokens, namespace, at_most, found, node, pending, self.tree.version, max(limit, 0))
+            pending = self.tree.pending(node, found, found, tokens, limit, scope) if self._leases else None
+            return Match(tokens, scope, at_most, found, node, pending, self.tree.version, max(limit, 0))
         resume = resume_point(node, at_most, self.pools)
-        pending = self.tree.pending(node, found, resume.position, tokens, limit) if self._leases else None
+        pending = None
+        if self._leases:
+            pending = self.tree.pending(node, found, resume.position, tokens, limit, scope)
         return Match(
             tokens,
-            namespace,
+            scope,
             resume.position,
             found,
             node,
@@ -174,21 +194,28 @@ class KVCache:
         nothing."""
         if self.stored is None:
             return None
-        return self.stored.tier_hit(match.tokens, match.namespace, match.length, match.found, match.limit)
+        return self.stored.tier_hit(match.tokens, match.scope, match.length, match.found, match.limit)
 
     def following(self, lease: Lease, last: int, most: int) -> Tokens:
         """Finds the tokens that once followed the lease's tokens and then the token `last`: at most `most` of them,
         as a draft of the next tokens. Changes nothing."""
-        if lease.node is None or not lease.node.children:
+        node = lease.node
+        if node is None:
+            return NO_TOKENS
+        if (
+            lease.num_cached_tokens == lease.scope.public_tokens
+        ):  # its own tails follow, not a longer public head
+            node = self.tree.private_root(node, lease.num_cached_tokens, lease.scope) or node
+        if not node.children:
             return NO_TOKENS
         uncached = np.empty(lease.num_tokens - lease.num_cached_tokens + 1, np.int32)
         uncached[:-1] = lease.tokens[lease.num_cached_tokens :]
         uncached[-1] = last
-        return continuation(lease.node, uncached, most)
+        return continuation(node, uncached, most)
 
-    def explain(self, tokens: Tokens, namespace: Namespace) -> Explanation:
+    def explain(self, tokens: Tokens, namespace: Namespace, *, public_tokens: int = 0) -> Explanation:
         """Tells how much of a prompt would hit, and why no more. Changes nothing."""
-        return self.explain_hit(self.match(tokens, namespace))
+        return self.explain_hit(self.match(tokens, namespace, public_tokens=public_tokens))
 
     def explain_hit(self, match: Match) -> Explanation:
         """Tells how much a current match hits, and why no more. Changes nothing."""
@@ -216,6 +243,7 @@ class KVCache:
         tier_hit: TierHit | None = None,
         *,
         counted: bool = True,
+        is_idle: bool = False,
         hints: CacheHints | None = None,
     ) -> Admitted | Deferred:
         """Reserves the rows of a prompt and references its hit, or changes nothing at all. `Admission.admit` draws
@@ -227,7 +255,7 @@ class KVCache:
 
         `tier_hit` must come from this very match: the rest of the prefix is then loaded from the tier below.
         `counted=False` keeps an internal admission out of the hit statistics. The lease has the decisions about the
-        `hints` (`Lease.hint_outcomes`).
+        `hints` (`Lease.hint_outcomes`). `is_idle` marks work that no request waits for: call `make_idle_room` before.
         """
         assert len(match.tokens) > 0
         if tier_hit is not None:
@@ -235,22 +263,33 @@ class KVCache:
             match = replace(match, length=tier_hit.base, checkpoint=None, windows=())
         else:
             if match.version != self.tree.version:
-                match = self.match(match.tokens, match.namespace, match.limit)
+                match = self._match(match.tokens, match.scope, match.limit)
             match = self._verified(match)
         session = None
         if hints is not None and hints.session is not None:
             session = self._sessions.find(hints.tenant, hints.session)
         answer = self._admission.admit(
-            match, watermark_blocks, boundaries, tier_hit, 0 if session is None else session.id
+            match, watermark_blocks, boundaries, tier_hit, is_idle, 0 if session is None else session.id
         )
         if isinstance(answer, Admitted):
             self._leases[answer.lease.id] = answer.lease
-            if counted:
+            if counted or (hints is not None and hints.retentions):
                 self._retainer.begin(hints, answer.lease)
             if counted and tier_hit is None:  # else `loaded` counts it
                 self._count_admission(len(match.tokens), answer.lease.hit_tokens)
                 self._count_volatile(match)
         return answer
+
+    def make_idle_room(self, match: Match, tier_hit: TierHit | None = None) -> bool:
+        """Makes the rows of a prompt free for idle work, without evicting anything of more value than it adds.
+
+        Returns False if that is not possible. The match and the tier hit may be out of date afterwards.
+        """
+        return self._admission.make_idle_room(match, tier_hit)
+
+    def unasked_tokens(self, namespace: Namespace) -> int:
+        """Returns how many tokens of idle work a namespace has that no request has used."""
+        return self.tree.unasked_tokens[namespace]
 
     def _count_admission(self, prompt_tokens: int, hit_tokens: int) -> None:
         counters = self.counters
@@ -283,11 +322,12 @@ class KVCache:
         while (checkpoint := match.checkpoint) is not None:
             prefix = match.tokens[: checkpoint.position]
             right = checkpoint.position == match.length
-            if right and checkpoint.digest == prefix_digest(match.namespace, prefix):
+            namespace = match.scope.of(checkpoint.position)
+            if right and checkpoint.digest == prefix_digest(namespace, prefix):
                 break
             self.counters.checkpoints_refused += 1
             self.tree.drop(checkpoint)
-            match = self.match(match.tokens, match.namespace, match.limit)
+            match = self._match(match.tokens, match.scope, match.limit)
         return match
 
     def loaded(self, lease: Lease, position: int) -> Plan:
@@ -296,8 +336,8 @@ class KVCache:
         assert not lease.ended
         if lease.node is None:  # detached: its request is gone, but others find the loaded prefix
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
-        else:
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
+        elif not lease.is_idle:
             self._count_admission(lease.prompt_tokens, position)
             self.counters.loaded_tokens += position - lease.num_computed_tokens
         plan = self.commit(lease, lease.tokens[lease.num_computed_tokens : position])
@@ -351,7 +391,7 @@ class KVCache:
         """Takes the pending stores of evicted rows, and free rows whose memory must be returned to the system so that
         resident memory stays within the budget. Execute the plan before the next write to newly allocated rows."""
         plan = self._with_stores(NOTHING)
-        if self.pools.backed_bytes <= self.pools.budget_bytes or self._fixed_rows is not None:
+        if self._fixed_rows is not None or self.pools.excess_bytes <= 0:
             return plan
         return replace(plan, returned=tuple(self.pools.return_rows()))
 
@@ -368,7 +408,7 @@ class KVCache:
         if self.reuse and lease.node is None and lease.num_computed_tokens > lease.num_cached_tokens:
             # The lease was detached to get blocks; its table still holds every position from 0 on.
             lease.num_cached_tokens = 0
-            self.tree.attach(lease, self.tree.ensure_root(lease.namespace))
+            self.tree.attach(lease, self.tree.ensure_root(lease.scope.first))
         if lease.node is not None:
             first = lease.num_cached_tokens
             if lease.num_cached_tokens < lease.num_computed_tokens:
@@ -395,12 +435,12 @@ class KVCache:
         node = lease.node
         if node is None and self.reuse:
             # The lease was detached, but the tokens that it had published by then are still in the tree.
-            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.namespace)
+            reached = self.tree.find(lease.tokens[: lease.num_cached_tokens], lease.scope)
             node = None if reached is None else reached[0]
         self._retainer.end(lease, comes_back=False)
         self._release_rows(lease)
         if self.write_back is not None:
-            self.write_back.distrust(lease.tokens, lease.namespace, lease.hit_tokens)
+            self.write_back.distrust(lease.tokens, lease.scope, lease.hit_tokens)
         for checkpoint in lease.checkpoints:
             if checkpoint.node is not None:
                 self.tree.drop(checkpoint)
@@ -451,7 +491,9 @@ class KVCache:
 
     # -------------------------------------------------------------------------------------------- pins
 
-    def pin(self, tokens: Tokens, namespace: Namespace, tenant: str = "") -> Pinned | PinRefused:
+    def pin(
+        self, tokens: Tokens, namespace: Namespace, tenant: str = "", *, public_tokens: int = 0
+    ) -> Pinned | PinRefused:
         """Keeps a cached prefix until `release_pin`: as much of these tokens as is cached and can be resumed from. A
         prefix that the tenant has pinned already keeps its pin.
 
@@ -460,7 +502,8 @@ class KVCache:
         if not self.reuse:
             return PinRefused("the prefix cache is switched off")
         # A token more, because a match always leaves the last one: the prefix itself is matched as a whole.
-        match = self.match(np.append(tokens, np.int32(0)), namespace, len(tokens))
+        scope = Scope(namespace, public_tokens)
+        match = self._match(np.append(tokens, np.int32(0)), scope, len(tokens))
         match = self._verified(match)
         if not match.length:
             return PinRefused("none of the prefix is cached: send it in a request before, or warm it")
@@ -509,16 +552,20 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- house-keeping
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, namespace: Namespace, first: int, *, public_tokens: int = 0) -> None:
         """Removes wrong rows of these tokens from position `first` on, with everything that follows them, in memory
         and in the tier below, as far as no running request uses them. Pins of them end."""
+        scope = Scope(namespace, public_tokens)
         for pinned in self._pins.of(None):
             lease = pinned.lease
-            if lease.namespace == namespace and common_prefix(lease.tokens, tokens) > first:
+            shared = common_prefix(lease.tokens, tokens)
+            if lease.scope != scope:
+                shared = min(shared, lease.scope.public_tokens, public_tokens)
+            if shared > first:
                 self.release_pin(pinned.id)
-        self.tree.forget(tokens, namespace, first)
+        self.tree.forget(tokens, scope, first)
         if self.write_back is not None:
-            self.write_back.distrust(tokens, namespace, first, all_that_follows=True)
+            self.write_back.distrust(tokens, scope, first, all_that_follows=True)
 
     def take_all_stores(self) -> tuple[Store, ...]:
         """Takes stores of all rows that the tier below lacks, the last used at the end: for a shutdown."""
@@ -545,8 +592,7 @@ class KVCache:
 
     def knows(self, namespace: Namespace) -> bool:
         """Returns True if any prefix of the namespace is cached or in use."""
-        root = self.tree.roots.get(namespace)
-        return root is not None and not root.is_empty
+        return any(not root.is_empty for root in self.tree.roots_of(namespace))
 
     def reset(self) -> None:
         """Forgets everything, leases included: for an owner whose own state was lost."""
@@ -590,7 +636,7 @@ class KVCache:
             checkpoints=len(checkpoints),
             checkpoint_bytes=len(checkpoints) * state_bytes + sum(window_bytes),
             nodes=len(nodes),
-            namespaces=len(self.tree.roots),
+            namespaces=self.tree.namespaces,
             cached_tokens=sum(node.end - node.start for node in nodes),
             leases=len(self._leases) - len(self._pins),
             volatile_spans=len(self.volatile),

@@ -10,7 +10,7 @@ import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS
 from rootstock.cache.hints import CacheHints, HintOutcome
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.plan import Load, Plan
 from rootstock.cache.radix_node import Checkpoint, CheckpointKind, Node, WindowBlocks
 from rootstock.cache.retention import Claim
@@ -94,7 +94,7 @@ class Lease:
     """
 
     id: LeaseId
-    namespace: Namespace
+    scope: Scope
     prompt: InitVar[Tokens]
     hit_tokens: int  # found at admission
     full: BlockTable  # the full family's table
@@ -117,6 +117,7 @@ class Lease:
     checkpoints: list[Checkpoint] = field(default_factory=list)  # that it has left
     resumed_from: Checkpoint | None = None  # referenced until something is computed
     is_loaded: bool = False  # a part of its hit was loaded, after its first plan
+    is_idle: bool = False  # of idle work: no request waits for it
     hints: CacheHints | None = None
     session: int = 0  # of its request; 0: none
     claims: tuple[Claim, ...] = ()  # granted hints
@@ -127,6 +128,11 @@ class Lease:
         self.prompt_tokens = self.num_tokens = len(prompt)
         self.num_computed_tokens = self.num_cached_tokens = self.hit_tokens
         self._tokens = prompt
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of its positions behind a public head."""
+        return self.scope.namespace
 
     @property
     def table(self) -> BlockIds:
@@ -205,16 +211,21 @@ class Match:
     """The position at which a prompt can resume. Valid until the cache next changes."""
 
     tokens: Tokens  # [prompt]
-    namespace: Namespace
+    scope: Scope
     length: int  # positions that need not be computed: at most prompt - 1
     found: int  # positions that agree with the cached prefix
-    node: Node | None  # the deepest node that agrees; None: this namespace holds nothing
+    node: Node | None  # the deepest node that agrees; None: the namespaces hold nothing
     pending: Pending | None
     version: int  # of the tree it was read from
     limit: int = 0  # upper bound of `length`, even if more is cached
     capped_by: str | None = None  # the family that cannot resume as far as the prefix was found
     checkpoint: Checkpoint | None = None  # from which to resume
     windows: tuple[WindowBlocks, ...] = ()  # that a resumption reads, of each window family; (): none
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of its positions behind a public head."""
+        return self.scope.namespace
 
     @property
     def waiting_gain(self) -> int:

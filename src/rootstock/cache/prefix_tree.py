@@ -6,21 +6,25 @@ running lease is attached to one node (`Lease.node`), at whose end its published
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from rootstock.cache.block_pool import NO_BLOCKS, BlockPool, WeakReferences
 from rootstock.cache.eviction import EvictionHistory, EvictionPolicy, EvictionQueue, Rank, rank_of
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease, Match, Pending
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.radix_node import (
+    CHANCE_WHEN_UNASKED,
     Checkpoint,
     CheckpointKind,
     HitProtection,
     Node,
     Root,
+    below,
     common_prefix,
     descend,
     kept_part,
@@ -28,12 +32,24 @@ from rootstock.cache.radix_node import (
     walk,
 )
 from rootstock.cache.retention import Grant, RetentionLedger
+from rootstock.cache.shared_budget import Value
 from rootstock.cache.stats import Counters
 from rootstock.cache.types import NO_BLOCK, NO_TOKENS, BlockIds, Tokens
 from rootstock.cache.write_back import WriteBackQueue
 
 # Empty namespaces that are kept because `explain` tells about their evicted prefixes.
 MAX_EMPTY_ROOTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _UnaskedEntry:
+    """A prefix that idle work is about to add, for eviction policies."""
+
+    last_used: float
+    hits: int = 0
+    start: int = 0
+    end: int = 0
+    worth: float = CHANCE_WHEN_UNASKED
 
 
 class PrefixTree:
@@ -54,19 +70,22 @@ class PrefixTree:
         self.counters = counters
         self.version = 0  # changes with the tree: a match is valid only for its version
         self.roots: dict[Namespace, Root] = {}
-        # Namespaces whose root became empty, the last one at the end. Some of the roots may be in use again.
-        self._emptied: dict[Namespace, None] = {}
+        self._private_roots: dict[Namespace, dict[Root, None]] = {}  # never an empty inner one
+        # Roots that became empty, the last one at the end. Some of them may be in use again.
+        self._emptied: dict[Root, None] = {}
         self._leases_at: dict[Node, dict[Lease, None]] = {}  # attached leases; never an empty inner one
         self.queue: EvictionQueue[Node] = EvictionQueue(policy)
         self.checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(policy)
         self.evicted = EvictionHistory()
+        # Tokens of the nodes that idle work has added and no request has used. Never an entry of 0.
+        self.unasked_tokens: Counter[Namespace] = Counter()
         self.ledger = RetentionLedger()
         self.token_bytes = pools.full.row_bytes // pools.block_size
         self._policy = policy
         self._clock = clock
 
     def nodes(self) -> Iterator[Node]:
-        """Yields every node but the roots, parents first."""
+        """Yields every node but roots, parents first."""
         for root in self.roots.values():
             yield from walk(root)
 
@@ -79,13 +98,37 @@ class PrefixTree:
         for step in (node, *walk(node)):
             yield from self.leases_at(step)
 
-    def find(self, tokens: Tokens, namespace: Namespace) -> tuple[Node, int] | None:
-        """Finds the deepest node that agrees and how many tokens agree; None if the namespace holds nothing."""
+    def roots_of(self, namespace: Namespace) -> list[Root]:
+        """Returns the namespace's root, if it has one, and its private roots."""
         root = self.roots.get(namespace)
-        return None if root is None else descend(root, tokens)
+        return [*([] if root is None else [root]), *self._private_roots.get(namespace, ())]
 
-    def pending(self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int) -> Pending | None:
+    @property
+    def namespaces(self) -> int:
+        """Number of namespaces that have a root."""
+        return len(self.roots.keys() | self._private_roots.keys())
+
+    def find(self, tokens: Tokens, scope: Scope) -> tuple[Node, int] | None:
+        """Finds the deepest node that agrees and how many tokens agree; None if the namespaces hold nothing."""
+        root = self.roots.get(scope.first)
+        if root is None or not scope.public_tokens:
+            return None if root is None else descend(root, tokens)
+        node, found = descend(root, tokens[: scope.public_tokens])
+        private = self.private_root(node, found, scope)
+        return (node, found) if private is None else descend(private, tokens)
+
+    def private_root(self, node: Node, position: int, scope: Scope) -> Root | None:
+        """Returns the root of the scope's tails at `position` of `node`, if a public head ends there and has some."""
+        if not position or position != scope.public_tokens or node.end != position:
+            return None
+        return node.private_roots.get(scope.namespace)
+
+    def pending(
+        self, node: Node, found: int, resumable: int, tokens: Tokens, limit: int, scope: Scope
+    ) -> Pending | None:
         """Finds the running request that will compute the most of `tokens` beyond position `resumable`.
+
+        Positions that one tenant computes behind a public head count for that tenant alone.
 
         A model that resumes anywhere can take over at any position that the other request publishes. Otherwise only a
         request that has not yet reached the point of divergence helps: it is asked for a checkpoint there, at `limit`
@@ -101,6 +144,8 @@ class PrefixTree:
                     continue
                 rest = slice(lease.num_cached_tokens, None)
                 until = lease.num_cached_tokens + common_prefix(lease.tokens[rest], tokens[rest])
+                if lease.scope != scope:
+                    until = min(until, scope.public_tokens, lease.scope.public_tokens)
                 if not anywhere:
                     until = min(until, limit)
                     if until <= lease.num_computed_tokens:
@@ -124,28 +169,43 @@ class PrefixTree:
         """References every node on the path for the lease, which uses all of their blocks already."""
         self.version += 1
         now = self._clock()
-        if lease.hit_tokens and not node.ref_count:
+        if lease.hit_tokens and not node.ref_count and not lease.is_idle:
             self._observe_reuse(now - node.last_used)
         lease.node = node
         self._join(node, lease)
         for step in node.path():
             step.ref_count += 1
-            step.hits += 1
+            step.hits += not lease.is_idle
             step.last_used = now
             step.passed_by = False
-            self._used_by(step, lease)
+            if not lease.is_idle:
+                if step.unasked:
+                    self.counters.idle_hit_tokens += step.end - step.start
+                    self._asked(step)
+                self._used_by(step, lease)
             if step.queue_ticket:
                 self.queue.drop(step)
         turn = node.checkpoints.get(node.end)
         if turn is not None and turn.kind is CheckpointKind.USER:
             self._pass_by(node)
-        if lease.resumed_from is not None:
+        if lease.resumed_from is not None and not lease.is_idle:
             lease.resumed_from.hits += 1
             lease.resumed_from.last_used = now
             self._undemote(lease.resumed_from)
             self.counters.checkpoints_hit += 1
             if lease.resumed_from.kind is CheckpointKind.ANSWER:
                 self._drop_answered_prompt(lease.resumed_from)
+
+    def _asked(self, node: Node) -> None:
+        """Makes a node that idle work has added one like any other."""
+        node.unasked = False
+        self._count_unasked(node, node.start - node.end)
+
+    def _count_unasked(self, node: Node, tokens: int) -> None:
+        namespace = _namespace_of(node)
+        self.unasked_tokens[namespace] += tokens
+        if not self.unasked_tokens[namespace]:
+            del self.unasked_tokens[namespace]
 
     def hold(self, lease: Lease, node: Node) -> None:
         """References every node on the path for a pinned prefix. That is no use of them: nothing is learnt."""
@@ -198,8 +258,8 @@ class PrefixTree:
 
     def _observe_reuse(self, idle_s: float) -> None:
         """Tells the policy that an unreferenced prefix is used again."""
-        if self.pools.resume_anywhere:  # then every entry has the same worth, and idle times change no order
-            return
+        if self.pools.resume_anywhere and self.pools.share is None:
+            return  # every entry has the same worth, and idle times change no order
         if self._policy.observe_reuse(idle_s):
             self.queue.renew()
             self.checkpoints.renew()
@@ -246,12 +306,37 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------- publishing
 
     def publish(self, lease: Lease) -> None:
-        """Makes positions num_cached_tokens … num_computed_tokens-1 findable."""
+        """Makes positions num_cached_tokens … num_computed_tokens-1 findable: those of a public head for all tenants."""
         self.version += 1
         node, position, end = lease.node, lease.num_cached_tokens, lease.num_computed_tokens
         assert node is not None
-        tokens = lease.computed_tokens
-        came_from = node
+        came_from, head = node, lease.scope.public_tokens
+        if position < head:
+            node = self._publish_up_to(min(head, end), lease, node, position)
+            position = min(head, end)
+        if head and position == head < end:
+            node = self._enter_private_root(lease, node)
+        if position < end:
+            node = self._publish_up_to(end, lease, node, position)
+        if node is not came_from:
+            self._move(lease, came_from, node)
+        lease.num_cached_tokens = end
+
+    def _enter_private_root(self, lease: Lease, node: Node) -> Root:
+        """References the root of the lease's tails below the end of a public head."""
+        assert node.end == lease.scope.public_tokens
+        namespace = lease.scope.namespace
+        root = node.private_roots.get(namespace)
+        if root is None:
+            root = Root(namespace, self.pools.resume_anywhere, self._clock(), node)
+            node.private_roots[namespace] = root
+            self._private_roots.setdefault(namespace, {})[root] = None
+        root.ref_count += 1
+        return root
+
+    def _publish_up_to(self, end: int, lease: Lease, node: Node, position: int) -> Node:
+        """Publishes positions `position` … end-1 below `node`; returns the node that ends there."""
+        tokens = lease.computed_tokens[:end]
         while position < end:
             child = node.children.get(int(tokens[position]))
             if child is None:
@@ -261,11 +346,7 @@ class PrefixTree:
                 child = self.split(child, agreed)
             self._adopt(lease, child)
             node, position = child, agreed
-        if position < end:
-            node = self._add(lease, node, position, tokens)
-        if node is not came_from:
-            self._move(lease, came_from, node)
-        lease.num_cached_tokens = end
+        return self._add(lease, node, position, tokens) if position < end else node
 
     def _move(self, lease: Lease, came_from: Node, node: Node) -> None:
         """Attaches the lease to `node`, below `came_from`. `_adopt` and `_add` have referenced the nodes between."""
@@ -345,7 +426,8 @@ class PrefixTree:
         """Adds positions `position` … of the lease, which the tree does not have, as a longer edge or a new leaf."""
         size, end = self.block_size, len(tokens)
         now = self._clock()
-        if lease.own_leaf is node and node.ref_count == 1 and not node.children:
+        if lease.own_leaf is node and node.ref_count == 1 and node.is_leaf:
+            self._drop_private_roots(node)
             first_new = node.start // size + len(node.blocks)
             fresh = lease.table[first_new : -(-end // size)]
             self._refer_to_window_blocks(lease, node, end)
@@ -353,6 +435,9 @@ class PrefixTree:
                 self.pool.hold(fresh)
                 node.blocks = np.concatenate((node.blocks, fresh))
             node.tokens = np.concatenate((node.tokens, tokens[position:]))
+            if node.unasked:
+                self.counters.idle_tokens += end - position
+                self._count_unasked(node, end - position)
             self.evicted.forget_below(node)
             self.ledger.resized(node, (end - node.end) * self.token_bytes)
             node.end = end
@@ -365,10 +450,14 @@ class PrefixTree:
         )
         lease.own_leaf = leaf
         leaf.ref_count = 1
+        if lease.is_idle:
+            leaf.unasked = True
+            self.counters.idle_tokens += end - position
+            self._count_unasked(leaf, end - position)
         leaf.session = lease.session
         self.evicted.forget_run(node, int(tokens[position]))
         node.children[int(tokens[position])] = leaf
-        if position % size and not node.is_root and node.ref_count == 1:
+        if position % size and not isinstance(node, Root) and node.ref_count == 1:
             self._merge_last_block(lease, node, blocks[:1])
         return leaf
 
@@ -401,7 +490,8 @@ class PrefixTree:
         block_start = position // self.block_size * self.block_size
         step: Node | None = node
         while step is not None and step.end > block_start:
-            yield step
+            if not isinstance(step, Root):
+                yield step
             step = step.parent
 
     def retract(self, node: Node | None, first: int) -> None:
@@ -412,16 +502,17 @@ class PrefixTree:
             parent = node.parent
             self.queue.drop(node)
             self._remove(node)
-            node = parent
+            node = parent.parent if isinstance(parent, Root) else parent
 
-    def forget(self, tokens: Tokens, namespace: Namespace, first: int) -> None:
+    def forget(self, tokens: Tokens, scope: Scope, first: int) -> None:
         """Removes every node on the path of `tokens` that reaches beyond `first`, and all nodes below, as far as no
         lease uses them."""
         self.version += 1
-        root = self.roots.get(namespace)
+        root = self.roots.get(scope.first)
         node = None if root is None else root.children.get(int(tokens[0]))
         while node is not None and node.end <= first:
-            node = node.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
+            parent = self.private_root(node, node.end, scope) or node
+            node = parent.children.get(int(tokens[node.end])) if node.end < len(tokens) else None
         if node is None:
             return
         for wrong in reversed([node, *walk(node)]):  # children first
@@ -436,7 +527,7 @@ class PrefixTree:
         protection = HitProtection(self.version)
         if match.node is not None and match.length:
             for node in match.node.path():
-                if not node.is_root:
+                if not isinstance(node, Root):
                     protection.add(node)
         if match.checkpoint is not None:
             match.checkpoint.protections[protection] = None
@@ -575,6 +666,10 @@ class PrefixTree:
                 return False
         return True
 
+    def unasked_rank(self) -> Rank:
+        """Returns the rank that idle work gives to the prefix that it adds now."""
+        return False, False, 0, 0, self._policy.rank(_UnaskedEntry(self._clock()))
+
     def _evict(self, rows: Rows, below: Rank | None) -> bool:
         """Makes one step towards `rows` free rows: evicts the tail of a leaf or a checkpoint, whichever ranks
         lower."""
@@ -588,20 +683,70 @@ class PrefixTree:
             checkpoint = self.checkpoints.peek()
         by_leaf = leaf is not None and (checkpoint is None or leaf <= checkpoint)
         rank = leaf if by_leaf else checkpoint
-        if rank is None or (below is not None and rank >= below):
-            return False
+        is_ours = rank is not None and (below is None or rank < below)
+        share = self.pools.share
+        if share is not None and missing_bytes and missing_blocks <= 0:
+            limit = rank if is_ours else below
+            if share.evict_elsewhere(
+                missing_bytes, None if limit is None else share.valued(self._value(limit))
+            ):
+                return True
+        if is_ours:
+            self._evict_first(by_leaf, missing_blocks, missing_bytes)
+        return is_ours
+
+    def _evict_first(self, by_leaf: bool, missing_blocks: int, missing_bytes: int) -> None:
+        """Evicts the tail of the first leaf, which `peek` has just found, or else the first checkpoint."""
         self.version += 1
         if by_leaf:
-            node = self.queue.pop()
+            full = self.pools.full
             by_bytes = -(-missing_bytes // full.row_bytes) if full.row_bytes else 0
-            self._trim(node, max(1, missing_blocks, by_bytes))
-        else:
-            chosen = self.checkpoints.pop()
-            if self.write_back is not None:
-                self.write_back.add_checkpoint(chosen)
-            self.drop(chosen)
-            self.counters.checkpoints_evicted += 1
-        return True
+            self._trim(self.queue.pop(), max(1, missing_blocks, by_bytes))
+            return
+        chosen = self.checkpoints.pop()
+        if self.write_back is not None:
+            self.write_back.add_checkpoint(chosen)
+        self.drop(chosen)
+        self.counters.checkpoints_evicted += 1
+
+    # ------------------------------------------------------------------- for the caches of a shared budget
+
+    @property
+    def owned_bytes(self) -> int:
+        return self.pools.owned_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        return self.pools.cached_bytes
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.pools.backed_bytes
+
+    def least_value(self) -> Value | None:
+        """Returns the value of the leaf or checkpoint to evict next; None: there is none. Ends expired grants."""
+        self.expire_grants()
+        first = self._first()
+        return None if first is None else self._value(first[0])
+
+    def evict_least(self, missing_bytes: int) -> None:
+        """Makes one step towards so many free bytes: evicts the tail of a leaf or a checkpoint."""
+        first = self._first()
+        assert first is not None
+        self._evict_first(first[1], 0, missing_bytes)
+
+    def _first(self) -> tuple[Rank, bool] | None:
+        """Returns the rank of the entry with memory to evict next, and whether it is a leaf."""
+        leaf = self.queue.peek() if self.pools.full.row_bytes else None
+        checkpoint = self.checkpoints.peek()
+        if leaf is not None and (checkpoint is None or leaf <= checkpoint):
+            return leaf, True
+        return None if checkpoint is None else (checkpoint, False)
+
+    def _value(self, rank: Rank) -> Value:
+        return *rank[:4], self._policy.log_value(rank[4], self._clock())
+
+    # ------------------------------------------------------------------------------------------ clearing
 
     def clear(self) -> None:
         """Drops everything that no lease references, and the history of evictions."""
@@ -610,23 +755,22 @@ class PrefixTree:
             self.drop(self.checkpoints.pop())
         while self.queue.peek() is not None:
             self._remove(self.queue.pop())
-        for root in list(self.roots.values()):
+        private = [root for roots in self._private_roots.values() for root in roots]
+        for root in [*private, *self.roots.values()]:
             self._forget_evictions(root)
 
     def clear_namespace(self, namespace: Namespace) -> None:
-        """Like `clear`, for one namespace: O(its nodes)."""
+        """Like `clear`, for one namespace: O(its nodes). The tails of public heads go with them."""
         self.version += 1
-        root = self.roots.get(namespace)
-        if root is None:
-            return
-        for node in reversed(list(walk(root))):  # children first
-            for checkpoint in list(node.checkpoints.values()):
-                if checkpoint.queue_ticket:
-                    self.drop(checkpoint)
-            if node.queue_ticket:
-                self.queue.drop(node)
-                self._remove(node)
-        self._forget_evictions(root)
+        for root in self.roots_of(namespace):
+            for node in reversed(list(walk(root))):  # children first
+                for checkpoint in list(node.checkpoints.values()):
+                    if checkpoint.queue_ticket:
+                        self.drop(checkpoint)
+                if node.queue_ticket:
+                    self.queue.drop(node)
+                    self._remove(node)
+            self._forget_evictions(root)
 
     def _forget_evictions(self, root: Root) -> None:
         for node in (root, *walk(root)):
@@ -650,10 +794,14 @@ class PrefixTree:
             gone = leaf.blocks[kept:]
             self._remember_evicted(leaf, leaf, leaf.tokens[end - leaf.start :], was_retained)
             self._drop_checkpoints(leaf, end)
+            self._drop_private_roots(leaf)
             leaf.blocks = leaf.blocks[:kept].copy()
             leaf.windows = [references[:kept].copy() for references in leaf.windows]
             leaf.tokens = kept_part(leaf.tokens[: end - leaf.start])
             self.counters.evicted_tokens += leaf.end - end
+            if leaf.unasked:
+                self.counters.idle_evicted_tokens += leaf.end - end
+                self._count_unasked(leaf, end - leaf.end)
             self.counters.evicted_retained_tokens += was_retained * (leaf.end - end)
             self.ledger.resized(leaf, (end - leaf.end) * self.token_bytes)
             leaf.end = end
@@ -665,6 +813,7 @@ class PrefixTree:
         self._write_back(leaf, leaf.start)
         self._remember_evicted(leaf.parent, leaf, leaf.tokens, was_retained)
         self.counters.evicted_tokens += leaf.end - leaf.start
+        self.counters.idle_evicted_tokens += leaf.unasked * (leaf.end - leaf.start)
         self.counters.evicted_retained_tokens += was_retained * (leaf.end - leaf.start)
         self.counters.evicted_blocks += len(leaf.blocks)
         self._remove(leaf)
@@ -682,9 +831,12 @@ class PrefixTree:
         """Takes an unreferenced leaf, which is not queued any more, out of the tree."""
         parent = leaf.parent
         assert parent is not None
-        assert not leaf.children
+        assert leaf.is_leaf
         assert not leaf.ref_count
         self.evicted.forget_below(leaf)
+        if leaf.unasked:
+            self._asked(leaf)
+        self._drop_private_roots(leaf)
         self._drop_checkpoints(leaf, leaf.start)
         self.ledger.clear(leaf, self.size_bytes(leaf))
         del parent.children[int(leaf.tokens[0])]
@@ -695,8 +847,9 @@ class PrefixTree:
         self.pool.unhold(leaf.blocks)
         # An object that still points at the node must not keep its arrays alive.
         leaf.tokens, leaf.blocks, leaf.windows = NO_TOKENS, NO_BLOCKS, []
-        self._queue_if_evictable(parent)
+        head = parent.parent if isinstance(parent, Root) else None  # a leaf too, if that was its last tail
         self._forget_if_empty(parent)
+        self._queue_if_evictable(parent if head is None else head)
 
     def _drop_checkpoints(self, node: Node, after: int) -> None:
         """Drops the node's checkpoints behind position `after`."""
@@ -707,7 +860,7 @@ class PrefixTree:
             self.counters.checkpoints_evicted += 1
 
     def _queue_if_evictable(self, node: Node) -> None:
-        if node.ref_count == 0 and not node.children and not node.is_root:
+        if node.ref_count == 0 and not isinstance(node, Root) and node.is_leaf:
             self.queue.put(node)
 
     def _remember_evicted(self, node: Node, leaf: Node, tokens: Tokens, was_retained: bool) -> None:
@@ -720,27 +873,59 @@ class PrefixTree:
         """Drops a root below which nothing is cached or in use, unless it was emptied lately and has a history."""
         if not isinstance(node, Root) or not node.is_empty:
             return
-        self._emptied.pop(node.namespace, None)
-        if not self.evicted.runs_below(node):
-            self.roots.pop(node.namespace, None)
+        self._emptied.pop(node, None)
+        if self.evicted.runs_below(node):
+            self._emptied[node] = None
+            while len(self._emptied) > MAX_EMPTY_ROOTS:
+                oldest = next(iter(self._emptied))
+                del self._emptied[oldest]
+                if oldest.is_empty:
+                    self._drop_root(oldest)
+        else:
+            self._drop_root(node)
+
+    def _drop_root(self, root: Root) -> None:
+        """Takes an empty root out of the tree, and the history of evictions below it."""
+        self.evicted.forget_below(root)
+        self._emptied.pop(root, None)
+        if root.parent is None:
+            self.roots.pop(root.namespace, None)
             return
-        self._emptied[node.namespace] = None
-        while len(self._emptied) > MAX_EMPTY_ROOTS:
-            namespace = next(iter(self._emptied))
-            del self._emptied[namespace]
-            oldest = self.roots.get(namespace)
-            if oldest is not None and oldest.is_empty:
-                self.evicted.forget_below(oldest)
-                del self.roots[namespace]
+        root.parent.private_roots.pop(root.namespace, None)
+        of_namespace = self._private_roots.get(root.namespace, {})
+        of_namespace.pop(root, None)
+        if not of_namespace:
+            self._private_roots.pop(root.namespace, None)
+
+    def _drop_private_roots(self, leaf: Node) -> None:
+        """Drops the roots below the end of a leaf, which are empty, before its end moves or it is removed."""
+        for root in list(leaf.private_roots.values()):
+            self._drop_root(root)
 
     def check(self) -> None:
         """Asserts the invariants of every node and every root."""
+        unasked: Counter[Namespace] = Counter()
         for node in self.nodes():
             self._check_node(node)
+            if node.unasked:
+                unasked[_namespace_of(node)] += node.end - node.start
+        assert unasked == self.unasked_tokens
         assert len(self._emptied) <= MAX_EMPTY_ROOTS
+        private = [(node, root) for node in self.nodes() for root in node.private_roots.values()]
+        assert len(private) == sum(map(len, self._private_roots.values()))
+        for node, root in private:
+            assert root.parent is node
+            assert root.start == root.end == node.end
+            assert root in self._private_roots[root.namespace]
+            assert node.private_roots[root.namespace] is root
+            assert root.ref_count == sum(child.ref_count for child in root.children.values())
+            above = next(step for step in node.path() if isinstance(step, Root))
+            assert above.namespace.is_public, "a private root below a private node"
         for namespace, root in self.roots.items():
             assert root.namespace == namespace
-            is_remembered = bool(self.evicted.runs_below(root)) and namespace in self._emptied
+            assert not root.private_roots, "a public head without tokens"
+        for root in [*self.roots.values(), *(root for _, root in private)]:
+            is_remembered = bool(self.evicted.runs_below(root)) and root in self._emptied
             assert not root.is_empty or is_remembered, "a namespace outlives its cached prefixes"
 
     def _check_node(self, node: Node) -> None:
@@ -757,12 +942,15 @@ class PrefixTree:
         assert node.parent is not None
         assert node.parent.end == node.start
         assert node.parent.children[int(node.tokens[0])] is node
-        below = sum(child.ref_count for child in node.children.values())
-        assert node.ref_count == len(self.leases_at(node)) + below
-        evictable = not node.children and not node.ref_count
+        assert node.ref_count == len(self.leases_at(node)) + sum(child.ref_count for child in below(node))
+        evictable = node.is_leaf and not node.ref_count
         assert bool(node.queue_ticket) == evictable, (
             f"{node} is queued for eviction: {bool(node.queue_ticket)}"
         )
+
+
+def _namespace_of(node: Node) -> Namespace:
+    return next(step for step in node.path() if isinstance(step, Root)).namespace
 
 
 def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
@@ -773,12 +961,14 @@ def _neighbours(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     shallower = [p for p in node.checkpoints if p < position]
     if shallower:
         yield node.checkpoints[max(shallower)]
-    elif node.parent is not None and node.parent.checkpoints:
-        yield node.parent.checkpoints[max(node.parent.checkpoints)]
+    else:
+        above = node.parent.parent if isinstance(node.parent, Root) else node.parent
+        if above is not None and above.checkpoints:
+            yield above.checkpoints[max(above.checkpoints)]
     deeper = [p for p in node.checkpoints if p > position]
     if deeper:
         yield node.checkpoints[min(deeper)]
         return
-    for child in node.children.values():
+    for child in below(node):
         if child.checkpoints:
             yield child.checkpoints[min(child.checkpoints)]

@@ -26,6 +26,8 @@ from rootstock.cache.types import NO_TOKENS, BlockIds, SlotId, Tokens
 
 # Worth of blocks behind the last checkpoint: no request can resume from them, except by coincidence.
 USELESS = 1 / 64
+# Chance that a request asks for a prefix of idle work, relative to one that a request has asked for.
+CHANCE_WHEN_UNASKED = 0.5
 
 
 class CheckpointKind(StrEnum):
@@ -91,11 +93,14 @@ class Node:
     resume_anywhere: bool = field(init=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position, in (start, end]
     children: dict[int, Node] = field(default_factory=dict)  # by first token
+    # Where it ends a public head: of each tenant, the beginning of its tails.
+    private_roots: dict[Namespace, Root] = field(default_factory=dict)
     ref_count: int = 0  # leases whose node is here or below: > 0 means not evictable
     protections: dict[HitProtection, None] = field(
         default_factory=dict
     )  # of queued requests that would hit it
     passed_by: bool = False  # its conversation went on elsewhere, from a user turn above
+    unasked: bool = False  # computed or loaded in idle time, and not used by a request yet
     hits: int = 0
     queue_ticket: int = 0
     grant: Grant | None = None  # its retention
@@ -131,6 +136,13 @@ class Node:
         return self.parent is None
 
     @property
+    def is_leaf(self) -> bool:
+        """True if nothing is cached or in use below it."""
+        if self.children:
+            return False
+        return not self.private_roots or all(root.is_empty for root in self.private_roots.values())
+
+    @property
     def deepest_checkpoint(self) -> Checkpoint | None:
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
@@ -142,7 +154,7 @@ class Node:
         together, and blocks behind the last checkpoint are worth almost nothing.
         """
         if self.resume_anywhere:
-            return 1.0
+            return CHANCE_WHEN_UNASKED if self.unasked else 1.0
         last = self.deepest_checkpoint
         return USELESS if last is None or last.position != self.end else last.worth
 
@@ -166,12 +178,18 @@ class Node:
 
 
 class Root(Node):
-    """The beginning of a namespace: no tokens, no blocks, never evicted."""
+    """The beginning of a namespace: no tokens, no blocks, never evicted.
+
+    A *private* root lies at the end of a public head, below the node that ends there: what one tenant's prompts go on
+    with. Its namespace may have several, and one without a parent, for prompts that begin with no public head.
+    """
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace, resume_anywhere: bool, now: float) -> None:
-        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, [], now)
+    def __init__(
+        self, namespace: Namespace, resume_anywhere: bool, now: float, parent: Node | None = None
+    ) -> None:
+        super().__init__(parent, 0 if parent is None else parent.end, NO_TOKENS, NO_BLOCKS, [], now)
         self.resume_anywhere = resume_anywhere
         self.namespace = namespace
 
@@ -275,12 +293,14 @@ class Checkpoint:
         chance = CHANCE[self.kind]
         if self.node.passed_by:
             chance *= CHANCE_WHEN_PASSED
+        if self.node.unasked:
+            chance *= CHANCE_WHEN_UNASKED
         saved, cost = self.position - self.start, self.cost_tokens
         if self.kind not in RESUMED_ONCE:
             chance *= 1 + min(self.hits, 7)
         elif self.is_passed:
             chance *= CHANCE_WHEN_PASSED
-        if not self.node.children and self.position >= max(self.node.checkpoints, default=0):
+        if self.node.is_leaf and self.position >= max(self.node.checkpoints, default=0):
             cost += saved
         return chance * saved / cost
 
@@ -324,9 +344,9 @@ def kept_part(tokens: Tokens) -> Tokens:
 def descend(root: Node, tokens: Tokens) -> tuple[Node, int]:
     """Finds the deepest node that a prefix of `tokens` reaches, and how many tokens agree.
 
-    The position lies in (node.start, node.end], or is 0 at the root.
+    The position lies in (node.start, node.end], or is that of the root.
     """
-    node, position, length = root, 0, len(tokens)
+    node, position, length = root, root.end, len(tokens)
     while position < length:
         child = node.children.get(int(tokens[position]))
         if child is None:
@@ -383,6 +403,7 @@ def split(node: Node, position: int, pool: BlockPool, block_size: int) -> Node:
         checkpoint.node = upper
     upper.hits = node.hits
     upper.passed_by = node.passed_by
+    upper.unasked = node.unasked
     upper.grant, upper.session = node.grant, node.session
     upper.ref_count = node.ref_count
     for protection in node.protections:
@@ -405,7 +426,7 @@ def block_table(node: Node, position: int, block_size: int) -> BlockIds:
     filled_from = len(table)
     for step in node.path():
         first = step.start // block_size
-        if first < filled_from:
+        if first < filled_from and len(step.blocks):
             table[first:filled_from] = step.blocks[: filled_from - first]
             filled_from = first
     return table
@@ -418,7 +439,7 @@ def window_blocks(node: Node, position: int, window: int, pool: BlockPool, block
     filled_from = len(references)
     for step in node.path():
         first = step.start // block_size
-        if first < filled_from and not step.is_root:
+        if first < filled_from and len(step.blocks):
             references[first:filled_from] = step.windows[window][: filled_from - first]
             filled_from = first
     return pool.resolve(references)
@@ -433,7 +454,7 @@ def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
     found: dict[int, None] = {}
     step = node.parent
     while step is not None:
-        if step.end % block_size:
+        if step.end % block_size and len(step.blocks):
             block = int(step.blocks[-1])
             if int(table[step.end // block_size]) != block:
                 found[block] = None
@@ -442,9 +463,16 @@ def replaced_blocks(node: Node, table: BlockIds, block_size: int) -> list[int]:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """Yields every node below the root, parents first. For reports and integrity checks."""
-    stack = list(root.children.values())
+    """Yields every node below a node but private roots, parents first. For reports and integrity checks."""
+    stack = list(below(root))
     while stack:
         node = stack.pop()
         yield node
-        stack.extend(node.children.values())
+        stack.extend(below(node))
+
+
+def below(node: Node) -> Iterator[Node]:
+    """Yields the nodes right below a node, those of private roots included."""
+    yield from node.children.values()
+    for root in node.private_roots.values():
+        yield from root.children.values()

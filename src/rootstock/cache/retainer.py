@@ -24,7 +24,7 @@ from rootstock.cache.hints import (
 from rootstock.cache.lease import Lease, LeaseId
 from rootstock.cache.pools import Pools, Rows
 from rootstock.cache.prefix_tree import PrefixTree
-from rootstock.cache.radix_node import Checkpoint, Node, walk
+from rootstock.cache.radix_node import Checkpoint, Node, Root, walk
 from rootstock.cache.retention import (
     ENDED_PRIORITY,
     OVERDRAWN_PRIORITY,
@@ -173,7 +173,7 @@ class Retainer:
             return
         now = self._clock()
         self._tree.expire_grants()
-        path = [node for node in reversed(list(lease.node.path())) if not node.is_root]
+        path = [node for node in reversed(list(lease.node.path())) if not isinstance(node, Root)]
         is_whole = _Application(self, lease, path, now).run() if lease.claims else True
         self._demote_if_overdrawn(lease, is_whole, now)
 
@@ -187,7 +187,11 @@ class Retainer:
         if is_whole and self._ledger.bytes_of(lease.hints.tenant) < NEARLY_FULL * self.share_bytes(now):
             return
         for node in lease.node.path():
-            if node.is_root or node.ref_count > 1 or (node.grant is not None and node.grant.is_charged):
+            if (
+                isinstance(node, Root)
+                or node.ref_count > 1
+                or (node.grant is not None and node.grant.is_charged)
+            ):
                 break
             self._demote(node, OVERDRAWN_PRIORITY, replaces=False)
 
@@ -196,7 +200,7 @@ class Retainer:
         session, top = lease.session, lease.node
         if top is None or not session or top.session != session:
             return
-        while top.parent is not None and not top.parent.is_root and top.parent.session == session:
+        while top.parent is not None and not isinstance(top.parent, Root) and top.parent.session == session:
             top = top.parent
         own = set(lease.node.path()) if lease.node is not None else set()
         for node in (top, *walk(top)):

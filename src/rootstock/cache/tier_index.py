@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -22,7 +23,7 @@ from rootstock.cache.families import (
     RecurrentState,
     token_families,
 )
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, prefix_digest
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope
 from rootstock.cache.radix_node import common_prefix
 from rootstock.cache.types import Tokens
 
@@ -142,37 +143,36 @@ class StoredIndex:
             for f, _, identity in self._at.get(parent, ())
         )
 
-    def keys_along(self, tokens: Tokens, namespace: Namespace, first: int) -> list[RecordKey]:
+    def keys_along(self, tokens: Tokens, scope: Scope, first: int) -> list[RecordKey]:
         """Returns the keys of records that agree with `tokens` and end beyond `first`."""
         found = []
-        for position, digest in _boundaries(tokens, namespace, first // self.block_size, self.block_size):
-            for _, key, identity in self._at.get(digest, ()):
-                agreed = common_prefix(identity.tokens, tokens[position:])
-                if position + agreed > first and agreed:
-                    found.append(key)
+        for position, places in _boundaries(tokens, scope, first // self.block_size, self.block_size):
+            for place in places:
+                for _, key, identity in self._at.get(place.digest, ()):
+                    agreed = common_prefix(identity.tokens, tokens[position:])
+                    if position + agreed > first and agreed:
+                        found.append(key)
         return found
 
-    def keys_beyond(self, namespace: Namespace, first: int) -> list[RecordKey]:
-        """Returns the keys of this namespace's records that end beyond `first`. O(records)."""
-        of = namespace.digest()
+    def keys_beyond(self, namespace: Namespace | None, first: int) -> list[RecordKey]:
+        """Returns the keys of a namespace's records, or of all, that end beyond `first`. O(records)."""
+        of = None if namespace is None else namespace.digest()
         return [
             key
             for here in self._at.values()
             for _, key, identity in here
-            if identity.namespace == of and identity.end > first
+            if of in (None, identity.namespace) and identity.end > first
         ]
 
     def tier_hit(
-        self, tokens: Tokens, namespace: Namespace, resumable: int, found: int, limit: int
+        self, tokens: Tokens, scope: Scope, resumable: int, found: int, limit: int
     ) -> TierHit | None:
         """Finds the deepest position in (`resumable`, `limit`] at which every family can resume after loading; None
         if there is none. `resumable` is the resume point without loading. Full attention of the first `found`
         positions is in memory."""
         if limit <= resumable or not self._places:
             return None
-        search = _Search(
-            self, tokens, namespace, min(found, limit), limit, namespace.kv_dtype, namespace.digest()
-        )
+        search = _Search(self, tokens, scope, min(found, limit), limit, scope.namespace.kv_dtype)
         return search.run(resumable)
 
 
@@ -180,18 +180,35 @@ class StoredIndex:
 _WITHDRAWN_DTYPE = "/int8"
 
 
+class _Place(NamedTuple):
+    """A place of records: the digest of the tokens before them, and their namespace."""
+
+    digest: bytes
+    namespace: bytes
+    end: int  # positions from here on are not of this namespace
+
+
+def _namespaces(scope: Scope, tokens: Tokens) -> list[tuple[bytes, int]]:
+    """Returns the digests of the namespaces of `tokens`, and the positions at which they end."""
+    found = [(scope.namespace.digest(), len(tokens))]
+    if scope.public_tokens:
+        found.append((scope.public.digest(), scope.public_tokens))
+    return found
+
+
 def _boundaries(
-    tokens: Tokens, namespace: Namespace, first: int, block_size: int
-) -> Iterator[tuple[int, bytes]]:
-    """Yields (position, digest of all tokens before it) of each block boundary from block `first` on, before the
-    end."""
+    tokens: Tokens, scope: Scope, first: int, block_size: int
+) -> Iterator[tuple[int, list[_Place]]]:
+    """Yields (position, its places) of each block boundary from block `first` on, before the end."""
     raw = np.ascontiguousarray(tokens, "<i4").data.cast("B")
-    h = xxhash.xxh3_128(namespace.digest())
     position = first * block_size
-    h.update(raw[: position * 4])
+    hashes = [(namespace, end, xxhash.xxh3_128(namespace)) for namespace, end in _namespaces(scope, tokens)]
+    for *_, h in hashes:
+        h.update(raw[: position * 4])
     while position < len(tokens):
-        yield position, h.digest()
-        h.update(raw[position * 4 : (position + block_size) * 4])
+        yield position, [_Place(h.digest(), namespace, end) for namespace, end, h in hashes if position < end]
+        for *_, h in hashes:
+            h.update(raw[position * 4 : (position + block_size) * 4])
         position += block_size
 
 
@@ -201,11 +218,10 @@ class _Search:
 
     index: StoredIndex
     tokens: Tokens
-    namespace: Namespace
+    scope: Scope
     in_memory: int  # positions
     limit: int
     dtype: str
-    of_namespace: bytes
     # For each block index that was looked up: (family, identity, how many of its tokens agree).
     _here: dict[int, list[tuple[int, Identity, int]]] = field(default_factory=dict)
 
@@ -217,10 +233,10 @@ class _Search:
         # Positions that windows or a state may allow, shallow first.
         candidates: list[tuple[int, Identity | None]] = []
         tokens = self.tokens[: self.limit]
-        for position, digest in _boundaries(tokens, self.namespace, resumable // size, size):
+        for position, places in _boundaries(tokens, self.scope, resumable // size, size):
             if position > covered:
                 break
-            here = self._look(position // size, digest)
+            here = self._look(position // size, places)
             if index.full >= 0 and covered < position + size:
                 most = max((agreed for family, _, agreed in here if family == index.full), default=0)
                 covered = max(covered, min(position + most, self.limit))
@@ -237,17 +253,17 @@ class _Search:
                     return hit
         return None
 
-    def _look(self, block: int, digest: bytes) -> list[tuple[int, Identity, int]]:
-        """Looks up the records of this namespace at a block. A record is loaded by its own identity, so the identity
-        is compared in full."""
+    def _look(self, block: int, places: Sequence[_Place]) -> list[tuple[int, Identity, int]]:
+        """Looks up the records of the scope at a block. A record is loaded by its own identity, so the identity is
+        compared in full."""
         start = block * self.index.block_size
-        rest = self.tokens[start:]
         here = [
-            (family, identity, common_prefix(identity.tokens, rest))
-            for family, _, identity in self.index.at(digest)
+            (family, identity, common_prefix(identity.tokens, self.tokens[start : place.end]))
+            for place in places
+            for family, _, identity in self.index.at(place.digest)
             if identity.start == start
             and identity.dtype == self.dtype
-            and identity.namespace == self.of_namespace
+            and identity.namespace == place.namespace
         ]
         self._here[block] = here
         return here
@@ -301,7 +317,8 @@ class _Search:
         start = block * size
         here = self._here.get(block)
         if here is None:
-            here = self._look(block, prefix_digest(self.namespace, self.tokens[:start]))
+            _, places = next(_boundaries(self.tokens, self.scope, block, size))
+            here = self._look(block, places)
         needed = min(size, position - start)
         for of_family, identity, agreed in here:
             if of_family == family and agreed >= needed:

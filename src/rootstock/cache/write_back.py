@@ -14,7 +14,7 @@ import xxhash
 
 from rootstock.cache.families import ChunkedAttention
 from rootstock.cache.hints import Keep
-from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, identify
+from rootstock.cache.keys import Identity, Kind, Namespace, RecordKey, Scope, identify
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import RowPart, Store
 from rootstock.cache.pools import FamilyPool, Pools
@@ -84,18 +84,18 @@ class WriteBackQueue:
         full = self._pools.full
         if not self.is_open or full.family is None or node.passed_by or kept >= len(node.blocks):
             return
-        namespace, tokens = path_tokens(node, node.end)
+        scope, tokens = path_tokens(node, node.end)
         keep = keep_of(node, self._clock())
-        self._add_blocks(namespace, tokens, node.start // self._size + kept, node.blocks[kept:], full, keep)
+        self._add_blocks(scope, tokens, node.start // self._size + kept, node.blocks[kept:], full, keep)
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Adds the rows of a checkpoint before it is dropped."""
         node = checkpoint.node
         assert node is not None
         if self.is_open and not node.passed_by:
-            namespace, tokens = path_tokens(node, checkpoint.position)
+            scope, tokens = path_tokens(node, checkpoint.position)
             keep = keep_of(checkpoint, self._clock())
-            self._add_checkpoint(namespace, tokens, checkpoint, checkpoint.slot, keep)
+            self._add_checkpoint(scope, tokens, checkpoint, checkpoint.slot, keep)
 
     def add_node(self, node: Node) -> None:
         """Adds all rows of a node that stays: its checkpoints and its blocks, except for a last block that its
@@ -106,9 +106,9 @@ class WriteBackQueue:
         if full.family is not None:
             end = node.end if not node.children else node.end - node.end % self._size
             if end > node.start:
-                namespace, tokens = path_tokens(node, end)
+                scope, tokens = path_tokens(node, end)
                 keep = keep_of(node, self._clock())
-                self._add_blocks(namespace, tokens, node.start // self._size, node.blocks, full, keep)
+                self._add_blocks(scope, tokens, node.start // self._size, node.blocks, full, keep)
         for checkpoint in node.checkpoints.values():
             self.add_checkpoint(checkpoint)
 
@@ -127,7 +127,7 @@ class WriteBackQueue:
             blocks = slice(first // size, -(-end // size))
             table, tokens = lease.table[blocks], lease.tokens[:end]
             keep = _keep_of_claims(lease, end)
-            self._add_blocks(lease.namespace, tokens, blocks.start, table, full, keep)
+            self._add_blocks(lease.scope, tokens, blocks.start, table, full, keep)
 
     def add_new_checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> None:
         """Adds the rows of a checkpoint at the lease's current position. Reads the state from the lease's working
@@ -135,24 +135,23 @@ class WriteBackQueue:
         if self.through and self.is_open:
             tokens = lease.tokens[: checkpoint.position]
             keep = keep_of(checkpoint, self._clock())
-            self._add_checkpoint(lease.namespace, tokens, checkpoint, lease.slot, keep)
+            self._add_checkpoint(lease.scope, tokens, checkpoint, lease.slot, keep)
 
-    def distrust(
-        self, tokens: Tokens, namespace: Namespace, first: int, *, all_that_follows: bool = False
-    ) -> None:
+    def distrust(self, tokens: Tokens, scope: Scope, first: int, *, all_that_follows: bool = False) -> None:
         """Removes records and waiting stores of these tokens that end beyond position `first`: they may be wrong."""
         if all_that_follows:
-            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go.
-            keys = self.stored.keys_beyond(namespace, first)
+            # Other requests continued the prefix with tokens unknown here: all records beyond `first` go, those of
+            # all tenants if they may have continued a public head.
+            keys = self.stored.keys_beyond(None if first < scope.public_tokens else scope.namespace, first)
         else:
-            keys = self.stored.keys_along(tokens, namespace, first)
+            keys = self.stored.keys_along(tokens, scope, first)
         for key in keys:
             self._wrong.append(key)
             self.stored.remove(key)
         self._waiting = {
             key: store
             for key, store in self._waiting.items()
-            if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, namespace)
+            if store.identity.end <= first or not _is_prefix_of(store.identity, tokens, scope)
         }
 
     # ---------------------------------------------------------------------------------------- identity
@@ -163,7 +162,7 @@ class WriteBackQueue:
 
     def _add_checkpoint(
         self,
-        namespace: Namespace,
+        scope: Scope,
         tokens: Tokens,
         checkpoint: Checkpoint,
         slot: SlotId,
@@ -172,8 +171,8 @@ class WriteBackQueue:
         """Adds all rows that a resumption after `tokens` reads, with the state in `slot`."""
         if self._is_storable(checkpoint):
             for pool, held in zip(self._pools.windows, checkpoint.windows, strict=True):
-                self._add_blocks(namespace, tokens, held.first, held.ids, pool, keep)
-            self._add_state(namespace, tokens, slot, keep)
+                self._add_blocks(scope, tokens, held.first, held.ids, pool, keep)
+            self._add_state(scope.of(len(tokens)), tokens, slot, keep)
 
     def _is_storable(self, checkpoint: Checkpoint) -> bool:
         """Returns True if its blocks hold all their positions. Where a chunk begins inside a block, the positions
@@ -186,7 +185,7 @@ class WriteBackQueue:
 
     def _add_blocks(
         self,
-        namespace: Namespace,
+        scope: Scope,
         tokens: Tokens,
         first: int,
         ids: BlockIds,
@@ -194,6 +193,22 @@ class WriteBackQueue:
         keep: Keep | None,
     ) -> None:
         """Adds block indices `first` …, the last of which is filled as far as `tokens` go."""
+        public = scope.public_tokens // self._size - first  # blocks that lie within a public head
+        if public > 0:
+            rest = tokens[: (first + public) * self._size]
+            self._add_blocks_of(scope.public, rest, first, ids[:public], pool, keep)
+            first, ids = first + public, ids[public:]
+        self._add_blocks_of(scope.of(len(tokens)), tokens, first, ids, pool, keep)
+
+    def _add_blocks_of(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        first: int,
+        ids: BlockIds,
+        pool: FamilyPool,
+        keep: Keep | None,
+    ) -> None:
         assert pool.family is not None
         if namespace.is_private:
             return
@@ -262,18 +277,22 @@ def _keep_of_claims(lease: Lease, end: int) -> Keep | None:
     return Keep(best.tenant, best.lasts_s, best.priority)
 
 
-def path_tokens(node: Node, position: int) -> tuple[Namespace, Tokens]:
-    """Collects the namespace and the tokens 0 … position-1 on the path to `node`. O(position)."""
+def path_tokens(node: Node, position: int) -> tuple[Scope, Tokens]:
+    """Collects the scope and the tokens 0 … position-1 on the path to `node`. O(position)."""
     tokens = np.empty(position, np.int32)
+    scope: Scope | None = None
     for step in node.path():
         if isinstance(step, Root):
-            return step.namespace, tokens
+            scope = scope or Scope(step.namespace, step.end)
+            if step.is_root:
+                return scope, tokens
+            continue
         end = min(step.end, position)
         tokens[step.start : end] = step.tokens[: end - step.start]
     raise AssertionError("a path without a root")
 
 
-def _is_prefix_of(identity: Identity, tokens: Tokens, namespace: Namespace) -> bool:
-    if identity.namespace != namespace.digest() or identity.end > len(tokens):
+def _is_prefix_of(identity: Identity, tokens: Tokens, scope: Scope) -> bool:
+    if identity.namespace != scope.of(identity.end).digest() or identity.end > len(tokens):
         return False
     return bool((identity.tokens == tokens[identity.start : identity.end]).all())

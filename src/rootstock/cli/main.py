@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +18,17 @@ from rootstock.cli.config_file import read_bounded
 from rootstock.cli.doctor import doctor
 from rootstock.cli.launch import launch
 from rootstock.cli.options import SamplingSource
-from rootstock.cli.output import LoadProgress, counted
+from rootstock.cli.output import LoadProgress, announce_drain
 from rootstock.cli.pins import pin, pins, release
 from rootstock.config import (
     ANY_NAME,
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ServedModelConfig,
     ServerConfig,
     TierConfig,
+    parse_adapter,
     parse_bytes,
     parse_draft_tokens,
     parse_names,
@@ -38,6 +41,7 @@ from rootstock.errors import InvalidOption, StartupError
 from rootstock.interrupts import AT_ONCE, UNWINDING, ctrl_c
 from rootstock.openmp import wait_briefly
 from rootstock.runtime.model_files import locate
+from rootstock.server.declared_prompts import check_warm_file, read_warm_file
 from rootstock.units import in_units
 
 EXIT_STARTUP_ERROR = 2
@@ -66,7 +70,7 @@ app.add_typer(models_app, name="models", help="Check a model.")
 app.add_typer(
     cache_app,
     name="cache",
-    help="Inspect, verify, export and import a disk tier that no server uses. Pin prefixes of a server.",
+    help="Look into a disk tier that no server uses; warm the cache of a server, and pin prefixes of it.",
 )
 for command in (pin, release, pins):
     cache_app.command(cls=options.Command)(command)
@@ -109,8 +113,10 @@ def _root(
 @app.command(cls=options.Command)
 @ctrl_c(AT_ONCE)
 def serve(
-    model: options.ModelPath,
+    model: options.ServedModelPath = None,
+    more_models: options.MoreModels = None,
     _config: options.ConfigFile = None,
+    models_file: options.ModelsFile = None,
     device: options.Device = _MODEL.device,
     dtype: options.Dtype = _MODEL.dtype,
     quantize: options.Quantize = _MODEL.quantize,
@@ -137,6 +143,8 @@ def serve(
     idle_chunk_tokens: options.IdleChunkTokens = None,
     itl_target: options.ItlTarget = None,
     max_queue: options.MaxQueue = _ENGINE.max_queue,
+    idle_work: options.IdleWork = True,
+    warm: options.Warm = None,
     answer_memory: options.AnswerMemory = "64MiB",
     sampling_defaults: options.SamplingDefaults = SamplingSource.model,
     speculate: options.Speculate = "off",
@@ -144,6 +152,8 @@ def serve(
     port: options.Port = _SERVER.port,
     served_model_name: options.ServedModelName = None,
     alias: options.Alias = None,
+    adapter: options.Adapter = None,
+    adapter_directory: options.AdapterDirectory = None,
     api_key: options.ApiKey = None,
     api_keys_file: options.ApiKeysFile = None,
     admin_key: options.AdminKey = None,
@@ -160,7 +170,7 @@ def serve(
     tool_parser: options.ToolParser = _SERVER.tool_parser,
     drop_volatile: options.DropVolatile = _SERVER.drop_volatile,
 ) -> None:
-    """Serve a model over OpenAI's HTTP API."""
+    """Serve a model, or several, over OpenAI's HTTP API."""
     _log_warnings()
     if tier_compress is not None:
         raise InvalidOption(
@@ -168,8 +178,11 @@ def serve(
             tier_compress,
             "left out, because it is withdrawn: --kv-dtype int8 keeps K and V in 8 bits on every tier (on CPUs)",
         )
+    if model is None and models_file is None:
+        needed = "give a model's directory or its name on the Hub, or --models FILE."
+        raise typer.BadParameter(needed, param_hint="MODEL")
     model_config = ModelConfig(
-        model,
+        model or "",
         device,
         dtype,
         served_model_name,
@@ -181,6 +194,7 @@ def serve(
         cuda_graphs=cuda_graphs,
         attention=attention,
         memory_check=memory_check,
+        adapters=tuple(map(parse_adapter, adapter or ())),
     )
     cache_config = CacheConfig(block_size, _budget_bytes(kv_budget), enabled=cache)
     engine_config = EngineConfig(
@@ -192,7 +206,10 @@ def serve(
         draft_tokens=parse_draft_tokens(speculate),
         idle_chunk_tokens=idle_chunk_tokens,
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
+        idle_work=idle_work,
     )
+    if warm is not None and not (idle_work and cache):
+        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -214,7 +231,8 @@ def serve(
         allowed_origins=parse_names(allowed_origins, "--allowed-origins"),
         allowed_hosts=parse_names(allowed_hosts, "--allowed-hosts"),
         parse_special_tokens=parse_special_tokens,
-        aliases=tuple(name for given in alias or (ANY_NAME,) for name in parse_names(given, "--alias")),
+        aliases=tuple(name for given in alias or () for name in parse_names(given, "--alias")),
+        adapter_directories=tuple(adapter_directory or ()),
         sse_keep_alive_s=parse_seconds(sse_keep_alive, "--sse-keep-alive"),
         drain_timeout_s=parse_seconds(drain_timeout, "--drain-timeout"),
         tool_parser=tool_parser,
@@ -223,9 +241,28 @@ def serve(
     template = None
     if chat_template is not None:
         template = read_bounded("--chat-template", chat_template, MAX_TEMPLATE_BYTES)
-    run_server(
-        model_config, cache_config, engine_config, tier_config, server_config, template, sampling_defaults
-    )
+    if models_file is None and not more_models:
+        if alias is None:
+            server_config = replace(server_config, aliases=(ANY_NAME,))
+        run_server(
+            model_config,
+            cache_config,
+            engine_config,
+            tier_config,
+            server_config,
+            template,
+            sampling_defaults,
+            warm,
+        )
+        return
+    from rootstock.cli.models_file import read_models
+    from rootstock.cli.several import models_of, name_of, run_several
+
+    name = served_model_name or name_of(model or "none")
+    first = ServedModelConfig(name, model_config, chat_template=template, tool_parser=tool_parser)
+    of_file = () if models_file is None else read_models(models_file, model_config)
+    models = models_of(first, more_models or (), of_file)
+    run_several(models, cache_config, engine_config, tier_config, server_config, sampling_defaults, warm)
 
 
 def run_server(
@@ -236,11 +273,14 @@ def run_server(
     server: ServerConfig,
     chat_template: str | None,
     sampling_source: SamplingSource,
+    warm: Path | None = None,
 ) -> None:
     """Load the model and serve it until a signal ends the process."""
     from rootstock.engine.sampling_defaults import SamplingDefaults
     from rootstock.server.listen import listen, serve, url_of
 
+    if warm is not None:
+        check_warm_file("--warm", warm)
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)
@@ -254,37 +294,27 @@ def run_server(
     from rootstock.server.app import create_app
     from rootstock.server.drain import Drain
 
-    drain = Drain()
-    web = create_app(
-        made.engine,
-        made.tokenizer,
-        made.description,
-        server,
-        defaults,
-        block_size=cache.block_size,
-        drain=drain,
-    )
+    drain = Drain(server.drain_timeout_s, announce_drain)
+    web = create_app(replace(made, defaults=defaults), server, drain)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
     gc.freeze()
+
+    def on_ready() -> None:
+        print(ready_line(made, url_of(listener), cache.block_size), flush=True)
+        if warm is not None:
+            web.state.warmer.start(read_warm_file("--warm", warm))
+
     with made.engine:
-        ready = ready_line(made, url_of(listener), cache.block_size)
         serve(
             web,
             made.engine,
             listener,
-            on_ready=lambda: print(ready, flush=True),
+            on_ready=on_ready,
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
             drain=drain,
-            drain_timeout_s=server.drain_timeout_s,
-            on_drain=_announce_drain,
         )
-
-
-def _announce_drain(running: int) -> None:
-    words = f"waiting for {counted(running, 'request')} to finish (--drain-timeout; a second signal: stop at once)"
-    print(f"rootstock: {words}", file=sys.stderr, flush=True)
 
 
 def _announce_writing(made: Assembly) -> None:

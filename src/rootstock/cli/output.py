@@ -152,3 +152,8 @@ def age(time_s: float, now_s: float) -> str:
         if passed_s >= unit_s:
             return f"{counted(passed_s // unit_s, unit)} ago"
     return f"{counted(passed_s, 'second')} ago"
+
+
+def announce_drain(running: int) -> None:
+    words = f"waiting for {counted(running, 'request')} to finish (--drain-timeout; a second signal: stop at once)"
+    print(f"rootstock: {words}", file=sys.stderr, flush=True)

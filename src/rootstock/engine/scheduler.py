@@ -71,7 +71,14 @@ class ScheduledSequence:
     def segment(self) -> Segment:
         """Returns the runtime's view of this sequence."""
         lease = self.lease
-        return Segment(self.tokens, lease.num_computed_tokens, lease.tables, self.logits_to_keep, lease.slot)
+        return Segment(
+            self.tokens,
+            lease.num_computed_tokens,
+            lease.tables,
+            self.logits_to_keep,
+            lease.slot,
+            lease.scope.namespace.adapter,
+        )
 
     def row(self, index: int) -> ScheduledSequence:
         """Returns one token of a decode with drafts, as if it had a step of its own."""
@@ -137,6 +144,7 @@ class Scheduler:
         self._idle_chunk_tokens = idle_chunk_tokens or chunk_tokens
         self._scored_chunk_tokens = min(chunk_tokens, scored_chunk_tokens or chunk_tokens)
         self._pace = pace
+        self._others_decode: Callable[[], bool] = lambda: False
         self.paced_tokens: int | None = None  # prompt tokens that the last step with decodes had room for
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
@@ -148,6 +156,14 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def decodes(self) -> bool:
+        return any(isinstance(sequence.state, Decoding) for sequence in self._running)
+
+    def share_device(self, others_decode: Callable[[], bool]) -> None:
+        """Makes steps short while another model of the device decodes, as `others_decode` tells."""
+        self._others_decode = others_decode
 
     @property
     def has_work(self) -> bool:
@@ -189,9 +205,7 @@ class Scheduler:
         for sequence in itertools.islice(self._waiting, PROTECTED_REQUESTS):
             if sequence.prompt_scored and not self._cache.is_current(sequence.hit_protection):
                 self._unprotect_hit(sequence)
-                sequence.hit_protection = self._cache.protect(
-                    self._cache.match(sequence.tokens, sequence.namespace)
-                )
+                sequence.hit_protection = self._cache.protect(self._match(sequence))
 
     def _unprotect_hit(self, sequence: Sequence) -> None:
         if sequence.hit_protection is not None:
@@ -208,9 +222,13 @@ class Scheduler:
                 step.scheduled.append(ScheduledSequence(sequence, sequence.state.lease, last))
         step.without_preempted()
         decodes = len(step.scheduled)
-        step.budget = self._chunk_tokens - decodes if decodes else self._idle_chunk_tokens
+        step.budget = self._chunk_tokens - decodes if decodes else self._idle_budget
         if decodes and self._pace is not None:
             self.paced_tokens = self._paced(step, 0)
+
+    @property
+    def _idle_budget(self) -> int:
+        return self._chunk_tokens if self._others_decode() else self._idle_chunk_tokens
 
     def _schedule_prefills(self, step: _Step) -> None:
         for sequence in list(self._running):
@@ -302,7 +320,10 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> Match:
         reusable = None if sequence.prompt_scored else 0  # scoring needs the logits of every position
-        return self._cache.match(sequence.tokens, sequence.namespace, reusable)
+        scope = sequence.scope
+        return self._cache.match(
+            sequence.tokens, scope.namespace, reusable, public_tokens=scope.public_tokens
+        )
 
     def _wait_for_prefix(self, sequence: Sequence, match: Match) -> bool:
         """Makes a request wait if a running one is computing at least a block more of its prefix."""
@@ -405,6 +426,9 @@ class Scheduler:
                 return True
             # A load cannot be stopped, and ends soon: another sequence makes room, or this one waits for the load.
             candidates = [s for s in self._running if not isinstance(s.state, Loading)]
+            if len(self._running) == 1 and not step.loading and self._cache.others_live_bytes:
+                self._preempt(sequence)  # until another model's request has ended
+                return False
             if len(self._running) == 1 and not step.loading:
                 if self._cache.drop_pin():
                     continue

@@ -9,7 +9,7 @@ import numpy as np
 
 from rootstock.cache.explain import Explanation, LoadChoice
 from rootstock.cache.hints import HintOutcome
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Lease
 from rootstock.cache.plan import NOTHING, Load, Plan
 from rootstock.cache.radix_node import HitProtection
@@ -82,7 +82,7 @@ class Sequence:
 
     request: Request
     sink: Sink
-    namespace: Namespace
+    scope: Scope  # of the prompt: what it generates is not public
     max_tokens: int
     sampler: Sampler
     detokenizer: Detokenizer | None
@@ -109,6 +109,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_scored = self.request.prompt_logprobs is None
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.scope.namespace
 
     def did_not_load(self) -> None:
         """Records that the sequence computes its prefix although a load was chosen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.tiers.connector import TierStats
 
 
@@ -22,6 +23,9 @@ class Cleared:
     blocks: int
     bytes: int
     later: bool = False  # True: the tiers are cleared when their loads in flight have ended
+
+    def __add__(self, other: Cleared) -> Cleared:
+        return Cleared(self.blocks + other.blocks, self.bytes + other.bytes, self.later or other.later)
 
 
 @dataclass(slots=True)
@@ -45,3 +49,4 @@ class EngineStats:
     verified: dict[str, int] = field(default_factory=dict)  # recomputed hits, by outcome
     # Prompt tokens that fit into the last step with decodes under --itl-target. None: no target, or no such step.
     paced_tokens: int | None = None
+    idle: IdleStats | None = None  # None: idle work is off

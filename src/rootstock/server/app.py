@@ -11,16 +11,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from rootstock._version import __version__
-from rootstock.cache.families import FullAttention
-from rootstock.config import CacheConfig, ServerConfig
-from rootstock.engine.engine import Engine
-from rootstock.engine.output.detect import detect, named, visible_tokens
-from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
-from rootstock.engine.sampling_defaults import SamplingDefaults
-from rootstock.engine.tokenizer import ModelTokenizer
+from rootstock.config import ServerConfig
+from rootstock.engine.build import Assembly
 from rootstock.errors import RequestError
-from rootstock.runtime.base import ModelDescription
 from rootstock.server.access import Guard, Tenant, is_operator, names_tenant, refuse_unless
+from rootstock.server.adapter_routes import adapter_routes
 from rootstock.server.anthropic.errors import error_body as messages_error_body
 from rootstock.server.anthropic.routes import anthropic_routes
 from rootstock.server.cache_routes import cache_routes
@@ -32,49 +27,29 @@ from rootstock.server.explainer import Explainer
 from rootstock.server.hints.headers import HeadHints
 from rootstock.server.metrics import Metrics
 from rootstock.server.model_card import anthropic_model_fields, numbers_of
+from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import chat_call, completion_call
-from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from rootstock.server.openai.schema import ChatCompletionRequest, CompletionRequest, ModelRequest
 from rootstock.server.pin_routes import pin_routes
 from rootstock.server.probes import probe_routes
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.routes import explain_route, response_routes
 from rootstock.server.responses.sealing import Sealer
 from rootstock.server.responses.store import ResponseStore
-from rootstock.server.wire import MAX_TOKENS_HEADER, ServedModel
+from rootstock.server.warming import Warmer, warm_routes
+from rootstock.server.wire import MAX_TOKENS_HEADER
 
 
 def create_app(
-    engine: Engine,
-    tokenizer: ModelTokenizer,
-    description: ModelDescription,
-    config: ServerConfig | None = None,
-    defaults: SamplingDefaults | None = None,
-    block_size: int = CacheConfig().block_size,
-    drain: Drain | None = None,
+    served: ModelRegistry | Assembly, config: ServerConfig | None = None, drain: Drain | None = None
 ) -> FastAPI:
-    """Makes the application of an engine. The caller starts and stops the engine. `block_size` is its cache's."""
+    """Makes the application of several models, or of one. The caller starts and stops them."""
     drain = drain or Drain()
     config = config or ServerConfig()
-    output = detect(tokenizer) if config.tool_parser == "auto" else named(config.tool_parser, tokenizer)
-    model = ServedModel(
-        description.name,
-        description.vocab_size,
-        PromptTokenizer(tokenizer, engine.context_limit, engine.config.answer_memory_bytes),
-        defaults or SamplingDefaults(),
-        engine.context_limit,
-        engine.config.max_batch + engine.config.max_queue,
-        config.parse_special_tokens,
-        wants_boundaries=not all(isinstance(family, FullAttention) for family in description.families),
-        aliases=config.aliases,
-        constraints=engine.constraints,
-        output=output,
-        visible_tokens=visible_tokens(output, tokenizer),
-        reuses_prefixes=engine.reuses_prefixes,
-        drop_volatile=config.drop_volatile,
-    )
+    models = served if isinstance(served, ModelRegistry) else ModelRegistry.of_one(served, config)
     store = ResponseStore.open(config.responses_file, config.responses_budget_bytes)
-    metrics = Metrics(engine, model.tokenizer.answers, lambda: store.stats)
+    metrics = Metrics(models, lambda: store.stats)
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     app.add_middleware(Guard, config=config, forms=forms, drain=drain)
@@ -89,27 +64,25 @@ def create_app(
             expose_headers=("Retry-After", MAX_TOKENS_HEADER),
         )
     install_error_handlers(app, forms)
-    queue = PreparationQueue(engine.config.max_batch, engine.config.max_queue)
-    answerer = Answerer(engine, metrics, queue, config.sse_keep_alive_s)
-    app.include_router(_generation_routes(model, answerer))
-    explainer = Explainer(engine, tokenizer, config, queue)
-    app.include_router(anthropic_routes(model, answerer, queue, explainer))
-    responses = Responses(model, store, Sealer(store.sealing_key))
-    app.include_router(response_routes(responses, answerer, queue))
+    answerer = Answerer(models, metrics, config.sse_keep_alive_s)
+    app.include_router(_generation_routes(answerer))
+    explainer = Explainer(models, config)
+    app.include_router(anthropic_routes(models, answerer, explainer))
+    responses = Responses(store, Sealer(store.sealing_key))
+    app.include_router(response_routes(responses, answerer, models))
     app.include_router(explain_route(responses, explainer))
-    app.include_router(cache_routes(engine, model, config, explainer))
-    app.include_router(pin_routes(engine, model, responses, config, queue))
-    app.include_router(
-        _state_routes(
-            engine, model, metrics, numbers_of(description, block_size, engine.why_no_drafts), config
-        )
-    )
-    app.include_router(probe_routes(engine, drain))
+    app.include_router(adapter_routes(models, config))
+    app.include_router(cache_routes(models, config, explainer))
+    app.include_router(pin_routes(models, responses, config))
+    app.state.warmer = Warmer(models, responses)
+    app.include_router(warm_routes(models, responses, app.state.warmer))
+    app.include_router(_state_routes(models, metrics, config))
+    app.include_router(probe_routes(models, drain))
     install_docs(app)
     return app
 
 
-def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
+def _generation_routes(answerer: Answerer) -> APIRouter:
     router = APIRouter(
         tags=["OpenAI"],
         route_class=BoundedJsonRoute,
@@ -122,7 +95,9 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
     ) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            return await answerer.answer(lambda: chat_call(model, body, tenant, head), request)
+            return await answerer.answer(
+                body.model, lambda model: chat_call(model, body, tenant, head), request
+            )
         except RequestError as error:
             if error.param == "prompt":  # the engine's name for `messages`
                 error.param = "messages"
@@ -133,26 +108,36 @@ def _generation_routes(model: ServedModel, answerer: Answerer) -> APIRouter:
         body: CompletionRequest, request: Request, tenant: Tenant, head: HeadHints
     ) -> Response:
         """Continues text or token ids, whole or as server-sent events."""
-        return await answerer.answer(lambda: completion_call(model, body, tenant, head), request)
+        return await answerer.answer(
+            body.model, lambda model: completion_call(model, body, tenant, head), request
+        )
 
     return router
 
 
-def _state_routes(
-    engine: Engine, model: ServedModel, metrics: Metrics, numbers: dict[str, Any], config: ServerConfig
-) -> APIRouter:
-    router = APIRouter(tags=["State"], responses=documented_errors())
+def _state_routes(models: ModelRegistry, metrics: Metrics, config: ServerConfig) -> APIRouter:
+    router = APIRouter(tags=["State"], route_class=BoundedJsonRoute, responses=documented_errors())
 
     def described(name: str) -> dict[str, Any]:
+        slot = models.slot(name)
+        model = slot.loaded
+        if model is not None:  # an unloaded one is described as it was loaded last
+            slot.card = {
+                "max_model_len": model.context_limit,
+                **numbers_of(model.description, model.block_size, model.engine.why_no_drafts),
+                **anthropic_model_fields(name, slot.created, model.context_limit),
+            }
         return {
             "id": name,
             "object": "model",
-            "created": model.created,
+            "created": slot.created,
             "owned_by": "rootstock",
-            "root": model.name,  # the model that an alias stands for
-            "max_model_len": engine.context_limit,
-            **numbers,
-            **anthropic_model_fields(name, model.created, engine.context_limit),
+            "root": name if models.is_adapter(name) else slot.name,  # the model that an alias stands for
+            "status": {"value": slot.status},
+            "parent": slot.name if models.is_adapter(name) else None,  # of a LoRA adapter: its base
+            **anthropic_model_fields(name, slot.created, None),
+            **slot.card,
+            "display_name": name,
         }
 
     @router.get("/", include_in_schema=False)
@@ -160,25 +145,38 @@ def _state_routes(
         return {"server": "rootstock", "docs": "/docs", "health": "/health"}
 
     @router.get("/v1/models")
-    def models() -> dict[str, Any]:
-        """Lists the model and its aliases."""
-        data = [described(name) for name in model.names]
+    def all_models() -> dict[str, Any]:
+        """Lists the models and their aliases."""
+        data = [described(name) for name in models.names]
         ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
         return {"object": "list", "data": data, "has_more": False, **ids}
 
+    @router.post("/v1/models/load", responses=documented_errors(404, 409, 415, 429))
+    async def load(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Loads a model, and waits until requests can use it."""
+        refuse_unless(is_operator(request), config)
+        (await models.use(body.model, request)).end()
+        return described(body.model)
+
+    @router.post("/v1/models/unload", responses=documented_errors(404, 409, 415, 429))
+    async def unload(body: ModelRequest, request: Request) -> dict[str, Any]:
+        """Unloads a model that no request uses. A later request loads it again."""
+        refuse_unless(is_operator(request), config)
+        await models.unload(body.model, request)
+        return described(body.model)
+
     @router.get("/v1/models/{name:path}", responses=documented_errors(404))
     def one_model(name: str) -> dict[str, Any]:
-        """Describes the model."""
-        model.refuse_other(name)
+        """Describes a model."""
         return described(name)
 
     @router.get(
         "/health",
-        responses={503: {"description": "The engine is dead.", "content": {"application/json": {}}}},
+        responses={503: {"description": "An engine is dead.", "content": {"application/json": {}}}},
     )
     async def health(request: Request) -> Response:
-        """Tells whether the engine runs."""
-        found = engine.health()
+        """Tells whether the engines run."""
+        found = models.health()
         told = {"status": "ok" if found.alive else "dead", "alive": found.alive, "detail": found.detail}
         if is_operator(request):
             told |= asdict(found)  # the number of running requests tells about other tenants

@@ -12,14 +12,15 @@ from fastapi import APIRouter, Request
 from rootstock.cache.types import Tokens
 from rootstock.cache.volatile import VolatileSpan
 from rootstock.config import ServerConfig
-from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.explained import volatile_in_words
 from rootstock.engine.prompts.salt import salt_of
+from rootstock.engine.stats import Cleared
 from rootstock.engine.tokenizer import ModelTokenizer
 from rootstock.errors import RequestError
 from rootstock.server.access import Tenant, caller_of, is_operator, refuse_unless
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import Explainer
+from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ClearRequest, ExplainRequest
 from rootstock.server.request_bodies import BoundedJsonRoute
@@ -29,31 +30,35 @@ VOLATILE_CONTEXT_CHARS = 80  # of the text before and after a volatile span
 VOLATILE_EXAMPLE_CHARS = 200
 
 
-def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, explainer: Explainer) -> APIRouter:
+def cache_routes(models: ModelRegistry, config: ServerConfig, explainer: Explainer) -> APIRouter:
     router = APIRouter(
         prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute, responses=documented_errors()
     )
 
     # A plain function runs on another thread: it waits for the engine's.
     @router.get("/stats")
-    def stats(request: Request) -> dict[str, Any]:
-        """Counts hits, misses, blocks and bytes."""
+    def stats(request: Request, model: str | None = None) -> dict[str, Any]:
+        """Counts hits, misses, blocks and bytes of a model, or by model where the server has several."""
         refuse_unless(is_operator(request), config)
-        found = engine.stats()
-        derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
-        told: dict[str, Any] = _as_json(found)
-        told["cache"] |= derived
-        return told
+        if model is None and models.are_several:
+            return {
+                "budget": models.budget_numbers(),
+                "models": {one.name: _stats_of(one) for one in models.loaded},
+            }
+        return _stats_of(models.find(model))
 
     @router.get("/volatile", responses=documented_errors(401, 403))
-    def volatile(request: Request, tenant: Tenant, cache_salt: str | None = None) -> dict[str, Any]:
+    def volatile(
+        request: Request, tenant: Tenant, cache_salt: str | None = None, model: str | None = None
+    ) -> dict[str, Any]:
         """Lists the spans of prompts that differ between requests which agree before and after them."""
         salt = salt_of(tenant, cache_salt)
-        if salt:
-            spans = engine.volatile_spans(salt)
-        else:
+        if not salt:
             refuse_unless(is_operator(request), config)
-            spans = engine.volatile_spans()
+        spans = [
+            (one, span) for one in models.chosen(model) for span in one.engine.volatile_spans(salt or None)
+        ]
+        spans.sort(key=lambda pair: -pair[1].recomputed_tokens)
         # Prompts of one salt may be of several parties, unless a key is bound to it.
         caller = caller_of(request)
         shows_texts = config.explain == "all" or caller.has_admin_key or bool(caller.tenant)
@@ -62,8 +67,9 @@ def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, expla
             if shows_texts
             else "withheld: the option --explain all shows them",
             "spans": [
-                _volatile(span, shows_texts and span.namespace.salt == salt, model.model_tokenizer)
-                for span in spans
+                _volatile(span, shows_texts and span.namespace.salt == salt, one.model_tokenizer)
+                | ({"model": one.name} if models.are_several else {})
+                for one, span in spans
             ],
         }
 
@@ -73,7 +79,9 @@ def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, expla
     async def explain(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a prompt is cached, and why not more."""
         try:
-            return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+            return await explainer.explain(
+                body.model, request, lambda model: explained_prompt(model, body, tenant)
+            )
         except RequestError as error:
             if error.param == "prompt" and body.messages is not None:  # the engine's name for `messages`
                 error.param = "messages"
@@ -81,15 +89,26 @@ def cache_routes(engine: Engine, model: ServedModel, config: ServerConfig, expla
 
     @router.post("/clear", responses=documented_errors(415, 429))
     def clear(request: Request, tenant: Tenant, body: ClearRequest | None = None) -> dict[str, Any]:
-        """Removes cached prefixes: those of one salt, or all."""
+        """Removes cached prefixes: those of one salt, or all; of one model, or of all."""
         salt = salt_of(tenant, None if body is None else body.cache_salt)
         if not salt:
             refuse_unless(is_operator(request), config)
-        model.tokenizer.forget(salt or None)
-        model.fingerprints.forget(salt or None)
-        return asdict(engine.clear_cache(salt) if salt else engine.clear_cache())
+        cleared = Cleared(0, 0)
+        for model in models.chosen(None if body is None else body.model):
+            model.tokenizer.forget(salt or None)
+            model.fingerprints.forget(salt or None)
+            cleared += model.engine.clear_cache(salt or None)
+        return asdict(cleared)
 
     return router
+
+
+def _stats_of(model: ServedModel) -> dict[str, Any]:
+    found = model.engine.stats()
+    derived = {"resident_bytes": found.cache.resident_bytes, "hit_rate": found.cache.hit_rate}
+    told: dict[str, Any] = _as_json(found)
+    told["cache"] |= derived
+    return told
 
 
 def _volatile(span: VolatileSpan, shows_text: bool, tokenizer: ModelTokenizer) -> dict[str, Any]:

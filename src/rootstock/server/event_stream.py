@@ -13,7 +13,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rootstock.engine.engine import Engine
 from rootstock.engine.request import Aborted, Failed, Finished, PromptScored
 from rootstock.errors import RootstockError, StepFailed
 from rootstock.server.connection import WriteChunk, write_chunk_of
@@ -21,8 +20,8 @@ from rootstock.server.errors import ClientGone
 from rootstock.server.generation import Bridge, Generation, Indexed, KeepAlive, SendText, total_usage
 from rootstock.server.json_pieces import CHUNK_CHARACTERS, in_chunks, json_pieces
 from rootstock.server.metrics import Metrics
-from rootstock.server.request_bodies import PreparationQueue
-from rootstock.server.wire import Call, ChoiceHistory
+from rootstock.server.models import ModelRegistry
+from rootstock.server.wire import Call, ChoiceHistory, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -35,36 +34,38 @@ Stream = Callable[[SendText, WriteChunk | None], Awaitable[str]]  # returns the 
 class Answerer:
     """Answerer of calls: prepares a call, submits its requests to the engine, and makes the response."""
 
-    def __init__(
-        self, engine: Engine, metrics: Metrics, queue: PreparationQueue, keep_alive_s: float = 0.0
-    ) -> None:
-        self._engine = engine
+    def __init__(self, models: ModelRegistry, metrics: Metrics, keep_alive_s: float = 0.0) -> None:
+        self._models = models
         self._metrics = metrics
-        self._queue = queue
         self._keep_alive_s = keep_alive_s  # 0: streams have no keep-alives
         self._bridge: Bridge | None = None
         # One thread for all large answers: the engine then waits for the interpreter behind one of them at most.
         self._encoder = ThreadPoolExecutor(1, "rootstock-encoder")
 
-    async def answer(self, make_call: Callable[[], Call], request: HttpRequest) -> Response:
-        """Answers the call that `make_call` renders and tokenizes, on another thread.
+    async def answer(
+        self, asked: str | None, make_call: Callable[[ServedModel], Call], request: HttpRequest
+    ) -> Response:
+        """Answers the call that `make_call` renders and tokenizes for the asked model, on another thread.
 
-        Raises the errors of `make_call` and of the engine before the response begins, and ClientGone.
+        Raises ModelNotFound, the errors of `make_call` and of the engine before the response begins, and ClientGone.
         """
         route = request.url.path
-        generation = Generation(self._engine, self._bridge_of_this_loop(), self._metrics)
+        generation = Generation(self._bridge_of_this_loop(), self._metrics)
 
-        def begin() -> Call:
-            call = make_call()
-            call.refuse_too_many_logprobs(self._engine.context_limit)
-            generation.submit(call.requests)
+        def begin(model: ServedModel) -> Call:
+            call = make_call(model)
+            call.refuse_too_many_logprobs(model.context_limit)
+            generation.submit(model.engine, call.requests)
             self._metrics.dropped(call.dropped)
             self._metrics.tools_ignored(call.ignored_tools)
             return call
 
         try:
             try:
-                call = await self._queue.run(request, begin)  # one switch to another thread, not two
+                use = await self._models.use(asked, request)
+                generation.on_close(use.end)
+                # One switch to another thread, not two.
+                call = await self._models.queue.run(request, lambda: begin(use.model))
                 if call.stream:
                     stream = partial(self._stream, call, generation, route)
                     return EventStream(generation, stream, call.headers)
@@ -116,7 +117,7 @@ class Answerer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while (chunk := await loop.run_in_executor(self._encoder, next, chunks, None)) is not None:
-            if self._engine.health().running:
+            if self._models.computes:
                 # Leaves half of the time to the engine: a forward needs the interpreter between its kernels.
                 await asyncio.sleep(min(loop.time() - began, _LONGEST_PAUSE_S))
             yield chunk
@@ -195,7 +196,7 @@ class Answerer:
         if self._bridge is None or self._bridge.loop is not loop:
             if self._bridge is not None:
                 self._bridge.close()
-            self._bridge = Bridge(loop, self._engine)
+            self._bridge = Bridge(loop)
         return self._bridge
 
 

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from fastapi import Request
 
 from rootstock.cache.explain import Explanation
+from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.conversation.volatile_heads import DroppedHead
-from rootstock.engine.engine import Engine
 from rootstock.engine.prompts.explained import explained_in_words, text_before
 from rootstock.engine.tokenizer import ModelTokenizer, token_text
 from rootstock.server.access import caller_of, refuse_unless
-from rootstock.server.request_bodies import PreparationQueue
-from rootstock.server.wire import Json, PreparedChat
+from rootstock.server.models import ModelRegistry
+from rootstock.server.wire import Json, PreparedChat, ServedModel
 
 EXPLAIN = "/v1/cache/explain"
 
@@ -30,36 +30,39 @@ class ExplainedPrompt:
     salt: str
     sampled_tokens: int = 0  # ids of earlier answers
     dropped: tuple[DroppedHead, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    adapter: str = ""
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> ExplainedPrompt:
-        return ExplainedPrompt(chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped)
+        prompt = chat.prompt
+        return ExplainedPrompt(
+            prompt.tokens, chat.salt, prompt.sampled_tokens, chat.dropped, prompt.boundaries, chat.adapter
+        )
 
 
 class Explainer:
     """An explainer of the prompts that wire formats make of their bodies."""
 
-    def __init__(
-        self, engine: Engine, tokenizer: ModelTokenizer, config: ServerConfig, queue: PreparationQueue
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+    def __init__(self, models: ModelRegistry, config: ServerConfig) -> None:
+        self._models = models
         self._config = config
-        self._queue = queue
 
-    async def explain(self, request: Request, make_prompt: Callable[[], ExplainedPrompt]) -> Json:
-        """Explains the prompt that `make_prompt` renders and tokenizes, on another thread.
+    async def explain(
+        self, asked: str | None, request: Request, make_prompt: Callable[[ServedModel], ExplainedPrompt]
+    ) -> Json:
+        """Explains the prompt that `make_prompt` renders and tokenizes for the asked model, on another thread.
 
-        Raises AdminOnly, the errors of `make_prompt`, and ClientGone.
+        Raises AdminOnly, ModelNotFound, the errors of `make_prompt`, and ClientGone.
         """
         refuse_unless(self._config.admin_key is None or caller_of(request).has_admin_key, self._config)
-        return await self._queue.run(request, lambda: self._told(make_prompt()))
+        return await self._models.run(asked, request, lambda model: self._told(model, make_prompt(model)))
 
-    def _told(self, prompt: ExplainedPrompt) -> Json:
-        explanation = self._engine.explain(prompt.tokens, prompt.salt)
+    def _told(self, model: ServedModel, prompt: ExplainedPrompt) -> Json:
+        explanation = model.engine.explain(prompt.tokens, prompt.salt, prompt.adapter)
         if self._config.explain == "own":
             explanation = explanation.of_the_prompt()
-        told = _explained(explanation, prompt.tokens, self._tokenizer)
+        told = _explained(explanation, prompt.tokens, model.model_tokenizer)
         told["message"] = " ".join([told["message"], *map(str, prompt.dropped)])
         return told | {
             "sampled_tokens": prompt.sampled_tokens,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from weakref import WeakSet
 
 from starlette.types import Receive
 
@@ -23,23 +25,32 @@ SendText = Callable[[str], Awaitable[None]]
 
 
 class Bridge:
-    """A carrier of events from the engine's thread to one event loop, which it wakes once for all events of a step.
+    """A carrier of events from the engines' threads to one event loop, which it wakes once for all events of a step.
 
     A loop that is woken by the first event would take the interpreter from the engine before the others are emitted.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._engine = engine
+        self._engines: WeakSet[Engine] = WeakSet()  # a model that is unloaded leaves no engine here
+        self._lock = threading.Lock()  # of _engines
         self._arrived: deque[tuple[Mailbox, Indexed]] = deque()
         self._awaited = False
-        engine.call_after_events(self._wake)
+
+    def connect(self, engine: Engine) -> None:
+        """Carries the events of an engine, from any thread. Idempotent."""
+        with self._lock:
+            if engine not in self._engines:
+                self._engines.add(engine)
+                engine.call_after_events(self._wake)
 
     def close(self) -> None:
-        self._engine.no_call_after_events(self._wake)
+        with self._lock:
+            for engine in self._engines:
+                engine.no_call_after_events(self._wake)
 
     def send(self, mailbox: Mailbox, event: Indexed) -> None:
-        """Queues an event on the engine's thread, which calls `_wake` after the last event of a step."""
+        """Queues an event on an engine's thread, which calls `_wake` after the last event of a step."""
         self._arrived.append((mailbox, event))
 
     def _wake(self) -> None:
@@ -157,15 +168,16 @@ class Mailbox:
 class Generation:
     """The engine's requests of one HTTP request. Leaving the `with` block aborts those that have not ended.
 
-    async with Generation(engine, bridge, metrics) as generation:
-        await run_in_threadpool(generation.submit, requests)
+    async with Generation(bridge, metrics) as generation:
+        await run_in_threadpool(generation.submit, engine, requests)
         generation.watch(receive)
         while events := await generation.next(): …
     """
 
-    def __init__(self, engine: Engine, bridge: Bridge, metrics: Metrics) -> None:
+    def __init__(self, bridge: Bridge, metrics: Metrics) -> None:
         self.requests: tuple[Request, ...] = ()
-        self._engine = engine
+        self._engine: Engine | None = None
+        self._at_close: Callable[[], None] = lambda: None
         self._bridge = bridge
         self._metrics = metrics
         self._timing = metrics.timing(0)
@@ -189,22 +201,30 @@ class Generation:
         if self._watcher is not None:
             self._watcher.cancel()
         self._abort_open()
+        at_close, self._at_close = self._at_close, lambda: None
+        at_close()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Makes `close` call a function, once, on the loop's thread."""
+        self._at_close = function
+
+    def submit(self, engine: Engine, requests: Sequence[Request]) -> None:
         """Submits all requests or none, once. Raises the errors of `Engine.submit`.
 
         Not for the loop's thread: a sampler with penalties reads the whole prompt, and the engine may hold its lock.
         """
-        self.requests = tuple(requests)
+        self._bridge.connect(engine)
+        self._engine, self.requests = engine, tuple(requests)
         self._timing = self._metrics.timing(len(self.requests))
         for index, request in enumerate(self.requests):
-            self._engine.submit(request, self._sink(index))
+            engine.submit(request, self._sink(index))
             self._open.add(index)
         if self._closed:  # the task was cancelled meanwhile
             self._abort_open()
 
     def _abort_open(self) -> None:
         for index in tuple(self._open):
+            assert self._engine is not None, "no request is open before it was submitted"
             self._engine.abort(self.requests[index].id)
         self._open.clear()
 

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from uvicorn.server import HANDLED_SIGNALS
 
-from rootstock.engine.engine import Engine
 from rootstock.errors import AddressUnavailable
 from rootstock.server.connection import Connection, HttpLimits
 from rootstock.server.drain import Drain
@@ -26,6 +26,12 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 10  # for answers that are being sent when the server stops
 _OTHER_FILES = 256  # of the limit of open files: the model's, the disk tier's, connections that are refused
+
+
+class Stops(Protocol):
+    """An engine, or the models of a server."""
+
+    def stop(self) -> None: ...
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -51,28 +57,23 @@ def url_of(taken: socket.socket) -> str:
 
 def serve(
     app: FastAPI,
-    engine: Engine,
+    engine: Stops,
     taken: socket.socket,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
     max_connections: int = HttpLimits().connections,
     drain: Drain | None = None,
-    drain_timeout_s: float = 0.0,
-    on_drain: Callable[[int], None] = lambda running: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event.
 
-    After SIGTERM, running requests may finish before that, for `drain_timeout_s` or until a second signal. `on_drain`
-    is called with their number, and `on_stop` before the engine stops. On the main thread both signals stay ignored
-    afterwards, because the process is about to end. A SIGINT after the first signal, or after the drain, ends it at
-    once.
+    After SIGTERM the drain runs before that; a second signal ends it. `on_stop` is called before the engine stops.
+    On the main thread both signals stay ignored afterwards, because the process is about to end. A SIGINT after the
+    first signal, or after the drain, ends it at once.
     """
     host, port = taken.getsockname()[:2]
     limits = HttpLimits(connections=_allow_files(max_connections))
     try:
-        _Server(app, engine, on_ready, limits, on_stop, drain or Drain(), drain_timeout_s, on_drain).run(
-            [taken]
-        )
+        _Server(app, engine, on_ready, limits, on_stop, drain).run([taken])
     except OSError as error:  # another process listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
@@ -80,7 +81,7 @@ def serve(
 @contextlib.contextmanager
 def running(
     app: FastAPI,
-    engine: Engine,
+    engine: Stops,
     host: str = "127.0.0.1",
     port: int = 0,
     limits: HttpLimits | None = None,
@@ -131,13 +132,11 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        engine: Engine,
+        engine: Stops,
         on_ready: Callable[[], None],
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,
         drain: Drain | None = None,
-        drain_timeout_s: float = 0.0,
-        on_drain: Callable[[int], None] = lambda running: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -158,8 +157,6 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._on_stop = on_stop
         self._drain = drain or Drain()
-        self._drain_timeout_s = drain_timeout_s
-        self._on_drain = on_drain
         self._drains = False  # the first signal asks for it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -169,10 +166,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drains:
             # Connections are accepted meanwhile: probes and clients are told.
-            self._drain.begin()
-            if self._drain.running:
-                self._on_drain(self._drain.running)
-            await self._drain.wait(self._drain_timeout_s)
+            await self._drain.run()
             self._drains = False
         self._on_stop()
         await run_in_threadpool(self._engine.stop)
@@ -183,7 +177,7 @@ class _Server(uvicorn.Server):
             self._drain.end()
             return
         if not self.should_exit:
-            self._drains = sig == signal.SIGTERM and self._drain_timeout_s > 0
+            self._drains = sig == signal.SIGTERM and self._drain.timeout_s > 0
         elif sig == signal.SIGINT:  # the first one's shutdown may take long
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)

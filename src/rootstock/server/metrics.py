@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from bisect import bisect_left
@@ -16,12 +17,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
 from rootstock.engine.engine import Engine
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.request import Usage
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
 from rootstock.errors import EngineStopped, RequestError, RootstockError
+from rootstock.server.models import ModelRegistry
 
 _TOOL = re.compile(r"(?:tools|functions)(?:\[|$)")  # the path of a field within a request's tools
 
@@ -41,9 +45,7 @@ class ResponseStoreStats:
 
 
 class Metrics:
-    def __init__(
-        self, engine: Engine, answers: SampledAnswers, response_store: Callable[[], ResponseStoreStats]
-    ) -> None:
+    def __init__(self, models: ModelRegistry, response_store: Callable[[], ResponseStoreStats]) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -71,8 +73,7 @@ class Metrics:
         self.ttft_s = histogram("rootstock_ttft_seconds", "Submission to first token", buckets=_LATENCY_S)
         self.itl_s = LoopHistogram("rootstock_itl_seconds", "Between two tokens of a request", _ITL_S)
         self.registry.register(self.itl_s)
-        self.registry.register(_EngineCollector(engine))
-        self.registry.register(_AnswersCollector(answers))
+        self.registry.register(_ModelsCollector(models))
         self.registry.register(_ResponsesCollector(response_store))
 
     def timing(self, requests: int) -> Timing:
@@ -147,14 +148,32 @@ class LoopHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._help, buckets=reached, sum_value=self._sum)
 
 
-class _EngineCollector(Collector):
-    """The state of the engine and the cache at each scrape."""
+class _ModelsCollector(Collector):
+    """The state of each model at each scrape. The samples of several models have a label `model`."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # the engines may not run yet
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for model in self._models.loaded:
+            label = {"model": model.name} if self._models.are_several else {}
+            of_engine = _EngineCollector(model.engine).collect()
+            for metric in itertools.chain(of_engine, _AnswersCollector(model.tokenizer.answers).collect()):
+                kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    kept.add_sample(sample.name, sample.labels | label, sample.value)
+        yield from found.values()
+
+
+class _EngineCollector:
+    """The state of an engine and its cache at a scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # the engine may not run yet
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("alive", "1 while the engine works", self._engine.health().alive)
@@ -210,10 +229,12 @@ class _EngineCollector(Collector):
                 "loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens
             )
             yield from _tier(stats.tier)
+        if stats.idle is not None:
+            yield from _idle(stats.idle, cache)
 
 
-class _AnswersCollector(Collector):
-    """The memory of sampled answers at each scrape."""
+class _AnswersCollector:
+    """The memory of a model's sampled answers at a scrape."""
 
     def __init__(self, answers: SampledAnswers) -> None:
         self._answers = answers
@@ -255,6 +276,26 @@ class _ResponsesCollector(Collector):
             waiting_to_be_stored=stats.waiting_bytes,
         )
         yield _counters("stored_responses_events", "Responses by event", "event", **stats.events)
+
+
+def _idle(idle: IdleStats, cache: CacheStats) -> Iterator[Metric]:
+    prompts = CounterMetricFamily(
+        "rootstock_idle_work", "Prompts of idle work, by their kind and end", labels=["kind", "ended"]
+    )
+    for kind, ends in sorted(idle.ended.items()):
+        for end, count in sorted(ends.items()):
+            prompts.add_metric([kind, end], count)
+    yield prompts
+    yield _gauge("idle_work_waiting", "Prompts that wait for idle time", idle.waiting)
+    yield _counters(
+        "idle_tokens",
+        "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before",
+        "event",
+        computed=idle.computed_tokens,
+        loaded=idle.loaded_tokens,
+        hit=cache.idle_hit_tokens,
+        evicted=cache.idle_evicted_tokens,
+    )
 
 
 def _tier(tier: TierStats) -> Iterator[Metric]:

@@ -13,16 +13,16 @@ from fastapi import APIRouter, Request
 
 from rootstock.cache.pins import PinId, Pinned, PinRefused
 from rootstock.config import ServerConfig
-from rootstock.engine.engine import Engine
 from rootstock.errors import PinNotFound, PinNotGranted, RequestError
 from rootstock.server.access import Tenant, is_operator, refuse_unless
 from rootstock.server.anthropic.calls import explained_prompt as messages_prompt
 from rootstock.server.anthropic.schema import CountTokensRequest
 from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.explainer import ExplainedPrompt
+from rootstock.server.models import ModelRegistry
 from rootstock.server.openai.calls import explained_prompt
 from rootstock.server.openai.schema import ExplainRequest, ReleaseRequest
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.calls import Responses
 from rootstock.server.responses.schema import ResponseRequest
 from rootstock.server.wire import Json, ServedModel
@@ -30,9 +30,7 @@ from rootstock.server.wire import Json, ServedModel
 _POSTED = documented_errors(409, *MODEL_ROUTE)
 
 
-def pin_routes(
-    engine: Engine, model: ServedModel, responses: Responses, config: ServerConfig, queue: PreparationQueue
-) -> APIRouter:
+def pin_routes(models: ModelRegistry, responses: Responses, config: ServerConfig) -> APIRouter:
     router = APIRouter(prefix="/v1/cache", tags=["Cache"], route_class=BoundedJsonRoute)
 
     def owner_of(request: Request, tenant: str) -> str | None:
@@ -43,19 +41,23 @@ def pin_routes(
         return tenant
 
     async def pin(
-        request: Request, tenant: str, make_prompt: Callable[[], ExplainedPrompt], name: str
+        asked: str | None,
+        request: Request,
+        tenant: str,
+        make_prompt: Callable[[ServedModel], ExplainedPrompt],
+        name: str,
     ) -> Json:
         owner_of(request, tenant)
 
-        def pinned() -> Json:
-            prompt = make_prompt()
-            found = engine.pin(prompt.tokens, prompt.salt, tenant)
+        def pinned(model: ServedModel) -> Json:
+            prompt = make_prompt(model)
+            found = model.engine.pin(prompt.tokens, prompt.salt, tenant)
             if isinstance(found, PinRefused):
                 raise PinNotGranted(found.reason)
             return _pin_body(found)
 
         try:
-            return await queue.run(request, pinned)
+            return await models.run(asked, request, pinned)
         except RequestError as error:
             if error.param == "prompt":  # the engine's name
                 error.param = name
@@ -67,32 +69,42 @@ def pin_routes(
     async def pin_prompt(body: ExplainRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of a prompt in memory until it is released."""
         name = "prompt" if body.messages is None else "messages"
-        return await pin(request, tenant, lambda: explained_prompt(model, body, tenant), name)
+        return await pin(
+            body.model, request, tenant, lambda model: explained_prompt(model, body, tenant), name
+        )
 
     @router.post("/pin/messages", responses=_POSTED)
     async def pin_messages(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of a conversation's prompt in memory until it is released."""
-        return await pin(request, tenant, lambda: messages_prompt(model, body, tenant), "messages")
+        return await pin(
+            body.model, request, tenant, lambda model: messages_prompt(model, body, tenant), "messages"
+        )
 
     @router.post("/pin/responses", responses=_POSTED)
     async def pin_response(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Keeps the cached part of the prompt of a request in memory until it is released."""
         return await pin(
-            request, tenant, lambda: ExplainedPrompt.of_chat(responses.chat(body, tenant)), "input"
+            body.model,
+            request,
+            tenant,
+            lambda model: ExplainedPrompt.of_chat(responses.chat(model, body, tenant)),
+            "input",
         )
 
     # Plain functions run on other threads: they wait for the engine's.
     @router.post("/release", responses=documented_errors(404, 415))
     def release(body: ReleaseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Releases a pin. The prefix stays cached like any other."""
-        if not engine.release_pin(PinId(body.id), owner_of(request, tenant)):
+        owner = owner_of(request, tenant)
+        if not any(model.engine.release_pin(PinId(body.id), owner) for model in models.loaded):
             raise PinNotFound(body.id)
         return {"id": body.id, "released": True}
 
     @router.get("/pins", responses=documented_errors())
     def pins(request: Request, tenant: Tenant) -> dict[str, Any]:
         """Lists the pins of the tenant. The operator sees those of all tenants."""
-        return {"pins": [_pin_body(pinned) for pinned in engine.pins(owner_of(request, tenant))]}
+        owner = owner_of(request, tenant)
+        return {"pins": [_pin_body(pinned) for model in models.loaded for pinned in model.engine.pins(owner)]}
 
     return router
 

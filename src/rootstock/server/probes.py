@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from rootstock.engine.engine import Engine
 from rootstock.server.drain import Drain
 from rootstock.server.errors import RETRY_AFTER_S, documented_errors
+from rootstock.server.models import ModelRegistry
 
 
-def probe_routes(engine: Engine, drain: Drain) -> APIRouter:
+def probe_routes(models: ModelRegistry, drain: Drain) -> APIRouter:
     router = APIRouter(tags=["State"], responses=documented_errors())
 
     def probed(problem: str | None) -> JSONResponse:
@@ -21,7 +21,7 @@ def probe_routes(engine: Engine, drain: Drain) -> APIRouter:
         return JSONResponse({"status": problem}, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
     def not_alive() -> str | None:
-        found = engine.health()
+        found = models.health()
         return None if found.alive else f"dead: {found.detail}"
 
     @router.get("/livez", responses=_unless("The engine is dead or hangs: restart the server."))

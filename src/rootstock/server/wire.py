@@ -7,7 +7,6 @@ translates a request's body to a `Call`, and the engine's events to the response
 from __future__ import annotations
 
 import io
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rootstock.cache.hints import CacheHints
-from rootstock.config import ANY_NAME
+from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.constraints.asked import Constraint, JsonSchema, Lark
 from rootstock.engine.constraints.compiled import CompiledConstraint
 from rootstock.engine.constraints.compiler import ConstraintCompiler
@@ -25,7 +24,8 @@ from rootstock.engine.conversation.template import TemplateInput, template_input
 from rootstock.engine.conversation.types import Conversation
 from rootstock.engine.conversation.volatile_heads import DroppedHead, without_volatile_heads
 from rootstock.engine.diagnosis import Diagnosis
-from rootstock.engine.limits import MAX_LOGPROBS, refuse_surrogates
+from rootstock.engine.engine import Engine
+from rootstock.engine.limits import MAX_LOGPROBS
 from rootstock.engine.output.deltas import CallEnded, CallStarted, Delta, DeltaParser, TextOnly
 from rootstock.engine.output.formats import PLAIN, OutputFormat
 from rootstock.engine.output.grammar import call_grammar, call_or_answer_grammar
@@ -50,7 +50,9 @@ from rootstock.engine.request import (
 )
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.engine.tokenizer import ModelTokenizer, text_with_special_tokens
-from rootstock.errors import ModelNotFound, RootstockError, TooManyLogprobs, Unsupported
+from rootstock.errors import RootstockError, TooManyLogprobs, Unsupported
+from rootstock.runtime.base import ModelDescription
+from rootstock.server.next_turns import NextTurn, NextTurns
 
 # Header with the length that an answer may have, if `max_tokens` was lowered. Not every stream has usage.
 MAX_TOKENS_HEADER = "X-Max-Tokens"
@@ -220,6 +222,8 @@ class PreparedChat:
     visible_tokens: frozenset[int] = frozenset()  # that the parser must see
     constraint: CompiledConstraint | None = None
     dropped: tuple[DroppedHead, ...] = ()
+    adapter: str = ""
+    next_turn: NextTurn | None = None  # None: idle work is off
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -236,6 +240,8 @@ class PreparedChat:
         hints: CacheHints | None = None,
     ) -> tuple[Request, ...]:
         """Makes the requests of the answers."""
+        if choices > 1 and self.next_turn is not None:
+            self.next_turn.give_up()
         return requests_for(
             id,
             [self.prompt.tokens],
@@ -249,6 +255,7 @@ class PreparedChat:
             constraint=self.constraint,
             diagnose=diagnose,
             hints=hints,
+            adapter=self.adapter,
         )
 
 
@@ -279,43 +286,45 @@ class RememberingParser:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A loaded model and its engine: all that a request to it needs."""
+
     name: str
     vocab_size: int
     tokenizer: PromptTokenizer
     defaults: SamplingDefaults
     context_limit: int  # tokens of a prompt and its answer
     most_requests: int  # running and waiting in the engine at once
+    engine: Engine
+    description: ModelDescription
+    block_size: int  # tokens of a block of its cache
     parse_special_tokens: bool = False  # special tokens in the text of messages are control tokens
     wants_boundaries: bool = False  # the model resumes only at checkpoints: boundaries place them
-    aliases: tuple[str, ...] = ()  # further names; "*": any
     reuses_prefixes: bool = True  # later requests find the prompts of earlier ones in the cache
     constraints: ConstraintCompiler | None = None  # None: the model has no tokenizer
     output: OutputFormat = PLAIN  # of the model's answers
     visible_tokens: frozenset[int] = frozenset()  # special tokens that its parser must see
     drop_volatile: bool = True  # lines that change at every request are dropped from the head of a chat
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of chats, by the id of their answer
-    created: int = field(default_factory=lambda: int(time.time()))
+    next_turns: NextTurns | None = None  # None: idle work is off
+    adapter: str = ""  # fingerprint of the LoRA adapter of its requests; empty: the base model
+    parent: str | None = None  # of an adapter: the name of its base model
+
+    def of_adapter(self, adapter: NamedAdapter) -> ServedModel:
+        """Returns the same model with an adapter: it shares the engine and the tokenizer."""
+        return replace(
+            self,
+            name=adapter.name,
+            adapter=adapter.fingerprint,
+            parent=self.parent or self.name,
+        )
 
     @property
     def model_tokenizer(self) -> ModelTokenizer:
         return self.tokenizer.model_tokenizer
 
-    @property
-    def names(self) -> list[str]:
-        """The model's name and its aliases, without the alias for any name."""
-        return list(dict.fromkeys([self.name, *(alias for alias in self.aliases if alias != ANY_NAME)]))
-
     def stored_tokens(self, prompt_tokens: int) -> int:
         """Returns how many tokens of a prompt later requests may find: the last one is always computed."""
         return prompt_tokens - 1 if self.reuses_prefixes else 0
-
-    def refuse_other(self, asked: str | None) -> None:
-        """Raises ModelNotFound, and InvalidParameter for a name that an answer could not repeat."""
-        if asked is None or asked in self.names:
-            return
-        if ANY_NAME not in self.aliases:
-            raise ModelNotFound(asked, self.name)
-        refuse_surrogates(asked, "model")
 
     def prepared_chat(
         self,
@@ -341,14 +350,29 @@ class ServedModel:
         constraint = self.compiled(self._constraint(conversation, asked, reasoning_budget, end), salt)
         tools = () if conversation.tool_choice.mode == "none" else conversation.tools
         output = self.output
+        next_turn = None
+        if self.next_turns is not None:
+            next_turn = self.next_turns.of(conversation, salt, tenant, 4 * len(prompt.tokens), self.adapter)
+
+        def told(parser: DeltaParser) -> DeltaParser:
+            return parser if next_turn is None else next_turn.parser_around(parser)
+
         prepared = PreparedChat(
-            self.name, template, prompt, salt, TextOnly, constraint=constraint, dropped=dropped
+            self.name,
+            template,
+            prompt,
+            salt,
+            lambda: told(TextOnly()),
+            constraint=constraint,
+            dropped=dropped,
+            next_turn=next_turn,
+            adapter=self.adapter,
         )
         if not output.has_reasoning and not (tools and output.has_calls):
             return prepared
 
         def new_parser() -> DeltaParser:
-            return CountingParser(RememberingParser(OutputParser(output, tools, end), prompt.place))
+            return CountingParser(told(RememberingParser(OutputParser(output, tools, end), prompt.place)))
 
         return replace(prepared, new_parser=new_parser, visible_tokens=self.visible_tokens)
 

@@ -11,21 +11,37 @@ import numpy as np
 import pytest
 
 from engine.prompts.chat_tokenizers import chat_tokenizer
+from rootstock.config import CacheConfig
+from rootstock.engine.build import assemble
 from rootstock.engine.prompts.prompt_tokenizer import PromptTokenizer
 from rootstock.engine.sampling_defaults import SamplingDefaults
 from rootstock.server.anthropic.calls import counted_tokens, messages_call
 from rootstock.server.anthropic.schema import MessagesRequest
 from rootstock.server.anthropic.signatures import signature_of
 from rootstock.server.wire import ServedModel
+from rootstock.testing.fake_runtime import FakeRuntime
 
 Json = dict[str, Any]
 MARK = {"cache_control": {"type": "ephemeral"}}
 LIMIT = 1 << 17
 
 
-def model_of(template: str, **fields: Any) -> ServedModel:
-    tokenizer = PromptTokenizer(chat_tokenizer(template), LIMIT)
-    return ServedModel("fake", 800, tokenizer, SamplingDefaults(), LIMIT, 8, **fields)
+def model_of(template: str, context_limit: int = LIMIT, **fields: Any) -> ServedModel:
+    tokenizer = PromptTokenizer(chat_tokenizer(template), context_limit)
+    runtime = FakeRuntime(800, context_limit)
+    made = assemble(runtime, chat_tokenizer(template), CacheConfig(8, 1 << 20))
+    return ServedModel(
+        "fake",
+        800,
+        tokenizer,
+        SamplingDefaults(),
+        context_limit,
+        8,
+        made.engine,
+        made.description,
+        made.block_size,
+        **fields,
+    )
 
 
 def text(text: str, **fields: Any) -> Json:
@@ -193,8 +209,7 @@ def test_a_template_that_refuses_late_system_messages_gets_their_text_in_their_p
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_max_tokens_are_lowered_to_the_room_that_is_left(template: str) -> None:
     tokens = len(prompt(model_of(template), request([])))
-    tokenizer = PromptTokenizer(chat_tokenizer(template), tokens + 50)
-    model = ServedModel("fake", 800, tokenizer, SamplingDefaults(), tokens + 50, 8)
+    model = model_of(template, tokens + 50)
     made = messages_call(model, MessagesRequest.model_validate(request([])), "")
     assert made.requests[0].stop.max_tokens == 50
     assert made.stream

@@ -152,7 +152,7 @@ def scripted_server(
 
     runtime = ScriptedRuntime(script, context_limit)
     made = assemble(runtime, MarkedTokenizer(), CacheConfig(budget_bytes=1 << 24), EngineConfig())
-    app = create_app(made.engine, made.tokenizer, made.description, config or ServerConfig(aliases=()))
+    app = create_app(made, config or ServerConfig(aliases=()))
     with pytest.MonkeyPatch.context() as patch, made.engine, running(app, made.engine) as url:
         patch.setattr(ServedModel, "prepared_chat", prepared_chat)
         yield url

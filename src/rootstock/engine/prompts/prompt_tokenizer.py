@@ -187,6 +187,11 @@ class PromptTokenizer:
         self.answers.count_splice(text.sampled_tokens, text.restored_calls)
         return text
 
+    def chat_tokens(self, rendered: str, asker: Asker) -> Tokens:
+        """Tokenizes like `encode_chat`, for a prompt that no request has sent. Raises PromptTextTooLong."""
+        self._refuse_too_long(rendered)
+        return self._spliced(rendered, asker).tokens()
+
     def _spliced(self, rendered: str, asker: Asker) -> SplicedText:
         pieces = self.model_tokenizer.pieces(rendered)
         return splice(pieces, self._pieces.encoder(pieces, asker.salt), self.answers, asker)

@@ -8,9 +8,13 @@ from rootstock.config import MAX_SALT_LENGTH
 from rootstock.engine.limits import refuse_surrogates
 from rootstock.errors import InvalidParameter
 
+_OF_CLIENT = "client:"
+
 
 def salt_of(tenant: str, salt: str | None) -> str:
     """Hashes a tenant and a client's `cache_salt` into the salt of a namespace: 64 characters, or "" without either.
+
+    A salt that the client chose a part of begins with a mark: `is_chosen_by_client` reads it.
 
     Each pair has a hash of its own. The tenant comes from a key or a proxy, `cache_salt` from the client: no
     `cache_salt` leads into another tenant's namespace. The hash is cryptographic, because a client that finds two
@@ -22,7 +26,13 @@ def salt_of(tenant: str, salt: str | None) -> str:
     if not tenant and not salt:
         return ""
     raw = tenant.encode()
-    return hashlib.sha256(len(raw).to_bytes(8, "little") + raw + salt.encode()).hexdigest()
+    digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw + salt.encode()).hexdigest()
+    return f"{_OF_CLIENT}{digest}" if salt else digest
+
+
+def is_chosen_by_client(salt: str) -> bool:
+    """Returns whether a client chose a part of the salt: none of its prompts is shared with other salts then."""
+    return salt.startswith(_OF_CLIENT)
 
 
 def refuse_long(text: str, name: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rootstock.cache import KVCache
 from rootstock.cache.families import TokenFamily, token_families
-from rootstock.cache.keys import Namespace
+from rootstock.cache.keys import Namespace, Scope
 from rootstock.cache.lease import Admitted, Deferred, Lease, ReleaseReason
 from rootstock.cache.plan import HostBytes, Plan, RowPart
 from rootstock.cache.types import NO_BLOCK, BlockIds, Tokens
@@ -33,7 +33,7 @@ _LOW_PRECISION_TOLERANCE = 0.3
 class Hit:
     tokens: Tokens  # [hit + 1 at least]
     length: int  # cached positions
-    namespace: Namespace
+    scope: Scope
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class HitVerifier:
         share: float,
         chunk_tokens: int,
         apply: Callable[[Plan], None],
-        distrust: Callable[[Tokens, Namespace, int], None],
+        distrust: Callable[[Tokens, Scope, int], None],
         seed: int | None = 0,
     ) -> None:
         """`distrust` gets tokens whose cached rows are wrong from a position on."""
@@ -75,9 +75,9 @@ class HitVerifier:
     def has_work(self) -> bool:
         return self._check is not None or bool(self._waiting)
 
-    def consider(self, tokens: Tokens, length: int, namespace: Namespace) -> None:
+    def consider(self, tokens: Tokens, length: int, scope: Scope) -> None:
         if length and self._random.random() < self._share:
-            self._waiting.append(Hit(tokens, length, namespace))
+            self._waiting.append(Hit(tokens, length, scope))
 
     def pause(self) -> None:
         """Releases the rows of the check in progress, which begins anew later."""
@@ -89,6 +89,12 @@ class HitVerifier:
         """Drops every check, because the cache starts anew."""
         self._check = None
         self._waiting.clear()
+
+    def drop(self, adapter: str) -> None:
+        """Drops the checks of a LoRA adapter, which can be computed no more."""
+        self.pause()
+        kept = [hit for hit in self._waiting if hit.scope.namespace.adapter != adapter]
+        self._waiting = deque(kept, maxlen=MOST_WAITING)
 
     def step(self) -> None:
         """Computes a chunk of the prefill, or compares."""
@@ -115,18 +121,18 @@ class HitVerifier:
             check.hit.length,
             wrong,
         )
-        self._distrust(check.hit.tokens, check.hit.namespace, wrong)
+        self._distrust(check.hit.tokens, check.hit.scope, wrong)
 
     # ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> _Check | None:
         hit = self._waiting.popleft()
         tokens = hit.tokens[: hit.length + 1]
-        match = self._cache.match(tokens, hit.namespace)
-        if not match.length:
+        namespace, public_tokens = hit.scope.namespace, hit.scope.public_tokens
+        if not self._cache.match(tokens, namespace, public_tokens=public_tokens).length:
             self.counts["given up"] += 1  # evicted since
             return None
-        found = self._admitted(tokens, hit.namespace)
+        found = self._admitted(tokens, namespace, public_tokens)
         if found is None:
             self.counts["given up"] += 1
             return None
@@ -134,9 +140,8 @@ class HitVerifier:
             self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
             return None
-        hit = Hit(hit.tokens, found.hit_tokens, hit.namespace)
-        own = replace(hit.namespace, is_private=True)
-        anew = self._admitted(hit.tokens[: hit.length], own)
+        hit = Hit(hit.tokens, found.hit_tokens, hit.scope)
+        anew = self._admitted(hit.tokens[: hit.length], replace(namespace, is_private=True))
         if anew is None:
             self._cache.release(found, ReleaseReason.UNUSED)
             self.counts["given up"] += 1
@@ -144,8 +149,9 @@ class HitVerifier:
         self._check = _Check(hit, found, anew)
         return self._check
 
-    def _admitted(self, tokens: Tokens, namespace: Namespace) -> Lease | None:
-        admitted = self._cache.admit(self._cache.match(tokens, namespace), counted=False)
+    def _admitted(self, tokens: Tokens, namespace: Namespace, public_tokens: int = 0) -> Lease | None:
+        match = self._cache.match(tokens, namespace, public_tokens=public_tokens)
+        admitted = self._cache.admit(match, counted=False)
         if not isinstance(admitted, Admitted):
             return None
         self._apply(self._cache.take_pending_plan())
@@ -160,8 +166,9 @@ class HitVerifier:
         self._apply(self._cache.take_pending_plan())
         tokens = lease.tokens[lease.num_computed_tokens : lease.num_computed_tokens + new]
         try:
+            past, adapter = lease.num_computed_tokens, lease.scope.namespace.adapter
             self._runtime.forward(
-                Batch([Segment(tokens, lease.num_computed_tokens, lease.tables, 0, lease.slot)])
+                Batch([Segment(tokens, past, lease.tables, 0, lease.slot, adapter=adapter)])
             )
         except Exception:
             log.exception("a hit could not be computed anew")

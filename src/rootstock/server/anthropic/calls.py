@@ -24,7 +24,6 @@ def messages_call(
     model: ServedModel, body: MessagesRequest, tenant: str, head: HeaderHints = NO_HEAD
 ) -> Call:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     sampling = body.sampling(model.vocab_size, model.defaults, None)
     stop = body.stopping(body.max_tokens, model.vocab_size)
@@ -60,7 +59,6 @@ def messages_call(
 
 def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     salt = salt_of(tenant, body.cache_salt)
     _, chat, applied = _prepared(model, body, salt, tenant)
@@ -74,7 +72,6 @@ def counted_tokens(model: ServedModel, body: PromptFields, tenant: str) -> Json:
 
 def explained_prompt(model: ServedModel, body: PromptFields, tenant: str) -> ExplainedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     _, chat, _ = _prepared(model, body, salt_of(tenant, body.cache_salt), tenant)
     return ExplainedPrompt.of_chat(chat)

@@ -17,8 +17,8 @@ from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, Explainer
 from rootstock.server.hints.headers import HeadHints
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
-from rootstock.server.wire import ServedModel
+from rootstock.server.models import ModelRegistry
+from rootstock.server.request_bodies import BoundedJsonRoute
 
 
 def _rename(error: RequestError) -> None:
@@ -27,9 +27,7 @@ def _rename(error: RequestError) -> None:
         error.param = "messages"
 
 
-def anthropic_routes(
-    model: ServedModel, answerer: Answerer, queue: PreparationQueue, explainer: Explainer
-) -> APIRouter:
+def anthropic_routes(models: ModelRegistry, answerer: Answerer, explainer: Explainer) -> APIRouter:
     router = APIRouter(
         route_class=BoundedJsonRoute,
         responses=documented_errors(*MODEL_ROUTE, body=MessagesErrorBody),
@@ -43,7 +41,9 @@ def anthropic_routes(
     async def messages(body: MessagesRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
         """Answers a conversation, whole or as server-sent events."""
         try:
-            response = await answerer.answer(lambda: messages_call(model, body, tenant, head), request)
+            response = await answerer.answer(
+                body.model, lambda model: messages_call(model, body, tenant, head), request
+            )
         except RequestError as error:
             _rename(error)
             raise
@@ -53,13 +53,15 @@ def anthropic_routes(
     @router.post("/v1/messages/count_tokens", tags=["Anthropic"], responses={200: {"model": CountedTokens}})
     async def count_tokens(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of a conversation's prompt."""
-        return await queue.run(request, lambda: counted_tokens(model, body, tenant))
+        return await models.run(body.model, request, lambda model: counted_tokens(model, body, tenant))
 
     @router.post(f"{EXPLAIN}/messages", tags=["Cache"], responses=documented_errors(*MODEL_ROUTE))
     async def explain(body: CountTokensRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Explains how much of a conversation's prompt is cached, and why not more."""
         try:
-            return await explainer.explain(request, lambda: explained_prompt(model, body, tenant))
+            return await explainer.explain(
+                body.model, request, lambda model: explained_prompt(model, body, tenant)
+            )
         except RequestError as error:
             _rename(error)
             raise

@@ -36,7 +36,6 @@ def chat_call(
     model: ServedModel, body: ChatCompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
 ) -> Call:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -70,7 +69,6 @@ def completion_call(
     model: ServedModel, body: CompletionRequest, tenant: str, head: HeaderHints = NO_HEAD
 ) -> Call:
     """Tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     body.refuse_unsupported()
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(model.vocab_size, model.defaults, body.logprobs)
@@ -98,6 +96,7 @@ def completion_call(
             prompt_logprobs=body.logprobs if body.echo else None,
             constraint=model.compiled(body.constraint(), salt),
             hints=hints.cache,
+            adapter=model.adapter,
         ),
         hints,
     )
@@ -105,7 +104,6 @@ def completion_call(
 
 def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> ExplainedPrompt:
     """Renders and tokenizes: not for an event loop. Raises RequestError."""
-    model.refuse_other(body.model)
     if (body.messages is None) == (body.prompt is None):
         raise InvalidParameter("messages", body.messages, "given, or else 'prompt', and not both")
     salt = salt_of(tenant, body.cache_salt)
@@ -117,7 +115,7 @@ def explained_prompt(model: ServedModel, body: ExplainRequest, tenant: str) -> E
         raise InvalidParameter("prompt", body.prompt, "one prompt")
     if len(prompts[0].tokens) == 0:
         raise EmptyPrompt
-    return ExplainedPrompt(prompts[0].tokens, salt)
+    return ExplainedPrompt(prompts[0].tokens, salt, adapter=model.adapter)
 
 
 def _call(

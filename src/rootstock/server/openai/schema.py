@@ -246,16 +246,29 @@ class ExplainRequest(TemplateFields):
     cache_salt: str | None = None
 
 
+class ModelRequest(Wire):
+    """The name of a model to load or unload."""
+
+    model: str
+
+
 class ReleaseRequest(Wire):
     """The pin that is released."""
 
     id: Label
 
 
+class WarmRequest(ExplainRequest):
+    """Either one prompt, as in ExplainRequest, or several as `prompts`."""
+
+    prompts: Annotated[list[ExplainRequest], Field(fail_fast=True)] | None = None
+
+
 class ClearRequest(Wire):
-    """The salt whose prefixes are removed."""
+    """The salt and the model whose prefixes are removed."""
 
     cache_salt: str | None = None
+    model: str | None = None
 
 
 def _thinking(asked: bool | Json | None) -> bool | None:

@@ -37,14 +37,15 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([0-9a-f]{4,8})")
 class Responses:
     """Maker of calls, and owner of the stored responses that requests refer to."""
 
-    model: ServedModel
     store: ResponseStore
     sealer: Sealer
 
-    def call(self, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD) -> Call:
+    def call(
+        self, model: ServedModel, body: ResponseRequest, tenant: str, head: HeaderHints = NO_HEAD
+    ) -> Call:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        model, hex = self.model, uuid.uuid4().hex
-        prepared = self._prepared(body, tenant)
+        hex = uuid.uuid4().hex
+        prepared = self._prepared(model, body, tenant)
         top_logprobs = body.wanted_logprobs
         sampling = body.sampling(model.vocab_size, model.defaults, top_logprobs)
         stop = body.stopping(body.max_output_tokens, model.vocab_size)
@@ -66,7 +67,7 @@ class Responses:
         hints = sent_hints(body, head, tenant, body.cache_salt, chat.prompt.marks)
         diagnose = openai_diagnose(model, chat, tenant, body.comparison_response_id)
         model.fingerprints.add(chat.salt, tenant, id, chat.fingerprint)
-        fields = self._fields(body, prepared, id, sampling.temperature, sampling.top_p)
+        fields = _fields(model, body, prepared, id, sampling.temperature, sampling.top_p)
         answering = Answering(
             fields,
             json_text(fields, "body"),
@@ -88,12 +89,11 @@ class Responses:
         _refuse_many_logprobs(call, model.context_limit)
         return call
 
-    def chat(self, body: ResponseRequest, tenant: str) -> PreparedChat:
+    def chat(self, model: ServedModel, body: ResponseRequest, tenant: str) -> PreparedChat:
         """Reads the store, renders and tokenizes: not for an event loop. Raises RequestError."""
-        return self._prepared(body, tenant).chat
+        return self._prepared(model, body, tenant).chat
 
-    def _prepared(self, body: ResponseRequest, tenant: str) -> _Prepared:
-        self.model.refuse_other(body.model)
+    def _prepared(self, model: ServedModel, body: ResponseRequest, tenant: str) -> _Prepared:
         body.refuse_unsupported()
         own = self._own_items(body, tenant)
         history = []
@@ -103,18 +103,16 @@ class Responses:
             raise MissingParameter("input")
         tools = Toolbox()
         tools.add(body.tools or [], "tools")
-        messages = messages_of(history, own, tools, self._unseal(tenant))
+        messages = messages_of(history, own, tools, self._unseal(model, tenant))
         if body.instructions:
             messages.insert(0, Message("system", (Text(body.instructions),), origin="instructions"))
         choice = tool_choice_of(body.tool_choice, tools, parallel=body.parallel_tool_calls is not False)
-        options, effort = body.template_options(self.model.model_tokenizer.template_names)
+        options, effort = body.template_options(model.model_tokenizer.template_names)
         conversation = Conversation(messages, tools.shown, choice, options)
-        chat = self.model.prepared_chat(
-            conversation, salt_of(tenant, body.cache_salt), tenant, body.constraint()
-        )
+        chat = model.prepared_chat(conversation, salt_of(tenant, body.cache_salt), tenant, body.constraint())
         return _Prepared(own, tools, effort, chat)
 
-    def _unseal(self, tenant: str) -> Unseal:
+    def _unseal(self, model: ServedModel, tenant: str) -> Unseal:
         """Returns a function that opens the seals of one request. Raises PromptTextTooLong.
 
         A seal is compressed: a small body with one of them many times would hold gigabytes.
@@ -125,7 +123,7 @@ class Responses:
             nonlocal chars
             text = self.sealer.open(sealed, tenant)
             chars += len(text or "")
-            self.model.tokenizer.refuse_more_chars(chars)
+            model.tokenizer.refuse_more_chars(chars)
             return text
 
         return unseal
@@ -152,43 +150,6 @@ class Responses:
         except ResponseNotFound:
             return ()
 
-    def _fields(
-        self, body: ResponseRequest, prepared: _Prepared, id: str, temperature: float, top_p: float
-    ) -> Json:
-        """Returns the fields of the response's object that are known before the answer. Raises InvalidParameter."""
-        fields: Json = {
-            "id": id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.model or self.model.name,
-            "background": False,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": prepared.effort, "summary": None},
-            "service_tier": "default",
-            "store": body.store is not False,
-            "temperature": temperature,
-            "top_logprobs": body.wanted_logprobs or 0,
-            "top_p": top_p,
-            "truncation": "disabled",
-        }
-        if prepared.tools.ignored:
-            fields["ignored_tools"] = prepared.tools.ignored
-        return fields | echoed(
-            {
-                "instructions": body.instructions,
-                "metadata": body.metadata or {},
-                "prompt_cache_key": body.prompt_cache_key,
-                "safety_identifier": body.safety_identifier,
-                "text": {"format": body.text_format, "verbosity": "medium"},
-                "tool_choice": body.tool_choice or "auto",
-                "tools": body.tools or [],
-                "user": body.user,
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -196,6 +157,44 @@ class _Prepared:
     tools: Toolbox
     effort: str | None  # of reasoning, if the template knows it
     chat: PreparedChat
+
+
+def _fields(
+    model: ServedModel, body: ResponseRequest, prepared: _Prepared, id: str, temperature: float, top_p: float
+) -> Json:
+    """Returns the fields of the response's object that are known before the answer. Raises InvalidParameter."""
+    fields: Json = {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.model or model.name,
+        "background": False,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": prepared.effort, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": temperature,
+        "top_logprobs": body.wanted_logprobs or 0,
+        "top_p": top_p,
+        "truncation": "disabled",
+    }
+    if prepared.tools.ignored:
+        fields["ignored_tools"] = prepared.tools.ignored
+    return fields | echoed(
+        {
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
+            "text": {"format": body.text_format, "verbosity": "medium"},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "user": body.user,
+        }
+    )
 
 
 def _resolved(item: Any, path: str, outputs: Callable[[str], Sequence[Any]]) -> Any:

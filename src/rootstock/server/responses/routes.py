@@ -14,7 +14,8 @@ from rootstock.server.errors import MODEL_ROUTE, documented_errors
 from rootstock.server.event_stream import Answerer
 from rootstock.server.explainer import EXPLAIN, ExplainedPrompt, Explainer
 from rootstock.server.hints.headers import HeadHints
-from rootstock.server.request_bodies import BoundedJsonRoute, PreparationQueue
+from rootstock.server.models import ModelRegistry
+from rootstock.server.request_bodies import BoundedJsonRoute
 from rootstock.server.responses.answers import CountedInput, DeletedResponse, InputItems, ResponseBody
 from rootstock.server.responses.calls import Responses, input_items
 from rootstock.server.responses.schema import ResponseRequest
@@ -36,7 +37,7 @@ def _rename(error: RequestError, body: ResponseRequest) -> None:
 _POSTED = documented_errors(*MODEL_ROUTE)
 
 
-def response_routes(responses: Responses, answerer: Answerer, queue: PreparationQueue) -> APIRouter:
+def response_routes(responses: Responses, answerer: Answerer, models: ModelRegistry) -> APIRouter:
     router = APIRouter(
         prefix="/v1/responses",
         tags=["Responses"],
@@ -49,7 +50,9 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     async def create(body: ResponseRequest, request: Request, tenant: Tenant, head: HeadHints) -> Response:
         """Makes a response, whole or as server-sent events."""
         try:
-            return await answerer.answer(lambda: responses.call(body, tenant, head), request)
+            return await answerer.answer(
+                body.model, lambda model: responses.call(model, body, tenant, head), request
+            )
         except RequestError as error:
             _rename(error, body)
             raise
@@ -58,7 +61,7 @@ def response_routes(responses: Responses, answerer: Answerer, queue: Preparation
     async def count(body: ResponseRequest, request: Request, tenant: Tenant) -> dict[str, Any]:
         """Counts the tokens of the prompt that a request would have."""
         try:
-            chat = await queue.run(request, lambda: responses.chat(body, tenant))
+            chat = await models.run(body.model, request, lambda model: responses.chat(model, body, tenant))
         except RequestError as error:
             _rename(error, body)
             raise
@@ -124,7 +127,9 @@ def explain_route(responses: Responses, explainer: Explainer) -> APIRouter:
         """Explains how much of the prompt of a request is cached, and why not more."""
         try:
             return await explainer.explain(
-                request, lambda: ExplainedPrompt.of_chat(responses.chat(body, tenant))
+                body.model,
+                request,
+                lambda model: ExplainedPrompt.of_chat(responses.chat(model, body, tenant)),
             )
         except RequestError as error:
             _rename(error, body)
