@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -334,7 +333,7 @@ def run_server(
     from rootstock.server.app import create_app
     from rootstock.server.drain import Drain
 
-    drain = Drain()
+    drain = Drain(server.drain_timeout_s, announce_drain)
     web = create_app(replace(made, defaults=defaults), server, drain, keys, tracing)
     # Keeps the garbage collector from visiting the loaded model, which stays until the end, between two tokens.
     gc.collect()
@@ -354,8 +353,6 @@ def run_server(
             on_stop=lambda: _announce_writing(made),
             max_connections=server.max_connections,
             drain=drain,
-            drain_timeout_s=server.drain_timeout_s,
-            on_drain=announce_drain,
         )
     if tracing is not None:
         tracing.close()
@@ -371,7 +368,7 @@ def _serve_embeddings(
     from rootstock.server.listen import serve, url_of
 
     embedder = load_embedder(model, directory)
-    drain = Drain()
+    drain = Drain(server.drain_timeout_s, announce_drain)
     web = create_embedding_app(embedder, server, engine, drain)
     ready = (
         f"rootstock: {embedder.name} at {url_of(listener)} · embeddings of {embedder.dimensions} dimensions, "
@@ -384,8 +381,6 @@ def _serve_embeddings(
         on_ready=lambda: print(ready, flush=True),
         max_connections=server.max_connections,
         drain=drain,
-        drain_timeout_s=server.drain_timeout_s,
-        on_drain=announce_drain,
     )
 
 

@@ -161,7 +161,7 @@ def run_several(
 
         load = loader(models, cache, engine, tier, sampling_source, budget, report)
         registry = ModelRegistry.of_several(models, load, server, engine, budget)
-        drain = Drain()
+        drain = Drain(server.drain_timeout_s, announce_drain)
         web = create_app(registry, server, drain, keys, tracing)
         registry.start()
         shown.clear()  # the terminal shows no progress of later loads
@@ -183,8 +183,6 @@ def run_several(
             on_ready=on_ready,
             max_connections=server.max_connections,
             drain=drain,
-            drain_timeout_s=server.drain_timeout_s,
-            on_drain=announce_drain,
         )
     if tracing is not None:
         tracing.close()

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _POLL_S = 0.05
 
 
 class Drain:
-    """The state of a server's drain. Used on the event loop's thread; `end` also in a signal's handler."""
+    """The state of a server's drain. Used on the event loop's thread; `end` also in a signal's handler.
 
-    def __init__(self) -> None:
+    With a `timeout_s` of 0 running requests are not waited for. `announce` gets their number.
+    """
+
+    def __init__(
+        self, timeout_s: float = 0.0, announce: Callable[[int], None] = lambda running: None
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._announce = announce
         self.is_draining = False
         self.running = 0  # requests
         self._ended = False
@@ -29,17 +36,16 @@ class Drain:
         finally:
             self.running -= 1
 
-    def begin(self) -> None:
-        """Refuses new requests from now on."""
-        self.is_draining = True
-
     def end(self) -> None:
         """Ends the wait for running requests at once."""
         self._ended = True
 
-    async def wait(self, timeout_s: float) -> None:
-        """Waits until no request runs, the time has passed or `end` is called."""
+    async def run(self) -> None:
+        """Refuses new requests, and waits until none runs, the time has passed or `end` is called."""
+        self.is_draining = True
+        if self.running:
+            self._announce(self.running)
         now = asyncio.get_running_loop().time
-        until = now() + timeout_s
+        until = now() + self.timeout_s
         while self.running and not self._ended and now() < until:
             await asyncio.sleep(_POLL_S)

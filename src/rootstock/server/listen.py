@@ -63,22 +63,17 @@ def serve(
     on_stop: Callable[[], None] = lambda: None,
     max_connections: int = HttpLimits().connections,
     drain: Drain | None = None,
-    drain_timeout_s: float = 0.0,
-    on_drain: Callable[[int], None] = lambda running: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM. The engine stops first, so that open streams end with an error event.
 
-    After SIGTERM, running requests may finish before that, for `drain_timeout_s` or until a second signal. `on_drain`
-    is called with their number, and `on_stop` before the engine stops. On the main thread both signals stay ignored
-    afterwards, because the process is about to end. A SIGINT after the first signal, or after the drain, ends it at
-    once.
+    After SIGTERM the drain runs before that; a second signal ends it. `on_stop` is called before the engine stops.
+    On the main thread both signals stay ignored afterwards, because the process is about to end. A SIGINT after the
+    first signal, or after the drain, ends it at once.
     """
     host, port = taken.getsockname()[:2]
     limits = HttpLimits(connections=_allow_files(max_connections))
     try:
-        _Server(app, engine, on_ready, limits, on_stop, drain or Drain(), drain_timeout_s, on_drain).run(
-            [taken]
-        )
+        _Server(app, engine, on_ready, limits, on_stop, drain).run([taken])
     except OSError as error:  # another process listened first
         raise AddressUnavailable(host, port, error.strerror or str(error)) from error
 
@@ -142,8 +137,6 @@ class _Server(uvicorn.Server):
         limits: HttpLimits,
         on_stop: Callable[[], None] = lambda: None,
         drain: Drain | None = None,
-        drain_timeout_s: float = 0.0,
-        on_drain: Callable[[int], None] = lambda running: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -164,8 +157,6 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._on_stop = on_stop
         self._drain = drain or Drain()
-        self._drain_timeout_s = drain_timeout_s
-        self._on_drain = on_drain
         self._drains = False  # the first signal asks for it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -175,10 +166,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drains:
             # Connections are accepted meanwhile: probes and clients are told.
-            self._drain.begin()
-            if self._drain.running:
-                self._on_drain(self._drain.running)
-            await self._drain.wait(self._drain_timeout_s)
+            await self._drain.run()
             self._drains = False
         self._on_stop()
         await run_in_threadpool(self._engine.stop)
@@ -189,7 +177,7 @@ class _Server(uvicorn.Server):
             self._drain.end()
             return
         if not self.should_exit:
-            self._drains = sig == signal.SIGTERM and self._drain_timeout_s > 0
+            self._drains = sig == signal.SIGTERM and self._drain.timeout_s > 0
         elif sig == signal.SIGINT:  # the first one's shutdown may take long
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
