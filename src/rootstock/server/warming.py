@@ -112,11 +112,12 @@ class Warmer:
         """
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
+        def ended() -> None:
+            loop.call_soon_threadsafe(done.set)
+
         def begin(model: ServedModel) -> Warming:
             prompt = make_prompt(model)
-            return begin_warming(
-                model, prompt, tenant or prompt.salt, lambda: loop.call_soon_threadsafe(done.set)
-            )
+            return begin_warming(model, prompt, tenant or prompt.salt, ended)
 
         warming = await self._models.run(asked, request, begin)
         while wait and not done.is_set():

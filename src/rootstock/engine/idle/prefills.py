@@ -136,7 +136,9 @@ class IdlePrefills:
         self._computing: _Computing | None = None
         self._loading: tuple[_Job, Lease] | None = None
         self._namespaces: dict[str, set[Namespace]] = {}  # of owners' unused idle work
-        self.expect: Callable[[IdlePrefill], None] = lambda prefill: None  # called when `comes_back` has ended
+        self.expect: Callable[[IdlePrefill], None] = lambda prefill: (
+            None
+        )  # called when `comes_back` has ended
         self._lock = threading.Lock()  # of the fields below
         self._open: dict[_Job, None] = {}
         self._closed = False

@@ -1,7 +1,7 @@
-"""Prefetch for conversations that are about to come back: their prefix is loaded from a tier before the request arrives.
+"""Prefetch for conversations that come back: their prefix is loaded from a tier before their request arrives.
 
-After a tool call the client comes back by itself, once the tool has ended. Meanwhile its prefix may have been evicted.
-It is loaded when there is free memory for it, or shortly before the client is expected.
+After a tool call the client comes back by itself, once the tool has ended. Meanwhile its prefix may have been
+evicted. It is loaded when there is free memory for it, or shortly before the client is expected.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class AwaitedReturns:
 
     def expect(self, prefill: IdlePrefill) -> None:
         """Awaits the return of the conversation whose next request begins with the prefill's tokens."""
-        awaited = _Awaited(
-            prefill, self._scope_of(prefill.tokens, prefill.salt), self._clock()
-        )
+        awaited = _Awaited(prefill, self._scope_of(prefill.tokens, prefill.salt), self._clock())
         self._awaited[awaited] = None
         self._tokens += len(prefill.tokens)
         own = [each for each in self._awaited if each.prefill.owner == prefill.owner]
@@ -124,9 +122,7 @@ class AwaitedReturns:
     def _poll(self, awaited: _Awaited, now: float) -> None:
         prefill = awaited.prefill
         tokens = np.append(prefill.tokens, np.int32(0))
-        match = self._cache.match(
-            tokens, awaited.scope.namespace, public_tokens=awaited.scope.public_tokens
-        )
+        match = self._cache.match(tokens, awaited.scope.namespace, public_tokens=awaited.scope.public_tokens)
         if len(prefill.tokens) - match.length < LEAST_GAIN[IdleKind.PREFETCH]:
             return
         hit = self._cache.tier_hit(match)
