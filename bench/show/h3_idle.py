@@ -180,6 +180,7 @@ def main() -> None:
                     url, _ = servers[name]
                     asyncio.run(play(url, round, told[name] if round else Told()))  # the first one warms up
                     until_idle(url)
+                    print(f"round {round}, {name}", file=sys.stderr, flush=True)
             after = stats(servers["idle-work"][0])
         finally:
             for _, process in servers.values():

@@ -50,6 +50,8 @@ VALUES = {
     "idle-chunk-tokens": "888",
     "itl-target": "50ms",
     "max-queue": "9",
+    "idle-work": "off",
+    "warm": "a file",
     "sampling-defaults": "openai",
     "speculate": "4",
     "host": "127.0.0.2",
@@ -149,7 +151,7 @@ def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     monkeypatch.setenv("ROOTSTOCK_CONFIG", str(file))
     monkeypatch.setenv("ROOTSTOCK_MAX_QUEUE", "3")
     monkeypatch.setenv("ROOTSTOCK_PORT", "3")
-    model, _, engine, _, server, _, _ = configured("--port", 4)
+    model, _, engine, _, server, _, _, _ = configured("--port", 4)
     assert (model.model, engine.max_batch, engine.max_queue, server.port) == ("of the file", 2, 3, 4)
     assert configured("of the command line")[0].model == "of the command line"
 
@@ -175,7 +177,7 @@ def test_a_file_may_have_lists_words_like_off_and_nothing(configured: Any, tmp_p
     file.write_text(
         "allowed-origins: [https://a.example, 'https://b.example']\nspeculate: off\nno-cache: yes\n"
     )
-    _, cache, engine, _, server, _, _ = configured("m", "--config", file)
+    _, cache, engine, _, server, _, _, _ = configured("m", "--config", file)
     assert server.allowed_origins == ("https://a.example", "https://b.example")
     assert (engine.draft_tokens, cache.enabled) == (0, False)
     assert server.aliases == ("*",)

@@ -192,8 +192,6 @@ def serve(
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
         idle_work=idle_work,
     )
-    if warm is not None and not (idle_work and cache):
-        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -250,6 +248,8 @@ def run_server(
     from rootstock.server.listen import listen, serve, url_of
 
     if warm is not None:
+        if not (engine.idle_work and cache.enabled):
+            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
         for _ in read_warm_file("--warm", warm):  # a wrong line stops the start
             pass
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes

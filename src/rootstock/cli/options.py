@@ -243,7 +243,7 @@ HostBudget = Annotated[
 IdleWork = Annotated[
     bool,
     option(
-        SCHEDULING,
+        CACHE,
         "--idle-work/--no-idle-work",
         "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and "
         "those of --warm and /v1/cache/warm.",
