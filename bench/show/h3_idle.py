@@ -169,7 +169,10 @@ def main() -> None:
                 place = Path(folder) / name
                 place.mkdir()
                 command = [sys.executable, __file__, "--serve", str(place), str(port), name]
-                servers[name] = f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=subprocess.DEVNULL)
+                servers[name] = (
+                    f"http://127.0.0.1:{port}",
+                    subprocess.Popen(command, stdout=subprocess.DEVNULL),
+                )
             for url, process in servers.values():
                 wait_for(url, process)
             for round in range(given.rounds + 1):
@@ -177,6 +180,7 @@ def main() -> None:
                     url, _ = servers[name]
                     asyncio.run(play(url, round, told[name] if round else Told()))  # the first one warms up
                     until_idle(url)
+                    print(f"round {round}, {name}", file=sys.stderr, flush=True)
             after = stats(servers["idle-work"][0])
         finally:
             for _, process in servers.values():
@@ -192,7 +196,9 @@ def main() -> None:
     figures["uncached_ratio"] = (
         figures["uncached_second_turn_idle_work"] / figures["uncached_second_turn_no_idle_work"]
     )
-    figures["ttft_p95_ratio"] = figures["others_ttft_p95_ms_idle_work"] / figures["others_ttft_p95_ms_no_idle_work"]
+    figures["ttft_p95_ratio"] = (
+        figures["others_ttft_p95_ms_idle_work"] / figures["others_ttft_p95_ms_no_idle_work"]
+    )
     figures["idle_tokens"] = after["cache"]["idle_tokens"]
     figures["idle_hit_tokens"] = after["cache"]["idle_hit_tokens"]
     figures["longest_idle_step_ms"] = 1000 * after["idle"]["longest_step_s"]

@@ -50,6 +50,8 @@ VALUES = {
     "idle-chunk-tokens": "888",
     "itl-target": "50ms",
     "max-queue": "9",
+    "idle-work": "off",
+    "warm": "a file",
     "sampling-defaults": "openai",
     "speculate": "4",
     "host": "127.0.0.2",

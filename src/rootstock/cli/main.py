@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -224,8 +225,6 @@ def serve(
         answer_memory_bytes=parse_bytes(answer_memory, "--answer-memory"),
         idle_work=idle_work,
     )
-    if warm is not None and not (idle_work and cache):
-        raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     tier_config = TierConfig(
         disk_dir,
         parse_bytes(disk_budget, "--disk-budget"),
@@ -316,6 +315,8 @@ def run_server(
         read_public_prompts(server.public_prompts)
     if warm is not None:
         check_warm_file("--warm", warm)
+        if not (engine.idle_work and cache.enabled):
+            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
     listener = listen(server.host, server.port)  # before the model is loaded, which may take minutes
     with LoadProgress() as progress:
         directory = locate(model.model, with_code=model.trust_remote_code, progress=progress)

@@ -322,8 +322,8 @@ IdleWork = Annotated[
     option(
         CACHE,
         "--idle-work/--no-idle-work",
-        "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and those "
-        "of --warm and /v1/cache/warm.",
+        "Cache expected prompts while no request runs: the known beginning of each conversation's next turn, and "
+        "those of --warm and /v1/cache/warm.",
     ),
 ]
 Warm = Annotated[

@@ -85,7 +85,7 @@ def pins(
     if as_json:
         print(json.dumps(found))
         return
-    columns = [
+    columns: list[Column[Any]] = [
         Column("id", "id", lambda pinned: pinned["id"]),
         Column("tokens", "tokens", lambda pinned: pinned["tokens"], lambda n: f"{n:,}", numeric=True),
         Column("size", "bytes", lambda pinned: pinned["bytes"], in_units, numeric=True),
@@ -114,7 +114,7 @@ def _ask(url: str, key: str | None, method: str, path: str, body: Any) -> Any:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"No server answers at {base}{path} ({type(error).__name__}).") from error
     if answer.status_code != 200:
-        error = told.get("error") if isinstance(told, dict) else None
-        reason = error["message"] if isinstance(error, dict) and "message" in error else told
+        refusal = told.get("error") if isinstance(told, dict) else None
+        reason = refusal["message"] if isinstance(refusal, dict) and "message" in refusal else told
         raise StartupError(f"The server refuses it (status {answer.status_code}): {reason}")
     return told

@@ -135,6 +135,8 @@ def run_several(
 
     if warm is not None:
         check_warm_file("--warm", warm)
+        if not (engine.idle_work and cache.enabled):
+            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
 
     configure_logs(server.log_format, server.log_level, access=server.access_log)
     tracing = None

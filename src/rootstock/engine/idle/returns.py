@@ -1,7 +1,7 @@
-"""Prefetch for conversations that are about to come back: their prefix is loaded from a tier before the request arrives.
+"""Prefetch for conversations that come back: their prefix is loaded from a tier before their request arrives.
 
-After a tool call the client comes back by itself, once the tool has ended. Meanwhile its prefix may have been evicted.
-It is loaded when there is free memory for it, or shortly before the client is expected.
+After a tool call the client comes back by itself, once the tool has ended. Meanwhile its prefix may have been
+evicted. It is loaded when there is free memory for it, or shortly before the client is expected.
 """
 
 from __future__ import annotations
