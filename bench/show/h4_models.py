@@ -147,8 +147,17 @@ def budget_figures(phases: int, per_phase: int, share_of_need: float, seed: int)
 
 # ---- loads on demand
 
-LARGE = TinyModelSpec(hidden_size=768, intermediate_size=2048, layers=10, heads=8, kv_heads=4, seed=5)
-SMALL = TinyModelSpec(layers=2, seed=6)
+LARGE = TinyModelSpec(
+    vocab_size=1024,
+    hidden_size=768,
+    intermediate_size=2048,
+    layers=10,
+    heads=8,
+    kv_heads=4,
+    corpus_lines=1500,
+    seed=5,
+)
+SMALL = TinyModelSpec(vocab_size=1024, layers=2, corpus_lines=1500, seed=6)
 LOAD = """
 import sys, time
 import torch, transformers

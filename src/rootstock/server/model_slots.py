@@ -143,10 +143,14 @@ class ModelSlots:
         assert self._thread is None, "slots are started once"
         if self._device is not None:
             self._device.thread.start()
-        for slot in self.all:
-            if slot.config is not None and slot.config.load == "start":
-                slot.state = Loading(Future())
-                self._finish_loading(slot, self._loaded(slot))
+        try:
+            for slot in self.all:
+                if slot.config is not None and slot.config.load == "start":
+                    slot.state = Loading(Future())
+                    self._finish_loading(slot, self._loaded(slot))
+        except BaseException:
+            self.stop()
+            raise
         self._thread = threading.Thread(target=self._run, name="rootstock-models", daemon=True)
         self._thread.start()
 
