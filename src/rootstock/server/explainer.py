@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from fastapi import Request
 
 from rootstock.cache.explain import Explanation
+from rootstock.cache.radix_node import Boundary
 from rootstock.cache.types import Tokens
 from rootstock.config import ServerConfig
 from rootstock.engine.conversation.volatile_heads import DroppedHead
@@ -29,12 +30,14 @@ class ExplainedPrompt:
     salt: str
     sampled_tokens: int = 0  # ids of earlier answers
     dropped: tuple[DroppedHead, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
     adapter: str = ""
 
     @staticmethod
     def of_chat(chat: PreparedChat) -> ExplainedPrompt:
+        prompt = chat.prompt
         return ExplainedPrompt(
-            chat.prompt.tokens, chat.salt, chat.prompt.sampled_tokens, chat.dropped, chat.adapter
+            prompt.tokens, chat.salt, prompt.sampled_tokens, chat.dropped, prompt.boundaries, chat.adapter
         )
 
 
