@@ -64,7 +64,7 @@ def own_embedding(
     with torch.inference_mode():
         hidden = model(torch.tensor([ids])).last_hidden_state[0]
     places = torch.arange(1, len(hidden) + 1)[:, None]
-    pooled = {
+    pooled: torch.Tensor = {
         "cls": lambda: hidden[0],
         "lasttoken": lambda: hidden[-1],
         "max": lambda: hidden.max(0).values,
@@ -72,4 +72,5 @@ def own_embedding(
         "mean_sqrt_len_tokens": lambda: hidden.sum(0) / len(hidden) ** 0.5,
         "weightedmean": lambda: (hidden * places).sum(0) / places.sum(),
     }[pooling]()
-    return pooled / pooled.norm() if normalized else pooled
+    embedding: torch.Tensor = pooled / pooled.norm() if normalized else pooled
+    return embedding

@@ -77,7 +77,7 @@ def save_adapter(
 
 def weight_of(module: nn.Module) -> Tensor:
     """Returns [out, in]."""
-    weight: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    weight: Tensor = module.weight.detach()
     return weight.T if isinstance(module, Conv1D) else weight
 
 
@@ -97,9 +97,9 @@ def merge(model: nn.Module, directory: Path) -> nn.Module:
             if key.startswith(f"{PREFIX}{name}.")
         }
         if "weight" in own:
-            module.weight.copy_(own["weight"])  # type: ignore[operator, union-attr]
+            module.weight.copy_(own["weight"])
         if "base_layer.bias" in own:
-            module.bias.copy_(own["base_layer.bias"])  # type: ignore[operator, union-attr]
+            module.bias.copy_(own["base_layer.bias"])
         if "lora_A.weight" not in own and "lora_embedding_A" not in own:
             continue
         rank = next(
@@ -111,12 +111,12 @@ def merge(model: nn.Module, directory: Path) -> nn.Module:
         )
         scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         if "lora_embedding_A" in own:
-            module.weight += scaling * (own["lora_embedding_B"] @ own["lora_embedding_A"]).T  # type: ignore[operator]
+            module.weight += scaling * (own["lora_embedding_B"] @ own["lora_embedding_A"]).T
             continue
         merged = weight_of(module) + scaling * (own["lora_B.weight"] @ own["lora_A.weight"])
         if "lora_magnitude_vector" in own:
             merged = own["lora_magnitude_vector"][:, None] * merged / merged.norm(dim=1, keepdim=True)
-        module.weight.copy_(merged.T if isinstance(module, Conv1D) else merged)  # type: ignore[operator, union-attr]
+        module.weight.copy_(merged.T if isinstance(module, Conv1D) else merged)
         if "lora_B.bias" in own:
-            module.bias += scaling * own["lora_B.bias"]  # type: ignore[operator]
+            module.bias += scaling * own["lora_B.bias"]
     return model

@@ -58,6 +58,8 @@ VALUES = {
     "port": "1234",
     "served-model-name": "a name",
     "alias": "gpt-4o,claude-sonnet",
+    "adapter": "mine=adapters/mine",
+    "adapter-directory": "a folder",
     "api-key": "secret-1",
     "api-keys": "{keys}",
     "public-prompts": "prompts.jsonl",

@@ -145,7 +145,7 @@ class Bench:
             max_tokens = client.request.stop.max_tokens
             assert max_tokens is not None
             assert client.finished.reason == "length"
-            assert client.tokens == self.alone(client.request.tokens, max_tokens)
+            assert client.tokens == self.alone(client.request.tokens, max_tokens, client.request.adapter)
 
     def run(self, steps: int | None = None) -> None:
         """Runs so many steps, or to the end. A run to the end waits for loads, like the engine's thread."""
@@ -159,19 +159,19 @@ class Bench:
         stalled = may_wait and self.engine.steps.is_stalled and self.engine.scheduler.has_work
         return self.engine.step(self.engine.next_command() if stalled else None)
 
-    def alone(self, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
-        return alone(self.runtime, tokens, count)
+    def alone(self, tokens: Sequence[int] | Tokens, count: int, adapter: str = "") -> list[int]:
+        return alone(self.runtime, tokens, count, adapter)
 
     @property
     def steps(self) -> int:
         return self.engine.stats().counters.steps
 
 
-def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int) -> list[int]:
+def alone(runtime: FakeRuntime, tokens: Sequence[int] | Tokens, count: int, adapter: str = "") -> list[int]:
     """Computes the greedy continuation from the tokens alone, without a cache."""
     so_far = list(map(int, tokens))
     for _ in range(count):
-        so_far.append(int(runtime.expected_logits(np.array(so_far, np.int32)).argmax()))
+        so_far.append(int(runtime.expected_logits(np.array(so_far, np.int32), adapter).argmax()))
     return so_far[len(tokens) :]
 
 

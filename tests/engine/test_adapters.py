@@ -9,8 +9,8 @@ import pytest
 
 from checkpoints import tiny_model
 from engine.helpers import Bench, Families, numbers, of_kinds
+from engine.tiered import Tiered
 from lora import linears_of, save_adapter
-from rootstock.cache.types import Tokens
 from rootstock.errors import AdapterExists, AdapterNotLoaded, AdapterUnusable
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, window
 
@@ -26,29 +26,19 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def right_answer(runtime: FakeRuntime, prompt: list[int], count: int, adapter: str) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        known: Tokens = np.array(tokens, np.int32)
-        tokens.append(int(runtime.expected_logits(known, adapter).argmax()))
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.behaviour(9)
 @of_kinds([(FULL,), (FULL, window(6)), (FULL, STATE)])
 def test_adapters_share_no_prefix_with_each_other_or_the_base(
     adapters: list[Path], families: Families
 ) -> None:
     bench = Bench(families=families)
-    runtime = bench.runtime
-    assert isinstance(runtime, FakeRuntime)
     chosen = ["", *(bench.engine.load_adapter(path.name, path).fingerprint for path in adapters)]
     assert len(set(chosen)) == 3
     for turn in range(3):  # the second request leaves the checkpoint of states at which the third resumes
         clients = [bench.ask(PROMPT, max_tokens=6, adapter=adapter) for adapter in chosen]
         bench.run()
         for client, adapter in zip(clients, chosen, strict=True):
-            assert client.tokens == right_answer(runtime, PROMPT, 6, adapter)
+            assert client.tokens == bench.alone(PROMPT, 6, adapter)
             assert turn or client.finished.usage.cached_tokens == 0
             assert turn < 2 or client.finished.usage.cached_tokens > 0
     assert bench.engine.explain(np.array(PROMPT, np.int32), adapter=chosen[1]).matched_tokens > 0
@@ -70,6 +60,18 @@ def test_clearing_a_tenant_clears_its_prefixes_of_every_adapter(adapters: list[P
     assert bench.engine.explain(prompt, "two", adapter).matched_tokens > 0, "a later load finds them"
 
 
+@pytest.mark.behaviour(40)
+def test_records_on_disk_are_of_one_adapter(adapters: list[Path], tmp_path: Path) -> None:
+    with Tiered(tmp_path) as bench:
+        one, other = (bench.engine.load_adapter(path.name, path).fingerprint for path in adapters)
+        bench.answer(PROMPT, adapter=one)
+        bench.forget()
+        assert bench.answer([*PROMPT, 7], adapter=other).cached_tokens == 0
+        assert bench.answer([*PROMPT, 7]).cached_tokens == 0
+        bench.forget()
+        assert bench.answer([*PROMPT, 7], adapter=one).cached_tokens == len(PROMPT), "from the disk"
+
+
 def test_an_unloaded_adapter_serves_its_last_requests(adapters: list[Path]) -> None:
     bench = Bench()
     runtime = bench.runtime
@@ -82,7 +84,7 @@ def test_an_unloaded_adapter_serves_its_last_requests(adapters: list[Path]) -> N
         bench.engine.unload_adapter("a")
     assert runtime.adapters == {adapter}
     bench.run()
-    assert client.tokens == right_answer(runtime, PROMPT, 5, adapter)
+    assert client.tokens == bench.alone(PROMPT, 5, adapter)
     assert runtime.adapters == set()
     with pytest.raises(AdapterNotLoaded):
         bench.ask(PROMPT, max_tokens=5, adapter=adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_adapters_of_a_loaded_model(tmp_path: Path) -> None:
 
     checkpoint = save_served(tmp_path / "m")
 
-    def own() -> AutoModelForCausalLM:
+    def own() -> Any:
         return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
     made = save_adapter(tmp_path / "a", own(), linears_of(own()), size=0.3)
@@ -49,7 +50,8 @@ def test_adapters_of_a_loaded_model(tmp_path: Path) -> None:
         str(checkpoint), dtype="float32", device="cpu", budget_bytes="8MiB", adapters={"mine": made}
     ) as llm:
         prompt = np.arange(10, 30, dtype=np.int32)
-        for name, model in ((None, own()), ("mine", merge(own(), made))):
+        models: dict[str | None, Any] = {None: own(), "mine": merge(own(), made)}
+        for name, model in models.items():
             import torch
 
             ids = torch.from_numpy(prompt.astype(np.int64))[None]

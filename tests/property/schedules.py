@@ -1,9 +1,9 @@
 """Random schedules of a whole engine on the oracle runtime, from a seed.
 
 The oracle has one family or several: full attention, windows, chunks, recurrent states. Requests share, diverge,
-repeat, continue each other's answers, are scored, cancelled and preempted, under a budget that is far too small,
-while forwards fail now and then. In each schedule every request ends exactly once and gets the tokens that it would
-have got alone, and at the end every row of every pool is accounted for.
+repeat, continue each other's answers, are scored, cancelled and preempted, with and without an adapter, under a
+budget that is far too small, while forwards fail now and then. In each schedule every request ends exactly once and
+gets the tokens that it would have got alone, and at the end every row of every pool is accounted for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from rootstock.cache.radix_node import Boundary, CheckpointKind
 from rootstock.cache.tier_index import StoredIndex
 from rootstock.cache.types import Tokens
 from rootstock.config import EngineConfig
+from rootstock.engine.adapters import NamedAdapter
 from rootstock.engine.engine import Engine
 from rootstock.engine.idle.prefills import IdleKind, IdlePrefill
 from rootstock.engine.request import (
@@ -45,11 +47,12 @@ from rootstock.engine.request import (
 from rootstock.engine.sampling import Sampler
 from rootstock.engine.sequence import Sequence
 from rootstock.errors import RootstockError, StepFailed
-from rootstock.runtime.base import Batch
+from rootstock.runtime.base import Batch, LoadedAdapter
 from rootstock.testing.fake_runtime import FULL, STATE, FakeRuntime, chunked, window
 
 VOCAB = 5  # few tokens, so that prompts and answers meet often
 EOS = 4
+ADAPTER = "adapter"  # of some requests: the oracle has other tokens for them
 SHARED = np.random.default_rng(7).integers(0, VOCAB, 200)  # the same in every schedule
 
 
@@ -279,6 +282,8 @@ def _live(
         proposer=guesses if seed % 4 < 3 else None,
     )
     guesses.limit = engine.context_limit
+    runtime.adapters.add(ADAPTER)
+    engine.adapters.add(NamedAdapter(ADAPTER, Path(), LoadedAdapter(ADAPTER, modules=1, rank=1, nbytes=0)))
     if provenance is not None:
         engine.public_heads = provenance.heads
     pinning = Pinning(seed, cache, engine)
@@ -290,7 +295,10 @@ def _live(
         if to_come and (action < 0.4 or not engine.scheduler.has_work):
             to_come -= 1
             salts = ("", "", "", "tenant") if provenance is None else SALTS
-            client = Client(_request(rng, [*before, *clients], engine.context_limit, salts))
+            request = _request(rng, [*before, *clients], engine.context_limit, salts)
+            if provenance is None and (request.sampling.seed or 0) % 5 == 0:
+                request = replace(request, adapter=ADAPTER)
+            client = Client(request)
             _warm(idle_rng, engine, [client])
             _work_while_idle(idle_rng, engine)
             try:
@@ -568,7 +576,7 @@ def answer_alone(request: Request, runtime: FakeRuntime, limit: int) -> tuple[li
     room = limit - len(tokens) if request.stop.max_tokens is None else request.stop.max_tokens
     given: list[int] = []
     while len(given) < room:
-        token = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32))).token
+        token = sampler.sample(runtime.expected_logits(np.array(tokens, np.int32), request.adapter)).token
         tokens.append(token)
         if token in ends:
             return given, "stop"

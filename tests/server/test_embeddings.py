@@ -47,7 +47,13 @@ def embed(client: httpx.Client, input: Any, **fields: Any) -> httpx.Response:
 
 def test_every_form_of_an_input(client: httpx.Client, directory: Path) -> None:
     ids = [2, 4, 5, 3]
-    for given, each in (("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), (ids, [ids]), ([ids, [7]], [ids, [7]])):
+    forms: list[tuple[Any, list[Any]]] = [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        (ids, [ids]),
+        ([ids, [7]], [ids, [7]]),
+    ]
+    for given, each in forms:
         answer = embed(client, given, model="tiny").json()
         assert (answer["object"], answer["model"]) == ("list", "tiny")
         assert [one["index"] for one in answer["data"]] == list(range(len(each)))
@@ -85,7 +91,7 @@ def test_inputs_that_are_refused(client: httpx.Client) -> None:
         if code is None:
             assert embed(client, given).status_code == 200, "texts and ids may be mixed"
         else:
-            body = {"input": given}
+            body: dict[str, Any] = {"input": given}
             response = (
                 client.post("/v1/embeddings", json=body)
                 if given != "\ud800"

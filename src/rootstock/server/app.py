@@ -105,7 +105,7 @@ def create_app(
     app.include_router(adapter_routes(models, config))
 
     def embedder_of(asked: str | None) -> Embedder:
-        raise not_embedded(models.find(asked).name)
+        raise not_embedded(models.slot(asked).name)
 
     app.include_router(embedding_routes(embedder_of, models.queue))
     app.include_router(cache_routes(models, config, explainer))

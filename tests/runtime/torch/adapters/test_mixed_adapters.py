@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import VOCAB, save
 from lora import PREFIX, linears_of, merge, save_adapter
-from rootstock.cache.types import Tokens
+from rootstock.cache.types import SlotId, Tokens
 from rootstock.errors import AdapterUnusable
 from rootstock.runtime.adapter_files import read_adapter
 from rootstock.runtime.base import Batch, LoadedAdapter, Logits, Segment
@@ -46,7 +46,7 @@ def mixed(runtime: TorchRuntime, prompts: Sequence[Tokens], adapters: Sequence[s
             table = np.arange(number * BLOCKS_EACH, (number + 1) * BLOCKS_EACH, dtype=np.int32)
             past = 0 if begin == 0 else len(prompt) - 1
             tables = (table,) * families
-            segments.append(Segment(prompt[begin:end], past, tables, 1, number, adapter))
+            segments.append(Segment(prompt[begin:end], past, tables, 1, SlotId(number), adapter))
         for row, logits in enumerate(runtime.forward(Batch(segments))):
             steps[row].append(logits)
     return steps
