@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rootstock.cache.hints import (
-    RetainedLimits,
     GREATEST_PRIORITY,
     LEAST_PRIORITY,
     MAX_RETENTIONS,
     MAX_TTL_S,
     CacheHints,
     HintOutcome,
+    RetainedLimits,
     Retention,
     Verdict,
 )
