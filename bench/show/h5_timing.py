@@ -26,6 +26,7 @@ from rootstock.bench.serving import ServerProcess
 from rootstock.bench.tiny_model import ensure_tiny_model
 
 SHOW = "H5"
+READY_WITHIN_S = 600.0  # kernels may have to be compiled
 SYSTEM_WORDS, SECRET_WORDS = 200, 400
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 
@@ -45,9 +46,11 @@ def main() -> None:
         keys = Path(folder) / "keys.yaml"
         keys.write_text(f"keys: [{{key: {VICTIM}, tenant: victim}}, {{key: {ATTACKER}, tenant: attacker}}]")
         model = [str(ensure_tiny_model()), "--port", "0", "--kv-budget", "1GiB"]
-        with ServerProcess([*model, "--api-keys", str(keys), "--public-prompts", str(shared)]) as server:
+        with ServerProcess(
+            [*model, "--api-keys", str(keys), "--public-prompts", str(shared)], READY_WITHIN_S
+        ) as server:
             scoped = probe(server.url, system, given.probes, rng)
-        with ServerProcess(model) as server:
+        with ServerProcess(model, READY_WITHIN_S) as server:
             control = probe(server.url, system, given.control_probes, rng)
     figures = {f"{name}": value for name, value in scoped.items()}
     figures |= {f"control_{name}": value for name, value in control.items()}

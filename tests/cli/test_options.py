@@ -62,7 +62,7 @@ VALUES = {
     "adapter-directory": "a folder",
     "api-key": "secret-1",
     "api-keys": "{keys}",
-    "public-prompts": "prompts.jsonl",
+    "public-prompts": "{public}",
     "admin-key": "secret-2",
     "explain": "all",
     "max-body": "2MiB",
@@ -94,7 +94,7 @@ VALUES = {
 def files(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "template").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
-    found = {"{template}": "template", "{keys}": "keys", "{store}": "store"}
+    found = {"{template}": "template", "{keys}": "keys", "{store}": "store", "{public}": "public"}
     found = {name: str(tmp_path / file) for name, file in found.items()}
     return {name: found.get(value, value) for name, value in VALUES.items()}
 
@@ -145,6 +145,17 @@ def test_an_option_means_the_same_on_the_command_line_in_the_environment_and_in_
     for name, value in files.items():
         monkeypatch.setenv(variable(name), value)
     assert configured("a model") == expected
+
+
+def test_the_earlier_name_of_the_file_of_keys_goes_on_working(
+    configured: Any, rootstock: Run, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = configured("m", "--api-keys", files["api-keys"])
+    assert configured("m", "--api-keys-file", files["api-keys"]) == expected
+    (tmp_path / "rootstock.yaml").write_text(f"api_keys_file: {files['api-keys']}")
+    assert configured("m", "--config", tmp_path / "rootstock.yaml") == expected
+    monkeypatch.setenv("ROOTSTOCK_API_KEYS_FILE", files["api-keys"])
+    assert configured("m") == expected
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -245,6 +245,31 @@ ROUTES: Mapping[tuple[str, str], st.SearchStrategy[Ask]] = {
     ("GET", "/openapi.json"): _plain("/openapi.json"),
     ("GET", "/docs"): _plain("/docs"),
 }
+# Bodies of routes that a tenant may not use, and of those that need an id.
+OTHER_BODIES: Mapping[str, Json] = {
+    "/v1/cache/release": {"id": "pin_unknown"},
+    "/v1/models/load": {"model": "fake"},
+    "/v1/models/unload": {"model": "fake"},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/absent"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+}
+ROUTES = {
+    **ROUTES,
+    ("GET", "/v1/cache/pins"): _plain("/v1/cache/pins"),
+    **{
+        # Warming is off: its time depends on the other requests, which its answer is allowed to tell.
+        ("POST", f"/v1/cache/{name}{path}"): _posted(f"/v1/cache/{name}{path}", bodies)
+        for name in ("pin", "warm")
+        for path, bodies in (
+            ("", _EXPLAIN),
+            ("/chat/completions", _body(messages=_MESSAGES)),
+            ("/completions", _body(prompt=TEXTS)),
+            ("/messages", _body(messages=_MESSAGES)),
+            ("/responses", _body(input=TEXTS)),
+        )
+    },
+    **{("POST", route): _posted(route, st.just(body)) for route, body in OTHER_BODIES.items()},
+}
 # Routes whose answers may depend on other tenants, each with its reason. A new route is in one of the two lists.
 NOT_COMPARED: Mapping[tuple[str, str], str] = {}
 _OPEN = st.builds(
@@ -297,6 +322,8 @@ class World:
         self.responses.clear()
         while (health := self.made.engine.health()).running or health.waiting:
             self.made.engine.call(lambda: None)  # a step further
+        for pinned in self.made.engine.pins():
+            self.made.engine.release_pin(pinned.id)
         self.made.engine.clear_cache()
         if self.setting.public_text:  # its use is no secret: it is cached before either tenant comes
             body = {"prompt": f"{self.setting.public_text}~", "max_tokens": 0}

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from property.tenants import (
     FAMILIES,
     NOT_COMPARED,
+    OTHER_BODIES,
     ROUTES,
     SETTINGS,
     STEPS,
@@ -77,6 +78,19 @@ def test_no_route_depends_on_the_requests_of_the_other_tenant(pair: Twins) -> No
             if method != "POST" or "{" in route
             for body in [{} if method == "POST" else None]
         ),
+        *(
+            Ask("POST", f"/v1/cache/{name}{path}", body=body)
+            for name in ("warm", "pin")
+            for path, body in (
+                ("", {"prompt": prompt}),
+                ("/completions", {"prompt": prompt}),
+                ("/chat/completions", {"messages": messages}),
+                ("/messages", {"messages": messages}),
+                ("/responses", {"input": prompt}),
+            )
+        ),
+        *(Ask("POST", route, body=body) for route, body in OTHER_BODIES.items()),
+        Ask("GET", "/v1/cache/pins"),
         Ask("POST", "/v1/cache/clear", body={}),
     ]
     assert {(ask.method, ask.route) for ask in asks} == set(ROUTES)

@@ -468,7 +468,10 @@ class Engine:
 
     def pin(self, tokens: Tokens, salt: str = "", tenant: str = "") -> Pinned | PinRefused:
         """Keeps the cached part of a prefix until it is released."""
-        return self.call(lambda: self._cache.pin(tokens, self.namespace(salt), tenant))
+        scope = self.scope(tokens, salt)
+        return self.call(
+            lambda: self._cache.pin(tokens, scope.namespace, tenant, public_tokens=scope.public_tokens)
+        )
 
     def release_pin(self, pin: PinId, tenant: str | None = None) -> bool:
         """Releases a pinned prefix, of one tenant or of any. Returns False if there is no such pin."""

@@ -75,7 +75,7 @@ def create_app(
     app = FastAPI(title="Rootstock", version=__version__, docs_url=None, redoc_url=None)
     forms = ErrorForms({"/v1/messages": messages_error_body})
     sessions = Sessions()
-    app.state.default_model = None if models.are_several else models.names[0]
+    app.state.default_model = None if models.are_several else models.slot(None).name
     keys = keys or Keys(config)
     app.add_middleware(Guard, config=config, forms=forms, drain=drain, keys=keys, sessions=sessions)
 
