@@ -32,6 +32,12 @@ class RequestTable:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that were accepted and have not ended."""
+        with self._lock:
+            return list(self._live.values())
+
     def get(self, request: RequestId) -> Sequence | None:
         return self._live.get(request)
 

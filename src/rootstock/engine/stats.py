@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rootstock.cache.stats import CacheStats
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.tiers.connector import TierStats
 
 
@@ -70,3 +71,4 @@ class EngineStats:
     phases: dict[str, int] = field(
         default_factory=dict
     )  # requests by their phase, without those that have ended
+    idle: IdleStats | None = None  # None: idle work is off

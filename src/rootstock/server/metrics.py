@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from rootstock.cache.stats import CacheStats
 from rootstock.engine.conversation.volatile_heads import DroppedHead
+from rootstock.engine.idle.prefills import IdleStats
 from rootstock.engine.prompts.sampled_answers import SampledAnswers
 from rootstock.engine.stats import EngineStats
 from rootstock.engine.tiers.connector import TIER_STATES, TierStats
@@ -229,6 +231,8 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
     if stats.tier is not None:
         counter("loaded_prompt_tokens", "Cached tokens of prompts loaded from a tier", cache.loaded_tokens)
         _add_tier(stats.tier, gauge, gauges, counter, counts)
+    if stats.idle is not None:
+        _add_idle(families, stats.idle, cache, labels)
 
 
 def _add_tier(
@@ -269,6 +273,22 @@ def _add_tier(
     counter("tier_stored_records", "Records stored durably", tier.stored_records)
     counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
     gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
+
+
+def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: Labels) -> None:
+    for kind, ends in sorted(idle.ended.items()):
+        where = {**labels, "kind": str(kind)}
+        help = "Prompts of idle work, by their kind and end"
+        families.counters("rootstock_idle_work", help, "ended", ends, where)
+    families.gauge("rootstock_idle_work_waiting", "Prompts that wait for idle time", idle.waiting, labels)
+    events = {
+        "computed": idle.computed_tokens,
+        "loaded": idle.loaded_tokens,
+        "hit": cache.idle_hit_tokens,
+        "evicted": cache.idle_evicted_tokens,
+    }
+    help = "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before"
+    families.counters("rootstock_idle_tokens", help, "event", events, labels)
 
 
 def _add_answers(families: Families, answers: SampledAnswers, labels: Labels) -> None:
