@@ -45,7 +45,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     tier = TierConfig(tmp_path_factory.mktemp("disk"), disk_budget_bytes=64 * MIB, verify_hits=0.5)
     made = assemble(runtime, tokenizer, CacheConfig(8, budget), tier=tier)
     stored = ResponseStoreStats(0, 0, 0, 0, {"stored": 1})
-    metrics = Metrics(ModelRegistry([made], ServerConfig()), lambda: stored, labelled_tenants=3)
+    metrics = Metrics(ModelRegistry.of_one(made, ServerConfig()), lambda: stored, labelled_tenants=3)
     metrics.answered("/v1/completions", "ok")
     metrics.responded("/v1/completions", "POST", 200)
     metrics.errors.labels("/v1/completions", "queue_full").inc()

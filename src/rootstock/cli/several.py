@@ -133,17 +133,17 @@ def run_several(
     from rootstock.server.access import Keys
     from rootstock.server.listen import listen, serve, url_of
 
-    if warm is not None:
-        check_warm_file("--warm", warm)
-        if not (engine.idle_work and cache.enabled):
-            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
-
     configure_logs(server.log_format, server.log_level, access=server.access_log)
     tracing = None
     if server.traces:
         from rootstock.server.tracing import open_tracing
 
         tracing = open_tracing()
+    if warm is not None:
+        check_warm_file("--warm", warm)
+        if not (engine.idle_work and cache.enabled):
+            raise InvalidOption("--warm", str(warm), "left out with --no-idle-work and --no-cache")
+
     keys = Keys(server)  # refuses wrong files, before models are loaded
     if server.public_prompts is not None:
         read_public_prompts(server.public_prompts)

@@ -68,7 +68,7 @@ class Answerer:
             try:
                 use = await self._models.use(asked, request)
                 generation.on_close(use.end)
-                generation.measure(report.timing(use.model.name, asked))
+                generation.measure(report.timing(use.model.parent or use.model.name, asked))
                 # One switch to another thread, not two.
                 call = await self._models.queue.run(request, lambda: begin(use.model))
                 if call.stream:

@@ -235,22 +235,6 @@ def _add_engine(families: Families, stats: EngineStats, labels: Labels) -> None:
         _add_idle(families, stats.idle, cache, labels)
 
 
-def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: Labels) -> None:
-    help = "Prompts of idle work, by their kind and end"
-    for kind, ends in sorted(idle.ended.items()):
-        families.counters("rootstock_idle_work", help, "ended", ends, {**labels, "kind": kind})
-    help = "Prompts that wait for idle time"
-    families.gauge("rootstock_idle_work_waiting", help, idle.waiting, labels)
-    events = {
-        "computed": idle.computed_tokens,
-        "loaded": idle.loaded_tokens,
-        "hit": cache.idle_hit_tokens,
-        "evicted": cache.idle_evicted_tokens,
-    }
-    help = "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before"
-    families.counters("rootstock_idle_tokens", help, "event", events, labels)
-
-
 def _add_tier(
     tier: TierStats,
     gauge: Callable[[str, str, float], None],
@@ -289,6 +273,22 @@ def _add_tier(
     counter("tier_stored_records", "Records stored durably", tier.stored_records)
     counter("tier_quarantined_records", "Records found to be damaged", tier.quarantined_records)
     gauge("tier_write_amplification", "Bytes written per byte stored", tier.write_amplification)
+
+
+def _add_idle(families: Families, idle: IdleStats, cache: CacheStats, labels: Labels) -> None:
+    for kind, ends in sorted(idle.ended.items()):
+        where = {**labels, "kind": str(kind)}
+        help = "Prompts of idle work, by their kind and end"
+        families.counters("rootstock_idle_work", help, "ended", ends, where)
+    families.gauge("rootstock_idle_work_waiting", "Prompts that wait for idle time", idle.waiting, labels)
+    events = {
+        "computed": idle.computed_tokens,
+        "loaded": idle.loaded_tokens,
+        "hit": cache.idle_hit_tokens,
+        "evicted": cache.idle_evicted_tokens,
+    }
+    help = "Tokens of idle work by event: computed or loaded, then hit by a request or evicted before"
+    families.counters("rootstock_idle_tokens", help, "event", events, labels)
 
 
 def _add_answers(families: Families, answers: SampledAnswers, labels: Labels) -> None:
